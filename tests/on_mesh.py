@@ -1,22 +1,21 @@
-"""An engine on meshes of eight virtual devices, against one on one device. `tests/test_mesh.py` starts the process.
-
-Not here: how single arrays cross to several devices and back (on_four_devices).
-"""
+"""An engine on meshes of eight virtual devices, against one on one device. `tests/test_mesh.py` starts the process."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import re
+import types
 from collections.abc import Iterator
 
 import flax.traverse_util
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ca_jax
-from ca_jax.device import steps
+from ca_jax.device import steps, transfer
 from ca_jax.device.transfer import params_to_device
 from ca_jax.kv import layout as device_memory
 from ca_jax.kv.load import LayerLoad
@@ -30,10 +29,12 @@ from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import LoadedModel
 from ca_jax.recompute.drift import Drift
 from ca_jax.storage.config import GIB
+from ca_jax.storage.layout import KVLayout
 from ca_jax.telemetry.metrics import CompileCounter
 from ca_jax.testing import tiny
 from ca_jax.turns.requests import SamplingParams
 from tests import engine_kit as kit
+from tests.storage.store_helpers import as_bits, make_kv
 
 WINDOW = 256
 BLEND = ca_jax.BlendConfig(recompute_ratio=0.4)
@@ -90,6 +91,63 @@ def answers_of_one_device() -> list[list[int]]:
 @pytest.fixture(scope="module", autouse=True)
 def eight_devices() -> None:
     assert len(jax.devices()) == 8, "there must be eight devices: this file is run by tests/test_mesh.py"
+
+
+# Single arrays: sharded KV on its way to four of the devices and back.
+
+
+LAYOUT = KVLayout(num_layers=3, num_kv_heads=4, head_dim=8, dtype="bfloat16", block_tokens=4)
+KV = make_kv(LAYOUT, 16)
+SPECS = {
+    "by heads": PartitionSpec(None, None, "model", None),
+    "by both": PartitionSpec(None, "data", "model", None),
+    "by all devices": PartitionSpec(None, None, ("data", "model"), None),
+    "replicated": PartitionSpec(),
+}
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+def test_each_device_gets_its_part_of_staging_and_no_other(mesh, spec, monkeypatch):
+    sharding = NamedSharding(mesh, spec)
+    put: dict[jax.Device, np.ndarray] = {}
+
+    def device_put(part: np.ndarray, device: jax.Device, original=jax.device_put) -> jax.Array:
+        put[device] = part
+        return original(part, device)
+
+    monkeypatch.setattr(jax, "device_put", device_put)
+    array = transfer.staging_to_device(KV[0].copy(), sharding)
+    monkeypatch.undo()
+    assert array.sharding == sharding
+    indices = sharding.devices_indices_map(KV[0].shape)
+    assert put.keys() == indices.keys() == set(jax.devices()[:4])
+    for device, part in put.items():
+        np.testing.assert_array_equal(as_bits(part), as_bits(KV[0][indices[device]]))
+    for shard in array.addressable_shards:
+        np.testing.assert_array_equal(as_bits(np.asarray(shard.data)), as_bits(KV[0][shard.index]))
+    pinned = transfer.to_host_memory(array, transfer.PINNED_HOST)
+    assert pinned.sharding.memory_kind == "pinned_host"
+    assert (pinned.sharding.spec, pinned.sharding.device_set) == (spec, array.sharding.device_set)
+    for each in (array, pinned):
+        np.testing.assert_array_equal(as_bits(transfer.host_view(each)), as_bits(KV[0]))
+
+
+def test_replicas_are_read_once(mesh, monkeypatch):
+    array = transfer.staging_to_device(KV[0].copy(), NamedSharding(mesh, SPECS["by heads"]))
+    num_read = []
+
+    def asarray(data: jax.Array) -> np.ndarray:
+        num_read.append(data.nbytes)
+        return np.asarray(data)
+
+    monkeypatch.setattr(transfer, "np", types.SimpleNamespace(asarray=asarray, empty=np.empty))
+    np.testing.assert_array_equal(as_bits(transfer.host_view(array)), as_bits(KV[0]))
+    assert sum(num_read) == KV[0].nbytes
 
 
 # Tokens.
@@ -150,7 +208,7 @@ def test_the_tokens_are_those_of_one_device_and_each_holds_its_share(data, tenso
 def test_what_one_mesh_stored_on_ssd_others_go_on_from(tmp_path):
     """One conversation, a turn on each mesh, each in an engine of its own over the same directory."""
     expected = answers_of_one_device()
-    for turn, (data, tensor) in enumerate([(1, 2), (1, 4), (1, 1), (2, 2), (1, 8)]):
+    for turn, (data, tensor) in enumerate([(2, 2), (1, 8), (1, 1), (2, 2), (1, 8)]):
         with engine_of(data, tensor, store=kit.ssd_store(tmp_path)) as engine:
             num_known = len(engine.session(session_id="one").token_ids)
             assert talk(engine, TURNS[turn : turn + 1], start=turn) == expected[turn : turn + 1]
@@ -160,32 +218,29 @@ def test_what_one_mesh_stored_on_ssd_others_go_on_from(tmp_path):
 
 
 def test_chunks_are_blended_as_on_one_device():
-    model = model_of(num_layers=4)
-    with engine_of(1, 1, model, blend=BLEND) as engine:
-        expected = blended(engine)
-    for data, tensor in MESHES:
-        with jax.transfer_guard("disallow"), engine_of(data, tensor, model, blend=BLEND) as engine:
-            assert blended(engine) == expected
-
-
-def blended(engine: ca_jax.Engine) -> list[list[int]]:
-    """Answers to turns with chunks: in one order, in another with a history before them, and without."""
+    """In one order, in another with a history before them, and without."""
     chunks = [kit.prompt(50, 1), kit.prompt(24, 2), kit.prompt(1, 3)]
-    session = engine.session()
-    turns = ([chunks[0], chunks[1]], [chunks[2], chunks[1]], None)
-    answers = [kit.say(session, kit.prompt(12, i), 6, context=context) for i, context in enumerate(turns)]
-    assert engine.metrics.blended_turns == 2
-    assert engine.metrics.loaded_chunks == 4
-    assert session.usage.num_cached_tokens == 134
-    return answers
+
+    def blended(data: int, tensor: int) -> list[list[int]]:
+        with engine_of(data, tensor, model_of(num_layers=4), blend=BLEND) as engine:
+            session = engine.session()
+            turns = ([chunks[0], chunks[1]], [chunks[2], chunks[1]], None)
+            answers = [kit.say(session, kit.prompt(12, i), 6, context=context) for i, context in enumerate(turns)]
+            assert (engine.metrics.blended_turns, engine.metrics.loaded_chunks) == (2, 4)
+            assert session.usage.num_cached_tokens == 134
+            return answers
+
+    expected = blended(1, 1)
+    with jax.transfer_guard("disallow"):
+        assert blended(2, 2) == expected
 
 
 def test_kv_kept_in_int8_is_sharded_by_heads_and_read_on_any_mesh(tmp_path):
-    """A turn on each mesh, over what the one before it wrote; on one of them devices share heads."""
+    """A turn on each, over what the one before it wrote; on the mesh devices share heads."""
     model, store = model_of(2), kit.ssd_store(tmp_path)
     with engine_of(1, 1, model, kv_rest_dtype="int8") as engine:
         expected = talk(engine, TURNS[:3])
-    for turn, (data, tensor) in enumerate([(2, 2), (1, 4), (1, 1)]):
+    for turn, (data, tensor) in enumerate([(2, 4), (1, 1), (2, 4)]):
         with (
             jax.transfer_guard("disallow"),
             engine_of(data, tensor, model, store=store, kv_rest_dtype="int8") as engine,
@@ -196,9 +251,9 @@ def test_kv_kept_in_int8_is_sharded_by_heads_and_read_on_any_mesh(tmp_path):
             assert engine.metrics.failed_saves == engine.metrics.failed_loads == 0
 
 
-@pytest.mark.parametrize(("num_kv_heads", "data", "tensor"), [(2, 1, 4), (1, 2, 4)])
-def test_fewer_kv_heads_than_shards(num_kv_heads, data, tensor):
+def test_fewer_kv_heads_than_shards():
     """Each device has the one KV head that its query heads share, and no other."""
+    num_kv_heads, data, tensor = 2, 2, 4
     model = model_of(num_kv_heads)
     with engine_of(data, tensor, model) as engine:
         expect_greedy(talk(engine, TURNS[:2]), model, TURNS[:2])
@@ -216,27 +271,22 @@ def test_fewer_kv_heads_than_shards(num_kv_heads, data, tensor):
             assert groups == set(head_of[shard.device])
 
 
-@pytest.mark.parametrize("odd", [{"vocab_size": 257}, {"mlp_dim": 63}], ids=str)
-def test_what_devices_do_not_divide_each_has_whole(odd, caplog):
-    model = model_of(**odd)
+def test_what_devices_do_not_divide_each_has_whole(caplog):
+    model = model_of(vocab_size=257, mlp_dim=63)
     with engine_of(1, 2, model) as engine:
         expect_greedy(talk(engine, SHORT), model, SHORT)
         params = engine.model.params["params"]
-        whole = {"vocab_size": params["embed"]["embedding"], "mlp_dim": params["layer_0"]["mlp"]["w_down"]}
-        for name, leaf in whole.items():
-            assert leaf.is_fully_replicated == (name in odd)
-    ((name, size),) = odd.items()
-    assert f"{name} of {size} is not divisible by tensor_parallel_size=2" in caplog.text
+        for leaf in (params["embed"]["embedding"], params["layer_0"]["mlp"]["w_down"]):
+            assert leaf.is_fully_replicated
+        assert not params["layer_0"]["attn"]["wq"].is_fully_replicated
+    for what in ("vocab_size of 257", "mlp_dim of 63"):
+        assert f"{what} is not divisible by tensor_parallel_size=2" in caplog.text
 
 
-FAMILIES = {
-    "llama": {"num_kv_heads": 4},
-    "mistral": {"sliding_window": 40},
-    "mixtral": {"num_experts": 4, "num_experts_per_token": 2},
-    "qwen2": {"qkv_bias": True, "sliding_window": 40, "full_layers": (0,)},
-    "qwen3": {"qk_norm": True},
-    "falcon-7b": {"num_kv_heads": 1, "norm": "layer", "mlp": "gelu", "is_parallel": True, "shares_norm": True},
-    "falcon-40b": {"num_kv_heads": 2, "norm": "layer", "mlp": "gelu", "is_parallel": True},
+FAMILIES = {  # What each has that others do not.
+    "mixtral": {"num_experts": 4, "num_experts_per_token": 2, "num_kv_heads": 4},
+    "qwen": {"qkv_bias": True, "qk_norm": True, "sliding_window": 40, "full_layers": (0,)},
+    "falcon": {"num_kv_heads": 1, "norm": "layer", "mlp": "gelu", "is_parallel": True, "shares_norm": True},
     "gpt_neox": {
         "norm": "layer",
         "mlp": "gelu",
@@ -376,16 +426,14 @@ def collectives(text: str) -> Iterator[tuple[str, str]]:
         yield kind, shapes
 
 
-@pytest.mark.parametrize(("num_kv_heads", "data", "tensor"), [(8, 1, 2), (8, 2, 2), (2, 1, 8)])
+@pytest.mark.parametrize(("num_kv_heads", "data", "tensor"), [(8, 2, 2), (2, 1, 8)])
 def test_a_decode_step_adds_up_twice_a_layer_and_gathers_no_kv(num_kv_heads, data, tensor):
     config = config_of(num_kv_heads)
     sharding = model_sharding(config, data_parallel_size=data, tensor_parallel_size=tensor)
     params = params_to_device(tiny.tiny_params(config), sharding.of_params(config))
     row = jax.device_put(np.zeros(4, np.int32), sharding.replicated)
-    slots, table = (
-        steps.make_slots(config, 4, 512, "float32", sharding),
-        steps.rotation_table(config, WINDOW, sharding=sharding),
-    )
+    slots = steps.make_slots(config, 4, 512, "float32", sharding)
+    table = steps.rotation_table(config, WINDOW, sharding=sharding)
     lowered = steps.decode.lower(config, params, slots, row, row, table, sharding=sharding)
     found = list(collectives(lowered.compile().as_text()))
     num_rows = 4 // data
@@ -399,16 +447,13 @@ def test_a_decode_step_adds_up_twice_a_layer_and_gathers_no_kv(num_kv_heads, dat
     assert all(re.match(rf"f32\[({num_rows}|4),256\]", shapes) for _, shapes in others), "of logits"
 
 
-@pytest.mark.parametrize("num_kv_heads", [8, 2])
-def test_a_prefilled_layer_adds_up_twice_and_gathers_nothing(num_kv_heads):
-    config = config_of(num_kv_heads)
+def test_a_prefilled_layer_adds_up_twice_and_gathers_nothing():
+    config = config_of(2)
     sharding = model_sharding(config, data_parallel_size=2, tensor_parallel_size=4)
     params = params_to_device(tiny.tiny_params(config), sharding.of_params(config))
     x, length = (jax.device_put(v, sharding.replicated) for v in (np.zeros((1, 16, 32), np.float32), np.int32(3)))
-    history, table = (
-        steps.empty_kv(config, 256, "float32", sharding),
-        steps.rotation_table(config, 512, sharding=sharding),
-    )
+    history = steps.empty_kv(config, 256, "float32", sharding)
+    table = steps.rotation_table(config, 512, sharding=sharding)
     layer = params["params"]["layer_0"]
     lowered = steps.prefill_layer.lower(config, layer, x, history, length, table, sharding=sharding)
     found = [(kind, shapes.split("{")[0]) for kind, shapes in collectives(lowered.compile().as_text())]

@@ -105,7 +105,7 @@ class Conversation:
     """A conversation under a window, as an engine with this `OverflowConfig` should hold it.
 
     Args:
-      overflow: the engine's. If it repairs tokens that deviate, only none of them or all, which needs no choice.
+      overflow: the engine's.
       window: most tokens of it.
       drift: what the config's file has.
       model: whose; None: the tiny one.
@@ -306,7 +306,9 @@ def recorded_logits(engine: Engine) -> Iterator[list[np.ndarray]]:
 
 
 def expected_repaired(overflow: OverflowConfig, num_tokens: int) -> int:
-    """How many of so many first tokens a turn says that it has repaired, where that needs no choice."""
+    """How many of so many first tokens a turn says that it has repaired."""
+    if overflow.repair == "deviating" and 0 < overflow.repair_ratio < 1:
+        return round(repair_plan(overflow, kit.NUM_LAYERS, num_tokens, WINDOW).num_recomputed)
     if overflow.repair_ratio == 1:
         return num_tokens
     return max(min(overflow.anchor_tokens, num_tokens), int(overflow.repair_ratio * num_tokens) // 8 * 8)

@@ -123,6 +123,22 @@ def shut(*gates: GatedTransfers) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def gated_engine(
+    *, staged_layers: int = 2 * kit.NUM_LAYERS, **changes: object
+) -> Iterator[tuple[Engine, GatedTransfers, GatedTransfers]]:
+    """An engine whose free memory is NaN, and the gates of its loads and its saves; in the end nothing is held."""
+    loads, saves = open_gate(), open_gate()
+    with kit.small_engine(store_wrapper=controlled(loads=loads, saves=saves), **changes) as engine:
+        poison(engine, staged_layers=staged_layers)
+        try:
+            yield engine, loads, saves
+        finally:  # Else it could not close.
+            loads.open()
+            saves.open()
+        assert_nothing_is_held(engine)
+
+
+@contextlib.contextmanager
 def in_thread(action: Callable[[], object]) -> Iterator[None]:
     """Runs an action beside the `with` block, at whose end it must end too; what it raises is raised there."""
     errors: list[BaseException] = []

@@ -1,7 +1,9 @@
 """Predicted times: rates found again from samples, the pipeline against a simulation, and the choices made by it."""
 
+import dataclasses
 import heapq
 import math
+import threading
 
 import hypothesis
 import hypothesis.strategies as st
@@ -9,21 +11,30 @@ import numpy as np
 import pytest
 
 from ca_jax.kv import costs
-from ca_jax.kv.rates import PrefillRate, PrefillSample, Rates, TransferRate, TransferSample
+from ca_jax.kv.rates import PrefillRate, PrefillSample, RateMeter, Rates, TransferRate
 
 SECONDS = st.floats(0, 3).map(lambda value: round(value, 3))
 DEPTHS = st.integers(0, 14)
 LAYERS = st.integers(1, 12)
 
 
-def make_rates(load_bytes_per_s=1e9, token_s=1e-3, pair_s=0.0, fixed_s=0.0, load_fixed_s=0.0, num_layers=10) -> Rates:
-    """One token of one layer is 1,000 bytes: 1 us each at 1 GB/s."""
+def make_rates(
+    load_bytes_per_s=1e9,
+    token_s=1e-3,
+    pair_s=0.0,
+    fixed_s=0.0,
+    load_fixed_s=0.0,
+    num_layers=10,
+    fetch_bytes_per_s=None,
+) -> Rates:
+    """One token of one layer is 1,000 bytes: 1 us each at 1 GB/s, and 100 us of computing at 1 ms for 10 layers."""
     return Rates(
         num_layers=num_layers,
         layer_token_bytes=1000,
         load=TransferRate(bytes_per_s=load_bytes_per_s, fixed_s=load_fixed_s),
         save=TransferRate(bytes_per_s=5e8),
         prefill=PrefillRate(fixed_s=fixed_s, token_s=token_s, pair_s=pair_s),
+        fetch=None if fetch_bytes_per_s is None else TransferRate(bytes_per_s=fetch_bytes_per_s),
     )
 
 
@@ -34,7 +45,7 @@ def make_rates(load_bytes_per_s=1e9, token_s=1e-3, pair_s=0.0, fixed_s=0.0, load
 def test_a_transfer_rate_is_found_from_its_samples(bytes_per_s, fixed_s):
     rate = TransferRate(bytes_per_s=bytes_per_s, fixed_s=fixed_s)
     sizes = (10_000, 1_000_000, 40_000_000)
-    fitted = TransferRate.fit(TransferSample(num_bytes=n, seconds=n / bytes_per_s + fixed_s) for n in sizes)
+    fitted = TransferRate.fit((n, n / bytes_per_s + fixed_s) for n in sizes)
     assert fitted.bytes_per_s == pytest.approx(rate.bytes_per_s)
     assert fitted.fixed_s == pytest.approx(rate.fixed_s, abs=1e-12)
     for size in (*sizes, 5_000_000):
@@ -82,32 +93,100 @@ def test_a_fit_to_noisy_samples_is_never_negative_and_no_allowed_change_makes_it
             assert error(*changed) >= error(*found) - 1e-12
 
 
-def test_rates_are_fitted_each_to_its_own_samples_and_one_gives_a_rate_in_proportion():
-    def fit(**fetches):
-        return Rates.fit(
-            num_layers=4,
-            layer_token_bytes=10,
-            loads=[TransferSample(num_bytes=100, seconds=1.0)],
-            saves=[TransferSample(num_bytes=100, seconds=2.0)],
-            prefills=[PrefillSample(history_tokens=0, new_tokens=10, seconds=5.0)] * 2,
-            **fetches,
-        )
-
-    rates = fit()
-    assert (rates.load, rates.save) == (TransferRate(bytes_per_s=100.0), TransferRate(bytes_per_s=50.0))
-    assert costs.layer_load_s(rates, 20) == pytest.approx(2)
-    assert costs.load_s(rates, 20) == pytest.approx(8)
-    assert costs.prefill_s(rates, 0, 20) == pytest.approx(10)
-    assert costs.layer_compute_s(rates, 0, 20) == pytest.approx(2.5)
-    assert rates.fetch is None
-    assert fit(fetches=[TransferSample(num_bytes=100, seconds=4.0)]).fetch == TransferRate(bytes_per_s=25.0)
+def test_layers_pay_one_by_one_what_is_fixed_about_a_load():
     rates = make_rates(load_fixed_s=0.5)
-    assert costs.load_s(rates, 1000) == pytest.approx(10 * (0.5 + 1e-3)), "layers pay what is fixed one by one"
-    assert costs.load_s(rates, 0) == 0
+    assert costs.layer_load_s(rates, 1000) == pytest.approx(0.5 + 1e-3)
+    assert costs.layer_load_s(rates, 0) == 0
+
+
+# Measured.
+
+
+def filled(load: float = 1e9, save: float = 5e8, token_s: float = 1e-3) -> RateMeter:
+    """A sample of each kind but fetches: bandwidths in bytes per second, and seconds of a token."""
+    meter = RateMeter(4, 1000)
+    meter.add_load(1_000_000, 1_000_000 / load)
+    meter.add_save(1_000_000, 1_000_000 / save)
+    meter.add_prefill(0, 100, 100 * token_s)
+    return meter
+
+
+def test_measured_rates_are_those_of_the_last_samples_once_there_are_some_of_each_kind():
+    meter = filled()
+    rates = meter.rates
+    assert (rates.num_layers, rates.layer_token_bytes, rates.fetch) == (4, 1000, None)
+    assert (rates.load.bytes_per_s, rates.save.bytes_per_s) == pytest.approx((1e9, 5e8))
+    assert costs.prefill_s(rates, 0, 20) == pytest.approx(0.02)
+    assert costs.layer_compute_s(rates, 0, 20) == pytest.approx(0.005)
+    for _ in range(64):
+        meter.add_load(1_000_000, 4e-3)
+        meter.add_save(1_000_000, 5e-3)
+        meter.add_prefill(0, 100, 0.6)
+    rates = meter.rates
+    assert (rates.load.bytes_per_s, rates.save.bytes_per_s) == pytest.approx((1e6 / 4e-3, 1e6 / 5e-3))
+    assert rates.prefill.seconds(0, 100) == pytest.approx(0.6)
+    adds = {"load": (1_000_000, 1e-3), "save": (1_000_000, 1e-3), "prefill": (0, 100, 1.0)}
+    for missing in adds:
+        meter = RateMeter(4, 1000)
+        for kind in adds.keys() - {missing}:
+            getattr(meter, f"add_{kind}")(*adds[kind])
+        assert meter.rates is None, missing
+
+
+def test_rates_are_fitted_again_when_enough_is_new():
+    meter = filled()
+    first = meter.rates
+    for _ in range(7):
+        meter.add_load(1_000_000, 2e-3)
+        assert meter.rates is first, "fitted again for a few samples"
+    meter.add_load(1_000_000, 2e-3)
+    assert meter.rates.load.bytes_per_s < first.load.bytes_per_s
+
+
+def test_how_fast_the_ssd_is_is_known_from_the_first_fetch_on():
+    meter = filled()
+    assert meter.rates.fetch is None
+    meter.add_fetch(4_000_000, 2e-3)
+    assert meter.rates.fetch.bytes_per_s == pytest.approx(2e9)
+    first = meter.rates
+    meter.add_fetch(4_000_000, 8e-3)
+    assert meter.rates is first, "fitted again for one sample"
+    for _ in range(64):
+        meter.add_fetch(4_000_000, 8e-3)
+    assert meter.rates.fetch.bytes_per_s == pytest.approx(5e8)
+    meter.forget()
+    meter.add_fetch(4_000_000, 2e-3)
+    assert meter.rates is None, "fetches alone give no rates"
+
+
+@pytest.mark.parametrize(("num_bytes", "seconds"), [(0, 1.0), (1_000_000, 0.0), (1_000_000, -1e-9)])
+def test_a_transfer_that_the_clock_does_not_see_says_nothing(num_bytes, seconds):
+    meter = filled()
+    for _ in range(8):
+        meter.add_load(num_bytes, seconds)
+        meter.add_fetch(num_bytes, seconds)
+    assert (meter.rates.load.bytes_per_s, meter.rates.fetch) == (pytest.approx(1e9), None)
+
+
+def test_any_thread_may_add():
+    """A fit takes the samples as they are then, while others come in."""
+    meter = filled()
+    saving = threading.Thread(target=lambda: [meter.add_save(1_000_000, 2e-3) for _ in range(5_000)])
+    saving.start()
+    while saving.is_alive():
+        assert meter.rates.save.bytes_per_s == pytest.approx(5e8)
+    saving.join()
+
+
+# Bad input.
 
 
 def choose(**changes):
     return costs.choose_history(make_rates(), **{"history_tokens": 9, "new_tokens": 9, "block_tokens": 9, **changes})
+
+
+def ratio(**changes):
+    return costs.choose_ratio(make_rates(), **{"context_tokens": 9, "new_tokens": 9, "min_ratio": 0.1, **changes})
 
 
 @pytest.mark.parametrize(
@@ -116,23 +195,21 @@ def choose(**changes):
         (lambda: TransferRate(bytes_per_s=0), "bytes_per_s .*got 0"),
         (lambda: TransferRate(bytes_per_s=1, fixed_s=math.nan), "fixed_s .*got nan"),
         (lambda: PrefillRate(token_s=-1), "token_s .*got -1"),
-        (lambda: TransferSample(num_bytes=0, seconds=1), "num_bytes .*got 0"),
-        (lambda: TransferSample(num_bytes=1, seconds=math.inf), "seconds .*got inf"),
         (lambda: PrefillSample(history_tokens=-1, new_tokens=1, seconds=1), "history_tokens .*got -1"),
         (lambda: PrefillSample(history_tokens=0, new_tokens=0, seconds=1), "new_tokens .*got 0"),
-        (lambda: PrefillSample(history_tokens=0, new_tokens=1, seconds=0), "seconds .*got 0"),
         (lambda: TransferRate.fit([]), "at least one sample"),
-        (lambda: PrefillRate.fit([]), "at least one sample"),
         (lambda: make_rates(num_layers=0), "num_layers .*got 0"),
         (lambda: costs.pipeline_s(-1.0, 1.0, 4, 0), "load_s_per_layer .*got -1"),
-        (lambda: costs.pipeline_s(1.0, math.inf, 4, 0), "compute_s_per_layer .*got inf"),
-        (lambda: costs.pipeline_s(1.0, 1.0, 0, 0), "num_layers .*got 0"),
         (lambda: costs.pipeline_s(1.0, 1.0, 4, -1), "depth .*got -1"),
         (lambda: costs.pipeline_s(1.0, 1.0, 4, 0, math.nan), "head_start_s .*got nan"),
         (lambda: choose(history_tokens=0), "history_tokens .*got 0"),
-        (lambda: choose(new_tokens=0), "new_tokens .*got 0"),
-        (lambda: choose(block_tokens=0), "block_tokens .*got 0"),
         (lambda: choose(min_gain=1.0), "min_gain .*got 1"),
+        (lambda: ratio(min_ratio=-0.1), r"min_ratio .*got -0\.1"),
+        (lambda: ratio(min_ratio=math.nan), "ratio .*got nan"),
+        (lambda: ratio(context_tokens=0), "context_tokens .*got 0"),
+        (lambda: ratio(new_tokens=0), "new_tokens .*got 0"),
+        (lambda: ratio(history_tokens=-1), "history_tokens .*got -1"),
+        (lambda: costs.layer_load_s(make_rates(), 1000, "ssd"), "nothing was fetched"),
     ],
 )
 def test_what_cannot_be_is_refused(make, wrong):
@@ -214,7 +291,6 @@ def test_the_papers_figure_19_follows():
 
 def test_the_read_buffer_is_what_loads_while_nothing_is_left_to_compute():
     rates = make_rates(load_bytes_per_s=1e6, token_s=1e-2)  # Of 1,000 + 100 tokens: a second a layer, and 0.1.
-    assert costs.read_buffer_bytes(rates, 1000, 100) == pytest.approx(1e6 * (10 - 1))  # The paper's formula.
     assert costs.read_buffer_layers(rates, 1000, 100) == 9
     assert costs.read_buffer_layers(rates, 1000, 101) == 9
     assert costs.read_buffer_layers(rates, 1000, 99) == 10
@@ -239,8 +315,6 @@ def test_the_read_buffer_is_the_least_that_gives_the_shortest_time_within_a_laye
     times_s = [costs.pipeline_s(load_s, compute_s, num_layers, depth) for depth in range(num_layers + 1)]
     best = next(depth for depth, time_s in enumerate(times_s) if time_s <= min(times_s) * (1 + 1e-12))
     assert best - 1 <= by_formula <= best
-    needed_bytes = costs.read_buffer_bytes(rates, history, new)
-    assert (by_formula - 1) * history * 1000 < needed_bytes + 1 <= by_formula * history * 1000 + 1
 
 
 # Passes between decode steps.
@@ -262,15 +336,6 @@ def test_a_pass_is_the_longest_that_fits_its_time_or_the_shortest_there_is(chang
 # Load or recompute.
 
 
-def test_what_is_cheap_to_load_is_loaded_and_what_is_not_is_recomputed():
-    plan = costs.choose_history(make_rates(load_bytes_per_s=1e9), 1000, 50, block_tokens=128)
-    assert plan == costs.HistoryPlan(load_tokens=1000, recompute_tokens=0, predicted_s=pytest.approx(0.05, rel=0.05))
-    assert plan.kind == "load"
-    plan = costs.choose_history(make_rates(load_bytes_per_s=1e3), 1000, 50, block_tokens=128)
-    assert plan == costs.HistoryPlan(load_tokens=0, recompute_tokens=1000, predicted_s=pytest.approx(1.05))
-    assert plan.kind == "recompute"
-
-
 @hypothesis.given(
     load_bytes_per_s=st.floats(1e5, 1e9),
     load_fixed_s=st.floats(0, 0.01),
@@ -282,33 +347,29 @@ def test_what_is_cheap_to_load_is_loaded_and_what_is_not_is_recomputed():
 )
 def test_no_split_is_predicted_to_be_faster(load_bytes_per_s, load_fixed_s, pair_s, history, new, block_tokens, depth):
     rates = make_rates(load_bytes_per_s, pair_s=pair_s, load_fixed_s=load_fixed_s)
-    plan = costs.choose_history(rates, history, new, block_tokens=block_tokens, depth=depth, head_start_s=0.5)
-    assert plan.load_tokens + plan.recompute_tokens == history
-    assert plan.load_tokens == history or plan.load_tokens % block_tokens == 0
+    chosen = costs.choose_history(rates, history, new, block_tokens=block_tokens, depth=depth, head_start_s=0.5)
 
     def seconds(k):
         compute_s = costs.layer_compute_s(rates, k, history - k + new)
         return costs.pipeline_s(costs.layer_load_s(rates, k), compute_s, 10, depth if k else 0, 0.5)
 
     all_s = {k: seconds(k) for k in {*range(0, history, block_tokens), history}}
-    assert plan.predicted_s == pytest.approx(all_s[plan.load_tokens])
-    assert plan.predicted_s <= min(all_s.values()) + 1e-12
+    assert all_s[chosen] <= min(all_s.values()) + 1e-12
 
 
-def test_a_split_must_gain_what_is_asked_of_it():
-    rates = make_rates(load_bytes_per_s=1e7)
-    all_s = costs.pipeline_s(costs.layer_load_s(rates, 1000), costs.layer_compute_s(rates, 1000, 50), 10, 0)
-    gain = 1 - costs.choose_history(rates, 1000, 50, block_tokens=100).predicted_s / all_s
-    assert 0 < gain < 1
-    assert costs.choose_history(rates, 1000, 50, block_tokens=100, min_gain=gain - 0.01).kind == "mix"
-    assert costs.choose_history(rates, 1000, 50, block_tokens=100, min_gain=gain + 0.01).kind == "load"
-
-
-def test_a_history_that_comes_late_is_recomputed():
-    rates = make_rates(load_bytes_per_s=1e9)
-    assert costs.choose_history(rates, 1000, 50, block_tokens=128, head_start_s=-0.9).kind == "load"
-    late = costs.choose_history(rates, 1000, 50, block_tokens=128, head_start_s=-1.1)
-    assert (late.kind, late.predicted_s) == ("recompute", pytest.approx(1.05))
+@pytest.mark.parametrize(
+    ("rates", "options", "loaded"),
+    [
+        ({}, {}, 1000),
+        ({"load_bytes_per_s": 1e3}, {}, 0),
+        ({}, {"head_start_s": -0.9}, 1000),
+        ({}, {"head_start_s": -1.1}, 0),  # It comes too late.
+        ({"load_bytes_per_s": 1e7}, {"min_gain": 0.40}, 500),
+        ({"load_bytes_per_s": 1e7}, {"min_gain": 0.41}, 1000),
+    ],
+)
+def test_how_much_of_a_history_is_loaded(rates, options, loaded):
+    assert costs.choose_history(make_rates(**rates), 1000, 50, block_tokens=100, **options) == loaded
 
 
 def test_what_is_computed_is_what_lengths_are_padded_to():
@@ -320,8 +381,121 @@ def test_what_is_computed_is_what_lengths_are_padded_to():
         asked.append((history, new))
         return history, -(-new // 512) * 512
 
-    plan = costs.choose_history(rates, 128, 500, block_tokens=128)
-    assert (plan.kind, plan.predicted_s) == ("recompute", pytest.approx(0.628))
-    plan = costs.choose_history(rates, 128, 500, block_tokens=128, padded=padded)
-    assert (plan.kind, plan.predicted_s) == ("load", pytest.approx(0.7 + 0.0512))
+    assert costs.choose_history(rates, 128, 500, block_tokens=128) == 0
+    assert costs.choose_history(rates, 128, 500, block_tokens=128, padded=padded) == 128
     assert asked == [(128, 500), (0, 628)]
+
+
+# Contexts of chunks.
+
+
+TOKENS = st.integers(1, 5000)
+RATIOS = st.floats(0, 1)
+FASTER = st.floats(1, 100)
+RATES = st.builds(
+    make_rates,
+    load_bytes_per_s=st.floats(1e5, 1e10),
+    token_s=st.floats(1e-6, 1e-2),
+    pair_s=st.floats(0, 1e-6),
+    fixed_s=st.floats(0, 0.1),
+    fetch_bytes_per_s=st.floats(1e5, 1e10),
+)
+
+
+def with_load(rates: Rates, times: float) -> Rates:
+    return dataclasses.replace(rates, load=TransferRate(bytes_per_s=rates.load.bytes_per_s * times))
+
+
+def with_fetch(rates: Rates, times: float) -> Rates:
+    return dataclasses.replace(rates, fetch=TransferRate(bytes_per_s=rates.fetch.bytes_per_s * times))
+
+
+def with_device(rates: Rates, times: float) -> Rates:
+    """Its weights and its attention so many times as fast; what is fixed stays."""
+    prefill = dataclasses.replace(
+        rates.prefill, token_s=rates.prefill.token_s / times, pair_s=rates.prefill.pair_s / times
+    )
+    return dataclasses.replace(rates, prefill=prefill)
+
+
+def test_a_token_that_is_computed_anew_attends_to_half_of_the_context_and_all_before_it():
+    rates = make_rates(token_s=1e-3, pair_s=1e-6)
+    linear, pairs = 150 * 1e-3, 150 * (200 + 500) * 1e-6
+    new_s = costs.layer_compute_s(rates, 1200, 1)
+    found = costs.blend_layer_s(rates, 1000, 1, 0.15, history_tokens=200)
+    assert found == pytest.approx((linear + pairs) / 10 + new_s)
+    assert costs.blend_layer_s(rates, 1000, 1, 0.0, history_tokens=200) == new_s
+
+
+@hypothesis.given(rates=RATES, context=TOKENS, new=TOKENS, history=st.integers(0, 5000))
+def test_all_of_it_computed_anew_is_the_prefill_of_all_of_it(rates, context, new, history):
+    found = costs.blend_layer_s(rates, context, new, 1.0, history_tokens=history)
+    assert found == pytest.approx(costs.layer_compute_s(rates, history, context + new))
+
+
+def test_a_layer_from_ssd_comes_as_fast_as_the_slower_of_two_links():
+    rates = make_rates(load_bytes_per_s=1e9, fetch_bytes_per_s=1e8)
+    assert costs.layer_load_s(rates, 1000) == pytest.approx(1e-3)
+    assert costs.layer_load_s(rates, 1000, "ssd") == pytest.approx(1e-2)
+    assert costs.layer_load_s(make_rates(fetch_bytes_per_s=1e10), 1000, "ssd") == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize(
+    ("rates", "new", "options", "ratio"),
+    [
+        # 1,000 tokens of a layer: 30 ms to load, 100 ms to compute; 50 new ones take 5 ms.
+        ({"load_bytes_per_s": 1e6 / 0.03}, 50, {"min_ratio": 0.15}, 0.25),
+        ({"load_bytes_per_s": 1e6 / 0.03}, 50, {"min_ratio": 0.3}, 0.3),
+        ({"load_bytes_per_s": 1e6 / 0.03}, 250, {"min_ratio": 0.15}, 0.15),  # New tokens take most of the time.
+        ({"load_bytes_per_s": 1e6 / 0.03}, 50, {"min_ratio": 0.15, "history_tokens": 500}, 0.4),
+        # What is no faster to load is computed. The second is 0.97 by the formula: with the first load, which nothing
+        # hides, that takes longer than computing all.
+        ({"load_bytes_per_s": 1e6}, 50, {"min_ratio": 0.15}, 1),
+        ({"load_bytes_per_s": 1e6 / 0.102}, 50, {"min_ratio": 0.15}, 1),
+        ({"token_s": 0.0, "fixed_s": 1.0}, 50, {"min_ratio": 0.15}, 1),
+    ],
+)
+def test_the_recompute_of_a_layer_takes_as_long_as_the_load_of_one(rates, new, options, ratio):
+    assert costs.choose_ratio(make_rates(**rates), 1000, new, **options) == pytest.approx(ratio)
+
+
+@hypothesis.given(rates=RATES, context=TOKENS, new=TOKENS, min_ratio=RATIOS)
+def test_the_ratio_is_at_least_the_least_and_hides_behind_the_load_if_it_can(rates, context, new, min_ratio):
+    ratio = costs.choose_ratio(rates, context, new, min_ratio)
+    assert min_ratio <= ratio <= 1
+    load_s, blend_s = costs.layer_load_s(rates, context), costs.blend_layer_s(rates, context, new, ratio)
+    if ratio < 1:
+        all_s = costs.prefill_s(rates, 0, context + new)
+        assert costs.pipeline_s(load_s, blend_s, 10, 10, 0.0) < all_s, "it is predicted to be slower than computing all"
+    if min_ratio < ratio < 1:
+        assert blend_s == pytest.approx(load_s)
+    if ratio == min_ratio < 1:
+        assert blend_s >= load_s * (1 - 1e-9)
+
+
+@hypothesis.given(rates=RATES, context=TOKENS, new=TOKENS, ratios=st.tuples(RATIOS, RATIOS), times=FASTER)
+def test_no_slower_link_faster_device_or_higher_least_lowers_the_ratio(rates, context, new, ratios, times):
+    least, more = sorted(ratios)
+    found = costs.choose_ratio(rates, context, new, least)
+    assert found >= costs.choose_ratio(with_load(rates, times), context, new, least) - 1e-9
+    assert found <= costs.choose_ratio(with_device(rates, times), context, new, least) + 1e-9
+    assert found <= costs.choose_ratio(rates, context, new, more)
+
+
+def test_chunks_are_kept_where_it_is_cheapest_without_delay():
+    """A layer computes for 15 + 5 ms."""
+    assert costs.choose_tier(make_rates(fetch_bytes_per_s=1e6 / 0.019), 1000, 50, 0.15) == "ssd"
+    assert costs.choose_tier(make_rates(fetch_bytes_per_s=1e6 / 0.021), 1000, 50, 0.15) == "dram"
+    assert costs.choose_tier(make_rates(fetch_bytes_per_s=1e6 / 0.021), 1000, 50, 0.2) == "ssd"
+    assert costs.choose_tier(make_rates(), 1000, 50, 0.15) == "dram", "no SSD is known of"
+    slow = make_rates(load_bytes_per_s=1e6, fetch_bytes_per_s=1e9)
+    assert costs.choose_tier(slow, 1000, 50, 0.15) == "dram", "either delays"
+
+
+@hypothesis.given(rates=RATES, context=TOKENS, new=TOKENS, min_ratio=RATIOS, times=FASTER)
+def test_a_faster_disk_never_moves_chunks_off_it_and_neither_does_a_slower_device(
+    rates, context, new, min_ratio, times
+):
+    if costs.choose_tier(rates, context, new, min_ratio) == "ssd":
+        assert costs.choose_tier(with_fetch(rates, times), context, new, min_ratio) == "ssd"
+        assert costs.choose_tier(with_device(rates, 1 / times), context, new, min_ratio) == "ssd"

@@ -1,13 +1,12 @@
-"""Drift as a file and as a sum: what comes back, what is refused, which tokens it is added to."""
+"""Drift as a file: what comes back, and what is refused."""
 
 import dataclasses
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ca_jax.recompute.drift import Drift, add_drift
+from ca_jax.recompute.drift import Drift
 from ca_jax.testing.tiny import tiny_config
 
 CONFIG = tiny_config()
@@ -27,7 +26,7 @@ def as_saved(drift: Drift) -> dict[str, object]:
     return dataclasses.asdict(drift)
 
 
-@pytest.mark.parametrize("name", ["drift.npz", "drift", "drift.of.a.model"])
+@pytest.mark.parametrize("name", ["drift.npz", "drift.of.a.model"])
 def test_it_comes_back_as_it_was_from_the_file_that_was_named(tmp_path, name):
     drift = a_drift()
     drift.save(tmp_path / name)
@@ -35,11 +34,9 @@ def test_it_comes_back_as_it_was_from_the_file_that_was_named(tmp_path, name):
     found = Drift.load(str(tmp_path / name))
     assert found.values.dtype == np.float32
     np.testing.assert_array_equal(found.values, drift.values)
-    rest = {field: value for field, value in as_saved(drift).items() if field != "values"}
-    assert {field: value for field, value in as_saved(found).items() if field != "values"} == rest
-    assert {field: type(value) for field, value in rest.items()} == {
-        field: type(getattr(found, field)) for field in rest
-    }
+    for field, value in as_saved(drift).items():
+        if field != "values":
+            assert (getattr(found, field), type(getattr(found, field))) == (value, type(value))
 
 
 def saved(path: Path) -> bytes:
@@ -61,20 +58,16 @@ def arrays(**changes: object):
 
 
 WRONG = {
-    "empty": lambda path: b"",
     "text": lambda path: b"drift\n",
-    "begins like a zip": lambda path: b"PK\x03\x04" + bytes(100),
     "cut short": lambda path: saved(path)[:-200],
     "damaged": with_bit_turned,
     "an array alone": lambda path: np.save(path.open("wb"), normal(*SHAPE)),
     "a directory": lambda path: path.mkdir(),
-    **{f"without {field}": arrays(**{field: None}) for field in as_saved(a_drift())},
+    "without a window": arrays(window=None),
     "objects": arrays(values=np.array([None, "a"], object)),
-    "words": arrays(values=np.full(SHAPE, "a")),
     "another shape": arrays(values=normal(3, 4)),
     "keys alone": arrays(values=normal(3, 1, 2, 4)),
     "no numbers": arrays(values=np.full(SHAPE, np.nan)),
-    "many windows": arrays(window=np.array([1, 2])),
     "a window in words": arrays(window="wide"),
 }
 
@@ -89,19 +82,6 @@ def test_other_files_are_refused_by_name(tmp_path, write):
         Drift.load(path)
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (normal(2, 2, 3), r"float32\[2, 2, 3\]"),
-        (normal(3, 3, 2, 4), r"float32\[3, 3, 2, 4\]"),
-        (np.full(SHAPE, np.inf, np.float32), "drift must be numbers"),
-    ],
-)
-def test_what_is_no_drift_is_refused(values, message):
-    with pytest.raises(ValueError, match=message):
-        a_drift(values=values)
-
-
 def test_the_drift_of_another_model_is_refused():
     drift = a_drift()
     drift.check_model(CONFIG, "f" * 64)
@@ -111,17 +91,3 @@ def test_the_drift_of_another_model_is_refused():
         other = dataclasses.replace(CONFIG, **{field: 4})
         with pytest.raises(ValueError, match=r"got \[3, 2, 2, 16\] of ffffffffffff"):
             drift.check_model(other, "f" * 64)
-
-
-@pytest.mark.parametrize(("start", "stop"), [(0, 6), (2, 5), (0, 0), (3, 3), (5, 2), (4, 9)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_it_is_added_to_the_tokens_of_its_span(start, stop, dtype):
-    rows, drift = normal(2, 6, 3, 4), normal(2, 3, 4)
-    rows[:, stop:] = np.nan  # What is behind the tokens stays, even if it is no number.
-    kv = jnp.asarray(rows, dtype)
-    found = add_drift(kv, jnp.asarray(drift), jnp.int32(start), jnp.int32(stop))
-    expected = np.asarray(kv, np.float32).copy()
-    rounded = np.asarray(jnp.asarray(drift, dtype), np.float32)
-    expected[:, start:stop] += rounded[:, None]
-    assert found.dtype == kv.dtype
-    np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(jnp.asarray(expected, dtype), np.float32))

@@ -333,9 +333,7 @@ def test_none_comes_after_warmup_where_passes_are_short_and_histories_are_loaded
         return taken[-1]
 
     def any_plan(rates, history_tokens, new_tokens, *, block_tokens, **options):
-        load_tokens = min((0, block_tokens, history_tokens)[next(num_plans) % 3], history_tokens)
-        recompute_tokens = history_tokens - load_tokens
-        return costs.HistoryPlan(load_tokens=load_tokens, recompute_tokens=recompute_tokens, predicted_s=1.0)
+        return min((0, block_tokens, history_tokens)[next(num_plans) % 3], history_tokens)
 
     model = kit.model_of(head_dim=28, num_layers=1)
     changes = {"context_window": 256, "max_batch_size": 2, "max_tpot_ms": 1.0, "recompute_if_faster": True}

@@ -15,9 +15,10 @@ from ca_jax.kv.layout import kv_layout
 from ca_jax.overflow.config import OverflowConfig
 from tests import engine_kit as kit
 from tests import overflow_kit as ok
-from tests.kv_rest_kit import RoundedConversation, as_kept
+from tests.kv_rest_kit import RoundedConversation
 from tests.overlap_kit import poison
 from tests.test_overflow_repair import random_drift
+from tools import kv_rest
 
 LAYOUT = kv_layout(kit.tiny_model(), dataclasses.replace(kit.SMALL, kv_rest_dtype="int8"))
 ATOL = 5e-3
@@ -167,14 +168,27 @@ def test_what_stays_after_a_cut_is_the_rounded_cache_with_it_done(name, store, t
         assert np.isfinite(unpacked(stored_rows(engine, pair.session))).all()
 
 
-def test_rates_and_buffers_count_the_bytes_that_are_kept():
-    with int8_engine(window=kit.WINDOW) as engine:
-        assert engine._kv.meter._layer_token_bytes * LAYOUT.num_layers == LAYOUT.token_bytes
-        assert engine._kv.write_buffer._token_bytes == LAYOUT.token_bytes
-        assert engine._kv._loader.buffer.memory.nbytes == engine._runner.history_buckets[-1] * LAYOUT.token_bytes
+# What the tool that measures it tells.
 
 
-def test_rounding_twice_is_seen():
-    """The reference can tell: a row that is rounded is not rounded to itself."""
-    kv = as_kept(np.random.default_rng(0).normal(size=(1000, 16)).astype(np.float32))
-    assert np.any(as_kept(kv) != kv)
+def test_perplexity_is_told_with_and_without_rounding():
+    found = kv_rest.perplexity(kit.tiny_model(), kit.prompt(192), window=96, step_tokens=32)
+    assert found["tokens"] == 2 * 95
+    plain = kv_rest.perplexity(kit.tiny_model(), kit.prompt(192), window=96, step_tokens=96)
+    assert plain["change"] == 0, "nothing is behind a step of a whole context"
+    assert 0 < abs(found["change"]) < 0.05
+    assert found["change"] == pytest.approx(found["perplexity_int8"] / found["perplexity"] - 1, rel=1e-3)
+
+
+def test_answers_over_loaded_history_are_compared():
+    found = kv_rest.agreement(kit.tiny_model(), kit.prompt(300), window=128, num_answers=2, answer_tokens=16)
+    assert (found["answers"], found["history_tokens"]) == (2, 56)
+    assert 0 <= found["same_answers"] <= found["same_first_tokens"] <= 2
+    assert 0 <= found["mean_tokens_before_they_differ"] <= 16
+
+
+def test_half_the_bytes_of_bfloat16_at_wide_heads():
+    rows = kv_rest.token_bytes(kit.tiny_model())
+    ratios = {(row["head_dim"], row["dtype"]): row["ratio"] for row in rows}
+    assert ratios[128, "bfloat16"] == pytest.approx(0.508, abs=1e-3)
+    assert ratios[16, "bfloat16"] == (16 + 2) / 32

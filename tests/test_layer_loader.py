@@ -5,11 +5,16 @@ The pipeline is run in a time that only moves when somebody waits, so that what 
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import itertools
 import types
 from collections.abc import Callable, Iterator
 
+import hypothesis
+import hypothesis.strategies as st
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -17,12 +22,11 @@ from benchmarks.paced import ControlledStore, Future, PacedLink, Transfer, Trans
 from ca_jax.device import transfer
 from ca_jax.kv import costs
 from ca_jax.kv import load as layer_loader
-from ca_jax.kv.load import LayerLoad, LayerLoader, LoadError, StagingInUseError
+from ca_jax.kv.load import LayerLoad, LayerLoader, LoadError, ReadBuffer, StagingInUseError
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.store import AttentionStore
 from ca_jax.telemetry.timeline import Timeline
-from tests.overlap_kit import in_thread
 from tests.storage.store_helpers import as_bits, make_kv, save
 from tests.transfers_kit import GatedTransfers, ManualTimer
 
@@ -261,6 +265,9 @@ def test_a_job_takes_what_the_pipeline_is_said_to_take(run_pipeline, load_s, com
     for depth in range(LAYERS + 2):
         took_s = run_pipeline(load_s, compute_s, depth, head_start_s)
         assert took_s == costs.pipeline_s(load_s, compute_s, LAYERS, depth, head_start_s), f"depth {depth}"
+    if not head_start_s:
+        took_s = run_pipeline(load_s, compute_s, LAYERS, head_start_s, all_at_once=True)
+        assert took_s == costs.blocking_s(load_s, compute_s, LAYERS), "without pre-loading"
 
 
 @pytest.mark.parametrize("num_regions", [2, 3, 4])
@@ -270,11 +277,6 @@ def test_a_capped_buffer_is_as_good_as_the_depth_that_it_has_room_for(run_pipeli
     for depth in range(LAYERS + 1):
         took_s = run_pipeline(load_s, compute_s, depth, 1000, num_regions)
         assert took_s <= costs.pipeline_s(load_s, compute_s, LAYERS, min(depth, num_regions - 2)), f"depth {depth}"
-
-
-def test_without_pre_loading_a_job_takes_its_load_and_its_compute(run_pipeline):
-    took_s = run_pipeline(3, 2, LAYERS, head_start_s=0, all_at_once=True)
-    assert took_s == costs.blocking_s(3, 2, LAYERS)
 
 
 # Two loads.
@@ -401,27 +403,6 @@ def test_a_read_that_breaks_is_told_when_its_layer_is_taken(store, how, num_good
     assert rig.is_free
 
 
-def test_letting_go_waits_for_copies_under_way_and_for_nothing_that_is_dispatched_for_the_slot(store):
-    gate = GatedTransfers()
-    rig = Rig(store, gate)
-    load = rig.open("a", 3)
-    load.begin(refuse_to_reclaim)
-    gate.let_through()
-    load.layer(0)
-    computed, inserted = Computation(), Computation()
-    load.computed(0, computed)
-    load.used(0, inserted)
-    with in_thread(load.release):
-        for _ in range(LAYERS - 1):
-            gate.let_through()
-    assert (computed.is_over, inserted.is_over, rig.is_free) == (False, False, False)
-    computed.finish()
-    assert not rig.is_free
-    inserted.finish()
-    assert rig.is_free
-    rig.store.abort_load(load.ticket)
-
-
 @pytest.mark.parametrize("device_ahead", [0, 1])
 def test_closing_ends_what_is_open_and_memory_is_pinned_only_for_a_device_to_copy_to(store, monkeypatch, device_ahead):
     pinned = []
@@ -500,3 +481,73 @@ def test_layer_times_leave_out_what_a_layer_waited_for_the_one_before(store, mon
     spans = [(span.track, span.start_s, span.end_s, span.args) for span in rig.timeline.spans()]
     starts = [0, 2, 10, 12, 14]
     assert spans == [("load", at, at + 2, {"layer": layer, "job": 7}) for layer, at in enumerate(starts)]
+
+
+# The ring that layers are staged in, against a map of its bytes.
+
+
+UNIT = 128  # What sizes are rounded up to.
+RING_BYTES = 8 * UNIT
+RING_STEPS = st.lists(st.one_of(st.none(), st.integers(1, RING_BYTES)), max_size=40)
+"""None gives the oldest piece back, a number takes one of that size."""
+
+
+def place_for(is_taken: np.ndarray, behind: int, size: int) -> int | None:
+    """Where a piece must go: right behind the newest, or at the beginning; None where bytes of both are taken."""
+    for start in (behind, 0):
+        if start + size <= RING_BYTES and not is_taken[start : start + size].any():
+            return start
+    return None
+
+
+@hypothesis.given(RING_STEPS)
+@hypothesis.settings(max_examples=300, deadline=None)
+def test_pieces_are_where_a_map_of_the_bytes_says(steps):
+    buffer, is_taken = ReadBuffer(RING_BYTES), np.zeros(RING_BYTES, bool)
+    held = collections.deque()
+    for num_bytes in steps:
+        if num_bytes is None:
+            for later in itertools.islice(held, 1, 2):
+                with pytest.raises(ValueError, match=r"the oldest piece must be given back first, got \["):
+                    buffer.give_back(later)
+            if held:
+                oldest = held.popleft()
+                buffer.give_back(oldest)
+                is_taken[oldest.start : oldest.stop] = False
+            continue
+        size = -(-num_bytes // UNIT) * UNIT
+        start = place_for(is_taken, held[-1].stop if held else 0, size)
+        piece = buffer.take(num_bytes)
+        if start is None:
+            assert piece is None
+            continue
+        assert (piece.start, piece.stop) == (start, start + size)
+        is_taken[start : start + size] = True
+        held.append(piece)
+    for piece in held:
+        buffer.give_back(piece)
+    piece = buffer.take(RING_BYTES)
+    assert piece is not None, "all was given back, and all is not free"
+    buffer.give_back(piece)
+    with pytest.raises(ValueError, match="the oldest piece"):
+        buffer.give_back(piece)
+
+
+def test_more_than_there_is_is_refused_and_takes_nothing():
+    buffer = ReadBuffer(RING_BYTES)
+    with pytest.raises(ValueError, match=f"at most the {RING_BYTES} bytes of the read buffer, got {RING_BYTES + UNIT}"):
+        buffer.take(RING_BYTES + 1)
+    assert buffer.take(RING_BYTES - 1) is not None
+    assert buffer.take(1) is None
+
+
+def test_a_view_is_the_memory_itself_aligned_as_the_device_wants_it():
+    buffer, dtype = ReadBuffer(RING_BYTES), np.dtype(ml_dtypes.bfloat16)
+    buffer.take(3)
+    piece = buffer.take(200)
+    view = buffer.view(piece, (2, 5, 3), dtype)
+    assert (view.shape, view.dtype) == ((2, 5, 3), dtype)
+    assert view.ctypes.data % UNIT == 0
+    assert view.ctypes.data == buffer.memory.ctypes.data + piece.start
+    view[...] = 1
+    assert (buffer.memory[piece.start : piece.start + view.nbytes].view(dtype) == 1).all()

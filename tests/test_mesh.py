@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-FILES = [Path(__file__).with_name(f"{name}.py") for name in ("on_mesh", "on_four_devices")]
+FILE = Path(__file__).with_name("on_mesh.py")
 
 
 def run(marked: str) -> str:
-    """Runs those tests of `on_mesh.py` and `on_four_devices.py` with eight devices of a CPU: what they print."""
+    """Runs those tests of `on_mesh.py` with eight devices of a CPU: what they print."""
     # They compile far more than they run.
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", marked, *map(str, FILES)]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", marked, str(FILE)]
     ended = subprocess.run(
-        command, env=environment, cwd=FILES[0].parent.parent, capture_output=True, text=True, check=False
+        command, env=environment, cwd=FILE.parent.parent, capture_output=True, text=True, check=False
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "skipped" not in ended.stdout

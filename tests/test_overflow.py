@@ -11,12 +11,10 @@ from ca_jax.errors import InvalidRequestError
 from ca_jax.models import kv
 from ca_jax.overflow.config import OverflowConfig, num_leaving, oldest_first
 from ca_jax.overflow.discarding import (
-    DISCARDERS,
     DiscardContext,
     HeavyHitters,
     OldestFirst,
     SinksAndRecent,
-    TokenDiscarder,
     check_discarded,
     make_discarder,
 )
@@ -50,26 +48,6 @@ def test_as_many_leave_as_make_room_and_no_share_more(window, num_tokens, num_wa
         assert num_tokens - max(0, count - share) + num_wanted > window or count == may_leave % share, "a share less"
 
 
-@pytest.mark.parametrize(
-    ("turn_starts", "num_needed", "stop"),
-    [
-        ([0, 30, 60, 90], 1, 60),
-        ([0, 30, 50, 58, 90], 1, 50),  # As far from 54 as the next one: fewer leave.
-        ([0, 30, 60, 90], 57, 90),  # The nearest one makes too little room.
-        ([0, 30, 60, 90], 56, 60),
-        ([0], 1, 100),  # The end of the history is where the next turn begins.
-        ([0, 4], 1, 100),  # Nothing is before the second but what stays.
-        ([0, 3], 1, 100),
-        ([0, 90], 90, 100),
-        ([], 1, 54),
-    ],
-)
-def test_whole_turns_leave_up_to_the_nearest_that_makes_room(turn_starts, num_needed, stop):
-    starts = [*turn_starts, 100] if turn_starts else []
-    mask = oldest_first(100, 50, 4, starts, num_needed)
-    assert np.flatnonzero(mask).tolist() == list(range(4, stop))
-
-
 @given(
     num_tokens=st.integers(1, 120),
     count=st.integers(1, 120),
@@ -77,16 +55,21 @@ def test_whole_turns_leave_up_to_the_nearest_that_makes_room(turn_starts, num_ne
     turn_starts=st.lists(st.integers(0, 120), max_size=6).map(sorted),
     num_needed=st.integers(0, 120),
 )
-def test_first_tokens_never_leave_and_the_rest_in_one_piece(num_tokens, count, keep_first, turn_starts, num_needed):
+def test_first_tokens_never_leave_and_whole_turns_up_to_the_nearest_that_makes_room(
+    num_tokens, count, keep_first, turn_starts, num_needed
+):
     turn_starts = [start for start in turn_starts if start <= num_tokens]
     gone = np.flatnonzero(oldest_first(num_tokens, count, keep_first, turn_starts, num_needed))
     assert gone.tolist() == list(range(keep_first, keep_first + len(gone)))
+    stop, wanted = keep_first + len(gone), min(keep_first + count, num_tokens)
     fitting = [start for start in turn_starts if start - keep_first >= max(num_needed, 1)]
     if fitting:
-        stop = keep_first + len(gone)
-        nearest = min(abs(start - min(keep_first + count, num_tokens)) for start in fitting)
         assert stop in fitting
-        assert abs(stop - min(keep_first + count, num_tokens)) == nearest
+        assert (abs(stop - wanted), stop) == min((abs(start - wanted), start) for start in fitting), (
+            "of equals the fewer"
+        )
+    else:
+        assert stop == max(keep_first, wanted)
 
 
 # Discarders.
@@ -160,24 +143,6 @@ def test_heavy_hitters_leave_by_attention_one_by_one(context, ratio, num_sinks):
     assert leaving.tolist() == one_by_one(context, first, recent)
 
 
-def test_a_discarder_of_ones_own_sees_the_kv():
-    class Shortest:
-        """Keys of the smallest norm in the first layer leave."""
-
-        name, needs_attention, needs_kv = "shortest", False, True
-
-        def choose(self, context: DiscardContext) -> np.ndarray:
-            norms = (np.asarray(context.kv.layers[0].k[0, : context.num_tokens]) ** 2).sum((1, 2))
-            return np.sort(np.argsort(norms)[: context.num_leaving])
-
-    discarder: TokenDiscarder = Shortest()
-    cache = kv.empty(tiny_config(), 1, 8)
-    keys = cache.layers[0].k + np.array([5, 1, 4, 2, 3, 0, 0, 0], np.float32)[None, :, None, None]
-    cache = kv.KVCache((kv.LayerKV(keys, keys), *cache.layers[1:]), cache.lengths + 5)
-    leaving = discarder.choose(DiscardContext(num_tokens=5, num_leaving=2, kv=cache))
-    assert check_discarded(leaving, 5).tolist() == [False, True, False, True, False]
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -185,18 +150,14 @@ def test_a_discarder_of_ones_own_sees_the_kv():
             (lambda fields=fields: DiscardContext(**{"num_tokens": 5, "num_leaving": 2, **fields}), message)
             for fields, message in (
                 ({"num_leaving": 6}, "num_leaving .*got 6"),
-                ({"num_leaving": -1}, "num_leaving .*got -1"),
                 ({"keep_first": -1}, "keep_first .*got -1"),
                 ({"attention": np.zeros(4)}, r"attention .*\(5,\), got \(4,\)"),
                 ({"attention": np.array([0, 1, np.nan, 0, 0])}, "attention .*nan"),
                 ({"kv": kv.empty(tiny_config(), 1, 4)}, r"shape \(1,\) and room for 4"),
-                ({"kv": kv.empty(tiny_config(), 2, 5)}, r"shape \(2,\)"),
             )
         ),
         (lambda: SinksAndRecent(num_sinks=-1), "num_sinks .*got -1"),
-        (lambda: HeavyHitters(num_sinks=-2), "num_sinks .*got -2"),
         (lambda: HeavyHitters(recent_ratio=1.5), "recent_ratio .*got 1.5"),
-        (lambda: HeavyHitters(recent_ratio=float("nan")), "recent_ratio .*nan"),
         (lambda: HeavyHitters().choose(make_context(5, 2)), "heavy_hitters .*attention"),
         (lambda: make_discarder("newest"), "oldest, sinks, heavy_hitters; got 'newest'"),
     ],
@@ -204,13 +165,6 @@ def test_a_discarder_of_ones_own_sees_the_kv():
 def test_what_cannot_be_chosen_from_or_by_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_discarders_are_known_by_their_names():
-    kinds = {"oldest": OldestFirst, "sinks": SinksAndRecent, "heavy_hitters": HeavyHitters}
-    assert {name: type(make_discarder(name)) for name in DISCARDERS} == kinds
-    assert [name for name, each in DISCARDERS.items() if each.needs_attention] == ["heavy_hitters"]
-    assert all(discarder.name == name for name, discarder in DISCARDERS.items())
 
 
 @given(
@@ -229,16 +183,12 @@ def test_a_mask_and_its_positions_in_any_order_name_the_same(mask, seed):
     [
         ([0, 5], "5 tokens, got 5$"),
         ([-1, 2], "5 tokens, got -1$"),
-        (np.array([2**64 - 1], np.uint64), "18446744073709551615$"),
         (list(range(3, 12)), "5, 6, 7, 8, 9 and 2 more$"),
         ([3, 1, 3], "once, .* 3$"),
         ([0, 1, 2, 3, 4], "all 5$"),
-        ([True] * 5, "all 5$"),
         ([True] * 4, "5 tokens, .* 4$"),
-        (np.zeros(0, bool), "5 tokens, .* 0$"),
         ([0.0, 1.0], r"shape \(2,\) and dtype float64$"),
         (np.zeros((2, 5), bool), r"shape \(2, 5\) and dtype bool$"),
-        (3, r"shape \(\) and dtype int64$"),
         ({1, 2}, r"shape \(\) and dtype object$"),
         ([[1], [2, 3]], "makes no array"),
     ],

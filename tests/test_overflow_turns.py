@@ -133,11 +133,7 @@ def test_a_turn_that_is_cancelled_before_it_begins_leaves_a_session_that_was_cut
 # Nobody else's KV.
 
 
-@pytest.fixture(params=[False, True], ids=["same engine", "after a restart"])
-def restarts(request):
-    return request.param
-
-
+@pytest.mark.parametrize("restarts", [False, True])
 @pytest.mark.parametrize("of_one_token", [False, True])
 @pytest.mark.parametrize("how", ["overflow", "discard"])
 def test_a_cut_conversation_is_nobody_elses_beginning(how, of_one_token, restarts, tmp_path):

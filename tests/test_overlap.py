@@ -186,6 +186,7 @@ OVERLAPS = [
     {"read_buffer": "all", "device_ahead": 1, "write_buffer_gib": 65536 / GIB},
     {"read_buffer": 1, "staged_layers": 5, "recompute_if_faster": True},
     {"read_buffer": 0},
+    {"read_buffer": "off", "staged_layers": 3, "async_save": False},
 ]
 
 
@@ -200,11 +201,18 @@ def check_what_is_stored(engine: Engine, conversations: Sequence[Conversation]) 
             np.testing.assert_allclose(stored, expected_kv, atol=kit.ATOL, rtol=0)
 
 
-def check_tokens_are_the_same(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], seed: int, num_rounds: int
-) -> Engine:
+def at_length(seed: int, others: range) -> list[object]:
+    """A seed of a run of three rounds, and slow ones of four."""
+    return [pytest.param(seed, 3), *(pytest.param(other, 4, marks=pytest.mark.slow) for other in others)]
+
+
+@pytest.mark.parametrize(("seed", "num_rounds"), at_length(0, range(100, 108)))
+@pytest.mark.parametrize("changes", OVERLAPS, ids=[str(each["read_buffer"]) for each in OVERLAPS])
+def test_64_conversations_with_every_overlap_on_answer_as_with_all_of_it_off(
+    tmp_path, monkeypatch, reclaimed, changes, seed, num_rounds
+):
     reference = expected(num_rounds)
-    with overlapping_engine(directory, monkeypatch, seed, **changes) as engine:
+    with overlapping_engine(tmp_path, monkeypatch, seed + OVERLAPS.index(changes), **changes) as engine:
         conversations = converse(engine, turns(num_rounds))
         assert tokens(conversations) == reference
         engine.wait_for_saves()
@@ -215,62 +223,28 @@ def check_tokens_are_the_same(
         assert stats.ssd.num_fetches > NUM_SESSIONS // 4
         whole_passes = sum(-(-len(turn.prompt) // 64) for each in turns(num_rounds) for turn in each)
         assert metrics.prefill_passes > whole_passes, "passes were not cut short"
-        assert (metrics.preloads > 0) == (changes["read_buffer"] != 0)
-    return engine
-
-
-@pytest.mark.parametrize(
-    ("seed", "changes"), list(enumerate(OVERLAPS)), ids=[str(each["read_buffer"]) for each in OVERLAPS]
-)
-def test_64_conversations_with_every_overlap_on_answer_as_with_all_of_it_off(
-    tmp_path, monkeypatch, reclaimed, seed, changes
-):
-    engine = check_tokens_are_the_same(tmp_path, monkeypatch, changes, seed, num_rounds=3)
+        assert (metrics.preloads > 0) == (changes["read_buffer"] not in (0, "off"))
     if "staged_layers" not in changes:
-        assert len(reclaimed) > NUM_SESSIONS // 4, "staging was not must be before its job was in its slot"
+        assert len(reclaimed) > NUM_SESSIONS // 4, "staging was not wanted before its job was in its slot"
     if changes.get("recompute_if_faster"):
-        assert engine.metrics.mixed_histories > 0
+        assert metrics.mixed_histories > 0
     if changes["read_buffer"] == "auto":
-        assert engine.metrics.write_stall_s > 0, "a write buffer of five tokens was never full"
+        assert metrics.write_stall_s > 0, "a write buffer of five tokens was never full"
 
 
-def test_with_loads_and_saves_that_are_waited_for_the_tokens_are_the_same(tmp_path, monkeypatch):
-    blocking = {"staged_layers": 3, "read_buffer": "off", "async_save": False}
-    with overlapping_engine(tmp_path, monkeypatch, 9, **blocking) as engine:
-        assert tokens(converse(engine, turns(3))) == expected(3)
-        assert engine.store_stats().num_hits > NUM_SESSIONS
-        assert engine.metrics.preloads == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("changes", OVERLAPS, ids=[str(each["read_buffer"]) for each in OVERLAPS])
-def test_64_conversations_at_length(tmp_path, monkeypatch, changes, seed):
-    check_tokens_are_the_same(tmp_path, monkeypatch, changes, 100 + seed, num_rounds=4)
-
-
-def check_cancelling(directory: Path, monkeypatch: pytest.MonkeyPatch, seed: int, num_rounds: int) -> None:
+@pytest.mark.parametrize(("seed", "num_rounds"), at_length(20, range(30, 38)))
+def test_answers_closed_anywhere_leave_the_others_and_their_own_sessions_right(tmp_path, monkeypatch, seed, num_rounds):
     """Of the last round all listen to the end."""
     rounds = [*turns(num_rounds - 1, seed, closes=True), turns(num_rounds, seed)[-1]]
-    with overlapping_engine(directory, monkeypatch, seed, read_buffer="all") as engine:
+    with overlapping_engine(tmp_path, monkeypatch, seed, read_buffer="all") as engine:
         conversations = converse(engine, rounds)
         assert engine.metrics.cancelled > NUM_SESSIONS // 2
         assert [conversation.num_wrong() for conversation in conversations] == [0] * NUM_SESSIONS
         assert sum(c.session.usage.num_cached_tokens > 0 for c in conversations) > NUM_SESSIONS // 2
 
 
-def test_answers_closed_anywhere_leave_the_others_and_their_own_sessions_right(tmp_path, monkeypatch):
-    check_cancelling(tmp_path, monkeypatch, seed=20, num_rounds=3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(30, 38))
-def test_answers_closed_anywhere_at_length(tmp_path, monkeypatch, seed):
-    check_cancelling(tmp_path, monkeypatch, seed, num_rounds=4)
-
-
 @pytest.mark.parametrize("device_ahead", [0, 1])
-@pytest.mark.parametrize("num_ahead", [0, 1, 3])
+@pytest.mark.parametrize("num_ahead", [0, 3])
 def test_the_read_buffer_bounds_what_of_a_history_is_on_the_device(monkeypatch, num_ahead, device_ahead):
     """Two layers come on top: the one that is computed on, and the one that is filled."""
     config = kit.tiny.tiny_config(num_layers=7)

@@ -1,21 +1,18 @@
 """Transfers held at a gate: others go on meanwhile, and whoever is given up or overtaken waits for its own reads alone.
 
-And the guard of staging, seen from the engine: with it answers are right, without it they are not.
+And the guard of staging, seen from the engine.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 from collections.abc import Callable, Iterator
 
-import jax
 import pytest
 
-from ca_jax.device import transfer
 from ca_jax.engine import Engine
-from ca_jax.kv.load import LayerLoad, ReadBuffer, _Stage
+from ca_jax.kv.load import LayerLoad
 from ca_jax.session import Session
 from ca_jax.storage.records import MissReason
 from tests import engine_kit as kit
@@ -24,36 +21,13 @@ from tests.transfers_kit import GatedTransfers
 
 LAYERS = list(range(kit.NUM_LAYERS))
 
-on_cpu = pytest.mark.skipif(
-    jax.default_backend() != "cpu", reason="only on CPU is staging the memory of the device array"
-)
-
-
-@pytest.fixture
-def loads() -> GatedTransfers:
-    return overlap_kit.open_gate()
-
-
-@pytest.fixture
-def saves() -> GatedTransfers:
-    return overlap_kit.open_gate()
-
 
 @contextlib.contextmanager
-def one_at_a_time(
-    loads: GatedTransfers, saves: GatedTransfers, *, staged_layers: int = kit.NUM_LAYERS, **changes: object
-) -> Iterator[Engine]:
-    """An engine of one decode slot, so that whoever comes second waits; in the end nothing of anybody is held."""
-    wrapper = overlap_kit.controlled(loads=loads, saves=saves)
-    with kit.small_engine(store_wrapper=wrapper, max_batch_size=1, **changes) as engine:
-        overlap_kit.poison(engine, staged_layers=staged_layers)
-        try:
-            yield engine
-        finally:  # Else it could not close.
-            loads.open()
-            saves.open()
-        overlap_kit.assert_nothing_is_held(engine)
-        assert (engine.metrics.failed_loads, engine.metrics.failed_saves) == (0, 0)
+def one_at_a_time(**changes: object) -> Iterator[tuple[Engine, GatedTransfers, GatedTransfers]]:
+    """An engine of one decode slot, so that whoever comes second waits, and its gates."""
+    with overlap_kit.gated_engine(max_batch_size=1, staged_layers=kit.NUM_LAYERS, **changes) as gated:
+        yield gated
+        assert (gated[0].metrics.failed_loads, gated[0].metrics.failed_saves) == (0, 0)
 
 
 def with_history(engine: Engine, seed: int) -> Session:
@@ -80,8 +54,8 @@ def let_layer_through(gate: GatedTransfers, layer: int) -> None:
 @pytest.mark.parametrize(
     ("read_buffer", "layers"), [("all", LAYERS), ("auto", LAYERS), (2, [0, 1]), (1, [0]), (0, []), ("off", [])]
 )
-def test_while_the_next_jobs_loads_are_held_the_running_one_decodes_on(loads, saves, read_buffer, layers):
-    with one_at_a_time(loads, saves, read_buffer=read_buffer) as engine:
+def test_while_the_next_jobs_loads_are_held_the_running_one_decodes_on(read_buffer, layers):
+    with one_at_a_time(read_buffer=read_buffer) as (engine, loads, _):
         waits, runs = with_history(engine, 1), with_history(engine, 2)
         running, waiting = runs.send_ids(kit.prompt(20), max_tokens=30), waits.send_ids(kit.prompt(20), max_tokens=8)
         next(running)
@@ -92,22 +66,6 @@ def test_while_the_next_jobs_loads_are_held_the_running_one_decodes_on(loads, sa
         kit.expect_right(runs, waits)
         assert waits.usage.num_cached_tokens == 71
         assert engine.metrics.preloads == bool(layers)
-
-
-@pytest.mark.parametrize(
-    ("read_buffer", "order"),
-    [*(("all", order) for order in itertools.permutations(LAYERS)), (1, (2, 1, 0)), ("off", (2, 0, 1))],
-)
-def test_in_whatever_order_layers_arrive_the_answer_is_right(loads, saves, read_buffer, order):
-    with one_at_a_time(loads, saves, read_buffer=read_buffer) as engine:
-        session = with_history(engine, 1)
-        answer = session.send_ids(kit.prompt(20), max_tokens=8)
-        with overlap_kit.shut(loads), overlap_kit.in_thread(lambda: kit.drain(answer)):
-            loads.wait_held(kit.NUM_LAYERS)
-            for layer in order:
-                let_layer_through(loads, layer)
-        kit.expect_right(session)
-        assert session.usage.num_cached_tokens == 71
 
 
 @pytest.fixture
@@ -123,8 +81,8 @@ def being_released(monkeypatch) -> threading.Event:
     return begun
 
 
-def test_a_job_given_up_amid_its_reads_gives_its_staging_back_when_they_have_ended(loads, saves, being_released):
-    with one_at_a_time(loads, saves) as engine:
+def test_a_job_given_up_amid_its_reads_gives_its_staging_back_when_they_have_ended(being_released):
+    with one_at_a_time() as (engine, loads, _):
         goes, runs = with_history(engine, 1), with_history(engine, 2)
         running, going = runs.send_ids(kit.prompt(20), max_tokens=30), goes.send_ids(kit.prompt(20), max_tokens=8)
         next(running)
@@ -145,8 +103,8 @@ def test_a_job_given_up_amid_its_reads_gives_its_staging_back_when_they_have_end
 
 
 @pytest.mark.parametrize("has_history", [True, False])
-def test_an_urgent_job_overtakes_one_whose_load_has_begun(loads, saves, has_history):
-    with one_at_a_time(loads, saves) as engine:
+def test_an_urgent_job_overtakes_one_whose_load_has_begun(has_history):
+    with one_at_a_time() as (engine, loads, _):
         waits, runs = with_history(engine, 1), with_history(engine, 2)
         urgent = with_history(engine, 3) if has_history else engine.session()
         running, waiting = runs.send_ids(kit.prompt(20), max_tokens=12), waits.send_ids(kit.prompt(20), max_tokens=8)
@@ -171,8 +129,8 @@ def test_an_urgent_job_overtakes_one_whose_load_has_begun(loads, saves, has_hist
         assert engine.store_stats().misses[MissReason.CANCELLED] == 1
 
 
-def test_a_job_ended_by_another_thread_while_its_prefill_waits_for_a_layer(loads, saves):
-    with one_at_a_time(loads, saves) as engine:
+def test_a_job_ended_by_another_thread_while_its_prefill_waits_for_a_layer():
+    with one_at_a_time() as (engine, loads, _):
         session = with_history(engine, 1)
         answer = session.send_ids(kit.prompt(20), max_tokens=60)
         with (
@@ -189,9 +147,9 @@ def test_a_job_ended_by_another_thread_while_its_prefill_waits_for_a_layer(loads
 # Saves.
 
 
-def test_while_saves_are_held_the_slot_is_free_and_others_go_on(loads, saves):
+def test_while_saves_are_held_the_slot_is_free_and_others_go_on():
     """The next turn of the session whose KV is held waits, even if it is urgent; it can be given up meanwhile."""
-    with one_at_a_time(loads, saves) as engine:
+    with one_at_a_time() as (engine, _, saves):
         first, second = engine.session(), engine.session()
         with overlap_kit.shut(saves):
             kit.say(first, kit.prompt(30))
@@ -211,39 +169,14 @@ def test_while_saves_are_held_the_slot_is_free_and_others_go_on(loads, saves):
 # The guard of staging.
 
 
-def answers_when_staging_is_scarce(loads: GatedTransfers, saves: GatedTransfers) -> list[int]:
-    """How many tokens are wrong of two answers: the second's layers want the regions that hold the first's.
+def test_staging_is_rewritten_only_when_it_is_in_the_decode_slot():
+    """The second answer's layers want the regions that hold the first's, for one history has room.
 
-    The read buffer has room for one history. The second's load is opened before the first's prefill is dispatched, and
-    its layers arrive as soon as they have a region: before the first's history is in its decode slot, if they may.
+    Its load is opened before the first's prefill is dispatched, and its layers arrive as soon as they have a region:
+    before the first's history is in its decode slot, if they may.
     """
-    with one_at_a_time(loads, saves) as engine:
+    with one_at_a_time() as (engine, _, _):
         sessions = [with_history(engine, 1), with_history(engine, 2)]
         kit.drain(*(session.send_ids(kit.prompt(20), max_tokens=12) for session in sessions))
         assert engine.metrics.preloads == 1
-        return [kit.num_wrong(s.token_ids, [kit.last_answer(s)]) for s in sessions]
-
-
-def test_staging_is_rewritten_only_when_it_is_in_the_decode_slot(loads, saves):
-    assert answers_when_staging_is_scarce(loads, saves) == [0, 0]
-
-
-def is_idle_when_computed(stage: _Stage) -> bool:
-    """As if the prefill were the only one that reads a region."""
-    return stage.is_free or (stage.computed is not None and transfer.is_ready(stage.computed))
-
-
-def is_always_idle(stage: _Stage) -> bool:
-    """As if nobody read a region any more."""
-    return True
-
-
-@on_cpu
-@pytest.mark.parametrize("guard", [is_idle_when_computed, is_always_idle])
-@pytest.mark.parametrize("is_poisoned", [True, False])
-def test_without_the_guard_an_answer_is_seen_to_go_wrong(loads, saves, monkeypatch, guard, is_poisoned):
-    monkeypatch.setattr(_Stage, "is_idle", guard)
-    if not is_poisoned:  # Then it is the second's KV that the first's slot is filled with.
-        monkeypatch.setattr(overlap_kit, "PoisonedBuffer", ReadBuffer)
-    num_wrong = answers_when_staging_is_scarce(loads, saves)
-    assert num_wrong[0] > 6
+        kit.expect_right(*sessions)

@@ -65,21 +65,14 @@ class Scene:
 @contextlib.contextmanager
 def scene(*, max_batch_size: int = 2, **changes: object) -> Iterator[Scene]:
     """A session with history, and one that decodes; in the end both go on from the store, and nothing is held."""
-    loads, saves = overlap_kit.open_gate(), overlap_kit.open_gate()
-    wrapper = overlap_kit.controlled(loads=loads, saves=saves)
-    with kit.small_engine(store_wrapper=wrapper, max_batch_size=max_batch_size, **changes) as engine:
-        overlap_kit.poison(engine)
+    with overlap_kit.gated_engine(max_batch_size=max_batch_size, **changes) as (engine, loads, saves):
         session, beside = engine.session(), engine.session()
         for each in (session, beside):
             kit.say(each, kit.prompt(60))
         engine.wait_for_saves()
         going_on = beside.send_ids(kit.prompt(20), max_tokens=40)
         next(going_on)
-        try:
-            yield Scene(engine, loads, saves, session, beside, going_on)
-        finally:  # Else it could not close.
-            loads.open()
-            saves.open()
+        yield Scene(engine, loads, saves, session, beside, going_on)
         kit.drain(going_on)
         kit.expect_right(beside)
         overlap_kit.assert_nothing_is_held(engine)
@@ -87,7 +80,6 @@ def scene(*, max_batch_size: int = 2, **changes: object) -> Iterator[Scene]:
             kit.say(each, kit.prompt(10))
             usage = kit.check_turn(each, kit.prompt(11))
             assert usage.num_cached_tokens == usage.prompt_tokens - 12, "its KV is not stored any more"
-        overlap_kit.assert_nothing_is_held(engine)
 
 
 def failing_from(num_calls: int, original: Callable, *, num_failures: float = math.inf) -> Callable:
@@ -110,23 +102,17 @@ def expect_end(answer: Answer) -> None:
 # Given up.
 
 
+@pytest.mark.parametrize("holds_saves", [False, True])
 @pytest.mark.parametrize("num_done", [64, 128, NUM_NEW + 1])
-def test_given_up_between_two_passes_or_before_its_slot(num_done):
-    with scene() as at:
+def test_given_up_between_two_passes_or_before_its_slot(num_done, holds_saves):
+    """The slot is free at once; what was submitted is saved all the same, or given up where its pass was."""
+    with scene() as at, overlap_kit.shut(*[at.saves] * holds_saves):
         answer = at.begin_to(num_done)
         answer.close()
         assert len(answer.job.output_ids) == (num_done > NUM_NEW)
-
-
-@pytest.mark.parametrize("num_done", [64, NUM_NEW + 1])
-def test_given_up_while_its_saves_are_held(num_done):
-    """The slot is free at once; what was submitted is saved all the same, or given up where its pass was."""
-    with scene() as at, overlap_kit.shut(at.saves):
-        answer = at.begin_to(num_done)
-        answer.close()
         assert at.engine._scheduler.prefilling is None
         assert answer.job.slot is None
-        assert at.engine._kv.write_buffer.num_bytes > 0
+        assert not holds_saves or at.engine._kv.write_buffer.num_bytes > 0
         overlap_kit.take(at.going_on, 3)
 
 
@@ -135,15 +121,6 @@ def test_given_up_with_decoded_tokens_that_fill_no_group():
         answer = at.begin()
         overlap_kit.take(answer, kit.SMALL.save_group_tokens + 3)
         answer.close()
-
-
-def test_given_up_while_it_waits_and_its_load_has_begun():
-    with scene(max_batch_size=1) as at:
-        answer = at.begin()
-        overlap_kit.take(at.going_on, 5)
-        assert at.engine._kv._loader.staged
-        answer.close()
-        assert not at.engine._kv._loader.staged
 
 
 def test_an_engine_that_closes_amid_everything_lets_go_of_it():

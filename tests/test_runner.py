@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import hypothesis
 import hypothesis.strategies as st
@@ -40,7 +40,6 @@ class HeldHistory:
     """A history on the device, NaN behind its tokens, that notes what it is told."""
 
     layers: list[jax.Array]
-    on_layer: Callable[[int], None] = lambda layer: None
     told: list[tuple[str, int]] = dataclasses.field(default_factory=list)
 
     @classmethod
@@ -51,7 +50,6 @@ class HeldHistory:
         return cls([jax.device_put(layer) for layer in padded])
 
     def layer(self, layer: int) -> jax.Array:
-        self.on_layer(layer)
         self.told.append(("layer", layer))
         return self.layers[layer]
 
@@ -75,11 +73,11 @@ def split_into(num_tokens: int, sizes: Sequence[int]) -> list[int]:
 
 
 def run(
-    runner: Runner, tokens: list[int], num_history: int, sizes: Sequence[int] = (), slot: int = SLOT
+    runner: Runner, tokens: list[int], num_history: int, sizes: Sequence[int] = ()
 ) -> tuple[Prefill, np.ndarray, HeldHistory | None]:
     """Prefills what is behind the history; also the new tokens' KV `[L, 2, T, K, H]` as it was handed out."""
     history = HeldHistory.of(runner, kit.full_pass(tokens)[1][:, :, :num_history]) if num_history else None
-    prefill = runner.start_prefill(slot, tokens[num_history:], num_history)
+    prefill = runner.start_prefill(SLOT, tokens[num_history:], num_history)
     passes = []
     for index, size in enumerate(split_into(len(prefill.tokens), sizes)):
         assert prefill.logits is None
@@ -93,11 +91,6 @@ def run(
         passes.append(np.stack([np.asarray(kv)[:, :size] for kv in layers]))
     assert (prefill.num_left, prefill.num_done) == (0, len(prefill.tokens))
     return prefill, np.concatenate(passes, axis=2), history
-
-
-def slot_of(runner: Runner, num_tokens: int, slot: int = SLOT) -> np.ndarray:
-    """What a slot holds of its first tokens, rotated: `[2, L, K, T, H]`."""
-    return np.stack([[np.asarray(buffer)[slot, :, :num_tokens] for buffer in part] for part in runner.slots.buffers])
 
 
 @hypothesis.given(st.sampled_from(HISTORIES), st.sampled_from((1, 16, 65, 180)), PASS_SIZES)
@@ -138,40 +131,6 @@ def test_a_history_is_read_and_never_written_to(runner, num_history, sizes):
         assert np.isnan(np.asarray(held)[:, num_history:]).all()
 
 
-@pytest.mark.parametrize("num_early", [0, 1, 2])
-def test_a_slot_is_the_same_whenever_its_past_is_inserted(runner, num_early):
-    """Layers whose staging is needed are inserted while later ones are computed, the others behind all of it."""
-    num_history, num_new = 40, 50
-    tokens = kit.prompt(num_history + num_new)
-    late, _, _ = run(runner, tokens, num_history)
-    assert list(runner.insert(late)) == [0, 1, 2]
-    expected = slot_of(runner, len(tokens))
-
-    early = runner.start_prefill(SLOT + 1, tokens[num_history:], num_history)
-    history = HeldHistory.of(runner, kit.full_pass(tokens)[1][:, :, :num_history])
-
-    def insert_before(layer: int) -> None:
-        if 0 < layer <= num_early:
-            jax.block_until_ready(runner.insert_past(early, layer - 1))
-            history.layers[layer - 1].delete()  # Its staging is another's now.
-
-    history.on_layer = insert_before
-    runner.run_pass(early, num_new, history)
-    assert list(runner.insert(early)) == [0, 1, 2][num_early:]
-    np.testing.assert_array_equal(slot_of(runner, len(tokens), SLOT + 1), expected)
-
-
-def test_what_is_not_there_cannot_be_inserted_nor_anything_twice(runner):
-    first = runner.start_prefill(SLOT, kit.prompt(20), 0)
-    runner.run_pass(first, 20)
-    with pytest.raises(RuntimeError, match="layer 1 has nothing to insert"):
-        runner.insert_past(first, 1)
-    second, _, _ = run(runner, kit.prompt(70), 40)
-    runner.insert_past(second, 1)
-    with pytest.raises(RuntimeError, match="layer 1 has nothing to insert"):
-        runner.insert_past(second, 1)
-
-
 @with_buckets_of_a_cpu
 @pytest.mark.parametrize(
     ("num_history", "num_new", "padded"),
@@ -179,38 +138,3 @@ def test_what_is_not_there_cannot_be_inserted_nor_anything_twice(runner):
 )
 def test_padding_is_of_whole_passes_and_the_rest(runner, num_history, num_new, padded):
     assert runner.padded(num_history, num_new) == padded
-
-
-def rotated(kv: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Unrotated KV `[L, 2, T, K, H]` as a slot holds it at some positions, in float64."""
-    half = kv.shape[-1] // 2
-    theta = kit.tiny_model().config.rope.theta
-    angles = positions[:, None, None] * theta ** (-np.arange(half) / half)
-    turned = (kv[:, 0, ..., :half] + 1j * kv[:, 0, ..., half:].astype(np.float64)) * np.exp(1j * angles)
-    keys = np.concatenate([turned.real, turned.imag], -1)
-    return np.stack([keys, kv[:, 1]]).transpose(0, 1, 3, 2, 4)
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "num_anew"),
-    [(1, 8), (8, 8), (9, 16), (CHUNK, CHUNK), (CHUNK + 1, CHUNK + 8), (150, 160), (298, 300), (500, 300)],
-)
-def test_first_tokens_anew_are_a_prefill_of_these_and_the_others_stay_bit_for_bit(runner, num_tokens, num_anew):
-    tokens, other = kit.prompt(300, seed=1), SLOT + 1
-    for slot, ids in ((SLOT, tokens), (other, kit.prompt(200, seed=2))):
-        runner.insert(run(runner, ids, 0, slot=slot)[0])
-    before, beside = slot_of(runner, 300), slot_of(runner, 200, other)
-    changed = [token ^ 1 for token in tokens]  # So that what was there is not what should be.
-    assert runner.recompute_first(SLOT, changed, num_tokens) == num_anew
-    after = slot_of(runner, 300)
-    expected = rotated(kit.full_pass(changed[:num_anew])[1], np.arange(num_anew))
-    np.testing.assert_allclose(after[..., :num_anew, :], expected, atol=ATOL, rtol=0)
-    np.testing.assert_array_equal(after[..., num_anew:, :], before[..., num_anew:, :])
-    np.testing.assert_array_equal(slot_of(runner, 200, other), beside)
-
-
-@with_buckets_of_a_cpu
-def test_what_prefills_take_is_measured_for_lengths_up_to_those_given(runner):
-    samples = runner.measure_prefill(max_history=300, max_new=64)
-    assert {(history, new) for history, new, _ in samples} == {(h, n) for h in (0, 256, 512) for n in (16, 64)}
-    assert all(seconds > 0 for _, _, seconds in samples)

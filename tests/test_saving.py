@@ -130,37 +130,17 @@ def parts(num_tokens: int = 6) -> list[LayerPart]:
     return [LayerPart(layer, to_device(KV[layer, :, :8]), num_tokens, 0) for layer in LAYERS]
 
 
-def test_saves_that_are_handed_in_together_are_written_and_come_back_in_order(gated):
-    a, b = gated.prepare("a"), gated.prepare("b")
-    for layer in LAYERS:
-        gated.saver.add(b, parts()[layer])
-        gated.saver.add(a, parts()[layer])
-    gated.saver.end(a)
-    gated.saver.end(b)
-    assert gated.saver.poll() == []
-    assert gated.saver.poll(wait=True, key="c") == [], "there is no such save to wait for"
-    assert gated.write_out(5) == [("b", 0), ("a", 0), ("b", 1), ("a", 1), ("b", 2)]
-    assert gated.saver.is_open("a")
-    gated.write_out(1)
-    results = gated.saver.poll(wait=True, key="b")  # All saves before it come too.
-    assert [(result.ticket, result.error) for result in results] == [(a, None), (b, None)]
-    assert (gated.saver.is_open("a"), gated.saver.poll(), gated.saver.poll(wait=True)) == (False, [], [])
-    for key, ticket in (("a", a), ("b", b)):
-        gated.expect_stored(0, key)
-        assert gated.store.complete_save(ticket)
-        gated.expect_stored(6, key)
-    gated.saver.close()
-    assert len(gated.done) == 2, "the one that waits is told of each"
-    assert threading.current_thread() not in gated.done
-
-
 def test_a_write_that_breaks_ends_its_save_and_no_other(gated):
     a, b = gated.prepare("a"), gated.prepare("b")
     gated.saver.submit(a, parts())
     gated.saver.submit(b, parts())
+    assert gated.saver.pending_bytes == 6 * KV[0, :, :8].nbytes, "padding is held too"
+    assert (gated.saver.poll(), gated.saver.poll(wait=True, key="c")) == ([], []), "there is no such save to wait for"
     assert gated.write_out(2, OSError("worn out")) == [("a", 0), ("a", 1)]
     assert gated.write_out(3) == [("b", 0), ("b", 1), ("b", 2)], "more of a broken save was written"
     assert [str(error) for error in gated.publish()] == ["worn out"]
+    assert len(gated.done) == 2, "the one that waits is told of each"
+    assert threading.current_thread() not in gated.done
     assert gated.saver.pending_bytes == 0
     gated.expect_stored(6, "b")
     assert gated.store.stats().used_bytes == 2 * LAYOUT.block_bytes
@@ -170,41 +150,6 @@ def test_a_write_that_breaks_ends_its_save_and_no_other(gated):
     too_many = LayerPart(0, to_device(KV[0, :, :8]), 7, 0)
     gated.saver.submit(gated.prepare("c"), [too_many])
     assert isinstance(gated.publish()[0], ValueError)
-
-
-def test_a_save_that_is_abandoned_or_aborted_is_not_published(gated):
-    a, b, c = (gated.prepare(key) for key in "abc")
-    for ticket in (a, b):
-        gated.saver.add(ticket, parts()[0])
-        gated.saver.end(ticket, SaveAbandonedError("given up"))
-    gated.saver.submit(c, parts())
-    gated.write_out(2, OSError("worn out"))
-    gated.gate.wait_held()
-    gated.store.abort_save(c)
-    gated.gate.open()
-    results = gated.saver.poll(wait=True)
-    assert [(r.ticket, str(r.error)) for r in results] == [(a, "given up"), (b, "worn out"), (c, "None")]
-    assert not gated.store.complete_save(c)
-    for result in results[:2]:
-        gated.store.abort_save(result.ticket)
-    assert gated.store.stats().used_bytes == 0
-
-
-def test_what_is_added_and_not_written_is_pending_as_the_device_holds_it(gated):
-    ticket, part_bytes = gated.prepare("a"), KV[0, :, :8].nbytes
-    for count, part in enumerate(parts(), start=1):
-        gated.saver.add(ticket, part)
-        assert gated.saver.pending_bytes == count * part_bytes, "padding is held too"
-    with in_thread(lambda: gated.saver.wait_until_pending(part_bytes)):
-        gated.saver.wait_until_pending(3 * part_bytes)
-        gated.write_out(1)
-        gated.saver.wait_until_pending(2 * part_bytes)
-        assert gated.saver.pending_bytes == 2 * part_bytes
-        gated.write_out(1)
-    gated.write_out(1, OSError("worn out"))
-    gated.saver.wait_until_pending(0)
-    gated.saver.end(ticket)
-    assert [str(error) for error in gated.publish()] == ["worn out"]
 
 
 def test_copies_large_enough_to_say_something_are_measured_and_all_are_on_the_timeline():
@@ -279,16 +224,18 @@ def test_layers_leave_as_they_come(rig):
     rig.expect_stored(10)
 
 
+@pytest.mark.parametrize("num_layers", [0, 1, 3])
 @pytest.mark.parametrize("ends", ["saved", "given up"])
-def test_what_waits_for_room_is_held_in_order_and_goes_when_there_is_some(rig, ends):
+def test_what_waits_for_room_is_held_in_order_and_goes_when_there_is_some(rig, ends, num_layers):
+    """That may be in the middle of a pass."""
     turn = rig.begin()
     run_pass(turn, 0, 10)
     rig.is_room_coming = True
     run_pass(turn, 10, 14)
-    decode(turn, 14, 20)
-    turn.end()
-    assert turn.is_held
-    assert turn.held_bytes == (3 * PADDING[0].nbytes + 4 * LAYOUT.token_bytes) + 6 * LAYOUT.token_bytes
+    turn.begin_pass(TOKENS[14:20], 14)
+    run_layers(turn, 14, 20, range(num_layers))
+    num_padded = 3 + num_layers
+    assert turn.held_bytes == num_padded * PADDING[0].nbytes + (3 * 4 + num_layers * 6) * LAYOUT.token_bytes // 3
     assert rig.publish() == []
     rig.expect_stored(10)
     turn.submit_held()
@@ -297,29 +244,13 @@ def test_what_waits_for_room_is_held_in_order_and_goes_when_there_is_some(rig, e
         turn.give_up()
     rig.is_room_coming = False
     turn.submit_held()
-    assert (turn.is_held, turn.held_bytes, rig.publish()) == (False, 0, [])
-    rig.expect_stored(20 if ends == "saved" else 10)
-
-
-@pytest.mark.parametrize(("num_layers_before", "gives_up"), [(0, False), (1, False), (3, False), (1, True)])
-def test_room_may_come_in_the_middle_of_a_pass(rig, num_layers_before, gives_up):
-    turn = rig.begin()
-    rig.is_room_coming = True
-    turn.begin_pass(TOKENS[:10], 0)
-    run_layers(turn, 0, 10, range(num_layers_before))
-    assert turn.is_held
-    if gives_up:
-        turn.give_up()
-    rig.is_room_coming = False
-    turn.submit_held()
-    assert not turn.is_held
-    assert not rig.saver._open, "a pass that has not ended was ended"
-    run_layers(turn, 0, 10, range(num_layers_before, 3))
+    assert (turn.is_held, turn.held_bytes) == (False, 0)
+    run_layers(turn, 14, 20, range(num_layers, 3))
     turn.end_pass()
-    decode(turn, 10, 12)
+    decode(turn, 20, 22)
     turn.end()
     assert (rig.publish(), rig.saver.pending_bytes) == ([], 0)
-    rig.expect_stored(0 if gives_up else 12)
+    rig.expect_stored(22 if ends == "saved" else 10)
 
 
 @pytest.mark.parametrize("num_free", [3, 0])
@@ -366,22 +297,6 @@ def test_a_pass_that_is_given_up_in_the_middle_takes_nothing_with_it(rig, num_la
     next_turn.end()
     assert rig.publish() == []
     rig.expect_stored(24)
-
-
-@pytest.mark.parametrize("gives_up", [False, True])
-def test_blocking_saves_begin_at_the_end_of_the_turn_and_are_all_there_then(rig, gives_up):
-    turn = rig.begin(at_end=True)
-    run_pass(turn, 0, 15)
-    decode(turn, 15, 21)
-    turn.submit_held()
-    assert (rig.saver._open.total(), rig.saver.pending_bytes, rig.store.list()) == (0, 0, ())
-    assert turn.is_held
-    assert turn.held_bytes == 3 * PADDING[0].nbytes + 21 * LAYOUT.token_bytes
-    if gives_up:
-        turn.give_up()
-    turn.end()
-    assert (turn.is_held, rig.publish()) == (False, [])
-    rig.expect_stored(0 if gives_up else 21)
 
 
 @pytest.mark.parametrize("part", [LayerPart, DecodedPart])

@@ -1,6 +1,6 @@
 """Crossing between host and device on a CPU: bit for bit, and nothing left registered for DMA that is not used.
 
-What is sharded is tested on several devices (on_four_devices), in the process that `test_mesh.py` starts.
+What is sharded is tested on several devices (on_mesh), in the process that `test_mesh.py` starts.
 """
 
 from __future__ import annotations
@@ -37,16 +37,8 @@ def test_staging_and_host_memory_keep_every_bit_pattern(dtype):
         view = transfer.host_view(each)
         assert (view.shape, view.dtype) == (numbers.shape, numbers.dtype)
         np.testing.assert_array_equal(as_bits(view), as_bits(numbers))
-
-
-@DTYPES
-def test_pinned_memory_is_a_copy_that_outlives_its_source(dtype):
-    numbers = every_pattern(dtype)
-    array = transfer.staging_to_device(numbers.copy())
-    pinned = transfer.to_host_memory(array, memory_kind=transfer.PINNED_HOST)
     array.delete()
-    np.testing.assert_array_equal(as_bits(transfer.host_view(pinned)), as_bits(numbers))
-    assert transfer.to_host_memory(pinned, memory_kind=transfer.PINNED_HOST).sharding.memory_kind == "pinned_host"
+    np.testing.assert_array_equal(as_bits(transfer.host_view(pinned)), as_bits(numbers))  # A copy.
 
 
 @on_cpu
@@ -62,12 +54,6 @@ def test_small_data_is_copied_and_not_referred_to():
     tokens[...] = 9
     assert array.dtype == np.int32
     np.testing.assert_array_equal(transfer.to_host(array), range(4))
-
-
-def test_whether_an_array_is_computed_is_known_without_waiting():
-    array = jnp.ones(3) + 1
-    array.block_until_ready()
-    assert transfer.is_ready(array)
 
 
 # Registered memory.
@@ -97,14 +83,12 @@ def memory() -> np.ndarray:
     return np.zeros(4096, np.uint8)
 
 
-@on_cpu
-def test_cpu_does_not_register_memory_and_says_so(memory):
-    assert transfer.pin_host_memory(memory) is False
-
-
 def test_every_client_registers_all_of_the_memory_until_it_is_let_go_of(memory, monkeypatch):
+    if jax.default_backend() == "cpu":
+        assert transfer.pin_host_memory(memory) is False
     clients = [Client(), Client()]
     monkeypatch.setattr(transfer, "_clients", lambda: clients)
+    assert transfer.pin_host_memory(memory[:0]) is False
     assert transfer.pin_host_memory(memory) is True
     assert [client.mapped for client in clients] == [[(memory.ctypes.data, 4096)]] * 2
     transfer.unpin_host_memory(memory)
@@ -118,20 +102,6 @@ def test_where_one_client_refuses_what_others_registered_is_undone(memory, monke
     assert transfer.pin_host_memory(memory) is False
     assert [client.num_mapped for client in clients] == [1, 1, 0, 0]
     assert [client.mapped for client in clients] == [[]] * 4
-
-
-def test_another_failure_of_a_client_is_not_hidden(memory, monkeypatch):
     monkeypatch.setattr(transfer, "_clients", lambda: [Client(MemoryError("no memory to lock"))])
-    with pytest.raises(MemoryError, match="no memory to lock"):
+    with pytest.raises(MemoryError, match="no memory to lock"):  # Another failure is not hidden.
         transfer.pin_host_memory(memory)
-
-
-def test_no_memory_is_not_registered(monkeypatch):
-    clients = [Client()]
-    monkeypatch.setattr(transfer, "_clients", lambda: clients)
-    assert transfer.pin_host_memory(np.zeros(0, np.uint8)) is False
-    assert clients[0].num_mapped == 0
-
-
-def test_clients_of_one_backend_count_once():
-    assert len(transfer._clients()) == len({device.platform for device in jax.local_devices()})

@@ -102,10 +102,6 @@ class Prefill:
         return len(self.tokens) - self.num_done
 
 
-def _no_layer(layer: int, kv: jax.Array) -> None:
-    pass
-
-
 class Runner:
     """Runs a model over its decode slots. Belongs to the engine's thread."""
 
@@ -191,7 +187,7 @@ class Runner:
         prefill: Prefill,
         num_tokens: int,
         history: LayerSource | None = None,
-        on_layer: Callable[[int, jax.Array], None] = _no_layer,
+        on_layer: Callable[[int, jax.Array], None] = lambda layer, kv: None,
         join: Join | None = None,
     ) -> None:
         """Runs some of the new tokens over all that is before them, layer by layer. Does not wait for the device.
@@ -344,7 +340,7 @@ class Runner:
         total, done = len(new_sizes) * len(pasts), 0
         zero = self.to_device(0, np.int32)
         for new_size in new_sizes:
-            x = self._embedded(new_size)
+            x = self.embed(np.zeros((1, new_size), np.int32))
             self._last_logits(x, zero)
             for history in pasts:
                 for layer in self._kinds:
@@ -370,7 +366,7 @@ class Runner:
         zero = self.to_device(0, np.int32)
         for below, size in itertools.pairwise((0, *histories)):
             reached = {
-                self._padded_up_to(length + num_new)
+                self.padded_history(min(length + num_new, self.history_buckets[-1]))
                 for num_new in self.pass_sizes
                 for length in (below + 1, size)  # Passes of one size reach all buckets in between.
             }
@@ -393,7 +389,7 @@ class Runner:
         pasts = sorted({self.padded_history(size) for size in (0, max_history // 2, max_history)})
         zero, samples = self.to_device(0, np.int32), []
         for num_new in new_sizes:
-            x = self._embedded(num_new)
+            x = self.embed(np.zeros((1, num_new), np.int32))
             for num_past in pasts:
                 past = self.at_rest(self.empty_kv(num_past)) if num_past else None
                 samples.append((num_past, num_new, min(self._timed(x, past, zero) for _ in range(_TIMED_RUNS))))
@@ -415,9 +411,6 @@ class Runner:
         self._last_logits(out, zero).block_until_ready()
         return seconds + time.perf_counter() - started_s
 
-    def _embedded(self, num_tokens: int) -> jax.Array:
-        return self.embed(np.zeros((1, num_tokens), np.int32))
-
     def embed(self, tokens: np.ndarray) -> jax.Array:
         """Embeddings `[1, T, F]` of tokens, i32 `[1, T]`."""
         return steps.embed(self.config, self._outer, self.to_device(tokens), self.sharding)
@@ -436,6 +429,3 @@ class Runner:
     def unpacked(self, kv: jax.Array) -> jax.Array:
         """One layer's KV as it is kept to `[2, T, K, H]`. Does not wait."""
         return steps.unpack_kv(kv, self._dtype, self.sharding) if self._packs_kv else kv
-
-    def _padded_up_to(self, num_tokens: int) -> int:
-        return self.padded_history(min(num_tokens, self.history_buckets[-1]))

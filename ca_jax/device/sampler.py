@@ -222,13 +222,11 @@ class Sampler:
         self._added: set[int] = set()  # slots whose addends are not all 0
         self._counts: list[collections.Counter[int]] = [collections.Counter() for _ in range(num_slots)]
         self._barred: list[tuple[int, ...]] = [()] * num_slots  # stop tokens that are not to be drawn yet
-        self._drawn = [0] * num_slots  # tokens of each answer that have any barred
         self._rows: dict[tuple[int, int], SamplerRows] = {}
 
     def set_slot(self, slot: int, params: SamplingParams, token_ids: list[int], stop_ids: Collection[int] = ()) -> None:
         """Gives a slot to an answer whose prompt is `token_ids`, and that ends with any of `stop_ids`."""
         self._barred[slot] = tuple(t for t in stop_ids if t < self._vocab_size) if params.min_tokens else ()
-        self._drawn[slot] = 0
         if params.min_tokens and not self._barred[slot]:
             params = dataclasses.replace(params, min_tokens=0)  # There is nothing to bar.
         self._params[slot] = params
@@ -316,15 +314,13 @@ class Sampler:
         at, drawn = self._to_device(slot, np.int32), self._to_device(token, np.int32)
         if params.repetition_penalty != 1.0 and self._seen is not None:
             self._seen = mark_seen(self._seen, at, drawn)
+        self._counts[slot][token] += 1
         if _penalises_answer(params) and self._addends is not None:
-            self._counts[slot][token] += 1
             penalty = params.presence_penalty + params.frequency_penalty * self._counts[slot][token]
             value = self._to_device(dict(params.logit_bias).get(token, 0.0) - penalty, np.float32)
             self._addends = set_addend(self._addends, at, drawn, value)
-        if params.min_tokens:
-            self._drawn[slot] += 1
-            if self._drawn[slot] == params.min_tokens:
-                self._unbar(slot, params)
+        if params.min_tokens and self._counts[slot].total() == params.min_tokens:
+            self._unbar(slot, params)
 
     def _unbar(self, slot: int, params: SamplingParams) -> None:
         """Lets an answer end that is as long as it must be."""

@@ -128,13 +128,16 @@ class DecodeSlots:
         places[: len(kept)] = kept
         turned = np.zeros(self._capacity, np.int32)
         turned[: len(kept)] = kept - np.arange(len(kept))
-        at = self._to_device(slot, np.int32)
         self.buffers = steps.cut_slot(
-            self.buffers, at, self._to_device(places), self._to_device(turned), self._table, self._sharding
+            self.buffers,
+            self._to_device(slot, np.int32),
+            self._to_device(places),
+            self._to_device(turned),
+            self._table,
+            None if drift is None else self._to_device(drift),
+            None if drift is None else self._to_device([drifts_from, len(kept)], np.int32),
+            self._sharding,
         )
-        if drift is not None:
-            span, values = self._to_device([drifts_from, len(kept)], np.int32), self._to_device(drift)
-            self.buffers = steps.drift_slot(self.buffers, at, span, values, self._table, self._sharding)
 
     def decode(
         self, tokens: np.ndarray | jax.Array, lengths: np.ndarray

@@ -298,6 +298,8 @@ def cut_slot(
     places: jax.Array,
     turned: jax.Array,
     table: rope.Rotation,
+    drift: jax.Array | None = None,
+    span: jax.Array | None = None,
     sharding: ModelSharding | None = None,
 ) -> Slots:
     """Moves the rows of a slot that stay to its beginning, keys rotated on to their new positions. Donates the slots.
@@ -305,62 +307,43 @@ def cut_slot(
     Args:
       places: i32 `[C]`, where the row of each place comes from, at or behind it; anything where none comes.
       turned: i32 `[C]`, positions that a key is turned back by, >= 0.
-
-    Returns:
-      The slots.
-    """
-
-    def moved(slots: Slots, slot: jax.Array, places: jax.Array, back: rope.Rotation) -> Slots:
-        def move(buffer: jax.Array, turns: bool) -> jax.Array:
-            own, is_own = _own_slot(slot, buffer.shape[0], sharding)
-            rows = lax.dynamic_index_in_dim(buffer, own, 0, keepdims=False)[:, places].transpose(1, 0, 2)  # [C, K, H]
-            rows = rope.rotate(rows, back) if turns else rows
-            return _write_slot(buffer, rows.transpose(1, 0, 2), own, 0, is_own)
-
-        return Slots([move(keys, True) for keys in slots.keys], [move(values, False) for values in slots.values])
-
-    of_device = by_device(moved, sharding, (SLOT_HEADS, (), (), ()), SLOT_HEADS)
-    return of_device(slots, slot, places, rope.turned_back(table, turned))
-
-
-@partial(jax.jit, static_argnames=("sharding",), donate_argnames=("slots",))
-def drift_slot(
-    slots: Slots,
-    slot: jax.Array,
-    span: jax.Array,
-    drift: jax.Array,
-    table: rope.Rotation,
-    sharding: ModelSharding | None = None,
-) -> Slots:
-    """Adds a model's drift to some tokens of a slot, whose keys are rotated. Donates the slots.
-
-    Args:
-      span: i32 `[2]`, the first of the tokens and one past the last.
-      drift: f32 `[L, 2, K, H]`, of unrotated keys and of values.
+      drift: f32 `[L, 2, K, H]`, added to unrotated keys and to values; None adds nothing.
+      span: i32 `[2]`, with a drift: the first of the tokens that drift at its new place, and one past the last.
 
     Returns:
       The slots.
     """
     capacity = slots.keys[0].shape[2]
 
-    def moved(slots: Slots, slot: jax.Array, span: jax.Array, drift: jax.Array, rotation: rope.Rotation) -> Slots:
-        places = jnp.arange(capacity)
-        moves = ((places >= span[0]) & (places < span[1]))[None, :, None]
-
-        def add(buffer: jax.Array, shift: jax.Array, is_key: bool) -> jax.Array:
+    def moved(
+        slots: Slots,
+        slot: jax.Array,
+        places: jax.Array,
+        back: rope.Rotation,
+        drift: jax.Array | None,
+        span: jax.Array | None,
+        rotation: rope.Rotation,
+    ) -> Slots:
+        def move(buffer: jax.Array, shift: jax.Array | None, is_key: bool) -> jax.Array:
             own, is_own = _own_slot(slot, buffer.shape[0], sharding)
-            rows = lax.dynamic_index_in_dim(buffer, own, 0, keepdims=False)  # [K, C, H]
-            full = jnp.broadcast_to(shift[None], (capacity, *shift.shape))
-            full = (rope.rotate(full, rotation) if is_key else full).transpose(1, 0, 2).astype(buffer.dtype)
-            return _write_slot(buffer, jnp.where(moves, rows + full, rows), own, 0, is_own)
+            rows = lax.dynamic_index_in_dim(buffer, own, 0, keepdims=False)[:, places].transpose(1, 0, 2)  # [C, K, H]
+            rows = rope.rotate(rows, back) if is_key else rows
+            if shift is not None and span is not None:
+                drifts = (jnp.arange(capacity) >= span[0]) & (jnp.arange(capacity) < span[1])
+                full = jnp.broadcast_to(shift, (capacity, *shift.shape))
+                full = (rope.rotate(full, rotation) if is_key else full).astype(rows.dtype)
+                rows = jnp.where(drifts[:, None, None], rows + full, rows)
+            return _write_slot(buffer, rows.transpose(1, 0, 2), own, 0, is_own)
 
+        shifts = [(None, None)] * len(slots.keys) if drift is None else [(layer[0], layer[1]) for layer in drift]
         return Slots(
-            [add(keys, shift[0], True) for keys, shift in zip(slots.keys, drift, strict=True)],
-            [add(values, shift[1], False) for values, shift in zip(slots.values, drift, strict=True)],
+            [move(keys, shift, True) for keys, (shift, _) in zip(slots.keys, shifts, strict=True)],
+            [move(values, shift, False) for values, (_, shift) in zip(slots.values, shifts, strict=True)],
         )
 
-    of_device = by_device(moved, sharding, (SLOT_HEADS, (), (), KV_HEADS, ()), SLOT_HEADS)
-    return of_device(slots, slot, span, drift, slice_rotation(table, 0, capacity))
+    of_device = by_device(moved, sharding, (SLOT_HEADS, (), (), (), KV_HEADS, (), ()), SLOT_HEADS)
+    back, rotation = rope.turned_back(table, turned), slice_rotation(table, 0, capacity)
+    return of_device(slots, slot, places, back, drift, span, rotation)
 
 
 def _update(slots: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:

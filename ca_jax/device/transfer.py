@@ -172,7 +172,7 @@ def to_host_memory(array: jax.Array, memory_kind: str | None = None) -> jax.Arra
     """
     array = own_part(array)
     if memory_kind is None:
-        if _platform(array) == "cpu" or array.sharding.memory_kind == PINNED_HOST:
+        if next(iter(array.devices())).platform == "cpu" or array.sharding.memory_kind == PINNED_HOST:
             return array
         memory_kind = PINNED_HOST
     return jax.device_put(array, array.sharding.with_memory_kind(memory_kind))
@@ -240,8 +240,3 @@ def device_memory_bytes() -> int | None:
 
 def _clients() -> list[Any]:
     return list({id(device.client): device.client for device in jax.local_devices()}.values())
-
-
-def _platform(array: jax.Array) -> str:
-    device: Any = next(iter(array.sharding.device_set))
-    return str(device.platform)

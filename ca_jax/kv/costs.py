@@ -9,8 +9,7 @@ context of chunks are computed anew for nothing, while others load:
 
 Arguments are the same everywhere: `rates` of model and machine; `history_tokens`, those before all others, which are
 loaded; `context_tokens`, of chunks, loaded too; `new_tokens` behind them, which are computed in any case, at least one;
-`check_layers`, the first ones in which all tokens of a context are computed; `tier`, where KV is loaded from, layer by
-layer.
+`tier`, where KV is loaded from, layer by layer.
 
 Not here: rates and how they are fitted (rates), moving bytes (transfer), what is stored (storage).
 Source: read buffer and its size, CachedAttention (Gao et al., USENIX ATC 2024), section 3.2.1; loading controller of
@@ -19,7 +18,6 @@ chunks, CacheBlend (Yao et al., EuroSys 2025), section 5.1.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -29,36 +27,27 @@ from ca_jax.kv.rates import Rates, check
 _ROUNDING = 1e-9  # Relative: closer than that, two times are the same.
 Tier = Literal["ssd", "dram"]
 """Where KV is loaded from."""
-TIERS: tuple[Tier, ...] = ("ssd", "dram")
-"""All, the cheapest first."""
 
 
 def _as_they_are(history_tokens: int, new_tokens: int) -> tuple[int, int]:
     return history_tokens, new_tokens
 
 
-def fetch_s(rates: Rates, num_tokens: int) -> float:
-    """Seconds of bringing all layers of so many tokens from SSD to DRAM, before any is loaded.
-
-    Raises:
-      ValueError: nothing has been fetched yet, so that nothing is known of it.
-    """
-    if rates.fetch is None:
-        raise ValueError("fetch_s must be asked of rates with a fetch in them, got none: nothing was fetched yet")
-    return rates.fetch.seconds(num_tokens * rates.num_layers * rates.layer_token_bytes)
-
-
 def layer_load_s(rates: Rates, num_tokens: int, tier: Tier = "dram") -> float:
     """Seconds from one loaded layer to the next: the paper's `T_load`.
 
     Layers that come from SSD one by one are on their way to DRAM and to the device side by side. Sessions that are
-    fetched whole, before their job begins, are loaded from DRAM, `fetch_s` later.
+    fetched whole, before their job begins, are loaded from DRAM.
 
     Raises:
       ValueError: `ssd`, and nothing has been fetched yet.
     """
     load_s = rates.load.seconds(num_tokens * rates.layer_token_bytes)
-    return load_s if tier == "dram" else max(load_s, fetch_s(rates, num_tokens) / rates.num_layers)
+    if tier == "dram":
+        return load_s
+    if rates.fetch is None:
+        raise ValueError("rates must have a fetch in them for loads from SSD, got none: nothing was fetched yet")
+    return max(load_s, rates.fetch.seconds(num_tokens * rates.num_layers * rates.layer_token_bytes) / rates.num_layers)
 
 
 def load_s(rates: Rates, history_tokens: int) -> float:
@@ -79,19 +68,6 @@ def layer_compute_s(rates: Rates, history_tokens: int, new_tokens: int) -> float
 # The read buffer.
 
 
-def read_buffer_bytes(rates: Rates, history_tokens: int, new_tokens: int) -> int:
-    """Size of the read buffer that hides a load behind its new tokens: `S_buf = B (T_load L_hist - T_pref L_new)`.
-
-    B is the bandwidth that such a load has, what is fixed about it included. 0 where computing takes longer than
-    loading.
-
-    Source: CachedAttention (Gao et al., USENIX ATC 2024), section 3.2.1.
-    """
-    num_bytes = rates.num_layers * rates.layer_token_bytes * history_tokens
-    share = _share_to_buffer(rates, history_tokens, new_tokens, _as_they_are)
-    return math.ceil(num_bytes * share * (1 - _ROUNDING))
-
-
 def read_buffer_layers(
     rates: Rates,
     history_tokens: int,
@@ -100,7 +76,10 @@ def read_buffer_layers(
     max_buffer_bytes: int | None = None,
     padded: Callable[[int, int], tuple[int, int]] = _as_they_are,
 ) -> int:
-    """The same in layers, 0 to L: the depth for `pipeline_s`.
+    """Layers of the read buffer that hides a load behind its new tokens, 0 to L: the depth for `pipeline_s`.
+
+    In bytes it is `S_buf = B (T_load L_hist - T_pref L_new)`, B the bandwidth that such a load has, what is fixed about
+    it included; 0 where computing takes longer than loading.
 
     That is the smallest depth with which `pipeline_s` is shortest, or one layer less: the formula leaves out that the
     first layer's compute has nothing to hide its load behind.
@@ -108,8 +87,11 @@ def read_buffer_layers(
     Args:
       max_buffer_bytes: cap of the read buffer.
       padded: the (history, new) lengths that are computed for such lengths.
+
+    Source: CachedAttention (Gao et al., USENIX ATC 2024), section 3.2.1.
     """
-    share = _share_to_buffer(rates, history_tokens, new_tokens, padded)
+    loading_s = load_s(rates, history_tokens)
+    share = max(0.0, 1 - prefill_s(rates, *padded(history_tokens, new_tokens)) / loading_s) if loading_s else 0.0
     depth = math.ceil(rates.num_layers * share * (1 - _ROUNDING))
     if max_buffer_bytes is None or not depth:
         return depth
@@ -196,25 +178,6 @@ def largest_pass(rates: Rates, history_tokens: int, sizes: Sequence[int], budget
 # Load or recompute.
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HistoryPlan:
-    """What is done about a stored history: a prefix of it is loaded, the rest is prefilled with the new tokens."""
-
-    load_tokens: int
-    """The first ones, to load."""
-    recompute_tokens: int
-    """Those behind them, to prefill."""
-    predicted_s: float
-    """What that will take, new tokens included."""
-
-    @property
-    def kind(self) -> Literal["load", "mix", "recompute"]:
-        """The choice in a word."""
-        if not self.load_tokens:
-            return "recompute"
-        return "mix" if self.recompute_tokens else "load"
-
-
 def choose_history(
     rates: Rates,
     history_tokens: int,
@@ -225,11 +188,11 @@ def choose_history(
     head_start_s: float = math.inf,
     min_gain: float = 0.0,
     padded: Callable[[int, int], tuple[int, int]] = _as_they_are,
-) -> HistoryPlan:
-    """Loads all of a history, recomputes all of it, or loads a prefix and recomputes the rest: what is fastest.
+) -> int:
+    """How many first tokens of a history to load, the rest being prefilled with the new ones: what is fastest.
 
     Attention is causal: KV of a prefix is good by itself, and what follows it are new tokens. All splits on block
-    boundaries are tried.
+    boundaries are tried, all and none among them.
 
     Args:
       block_tokens: of the store.
@@ -245,39 +208,19 @@ def choose_history(
         check(value > 0, name, "a positive number", value)
     check(0 <= min_gain < 1, "min_gain", "a fraction below 1", min_gain)
 
-    def plan(load_tokens: int) -> HistoryPlan:
-        rest = history_tokens - load_tokens
-        compute_s = layer_compute_s(rates, *padded(load_tokens, rest + new_tokens))
-        predicted_s = rates.num_layers * compute_s
-        if load_tokens:
-            predicted_s = pipeline_s(layer_load_s(rates, load_tokens), compute_s, rates.num_layers, depth, head_start_s)
-        return HistoryPlan(load_tokens=load_tokens, recompute_tokens=rest, predicted_s=predicted_s)
+    def predicted_s(load_tokens: int) -> float:
+        compute_s = layer_compute_s(rates, *padded(load_tokens, history_tokens - load_tokens + new_tokens))
+        if not load_tokens:
+            return rates.num_layers * compute_s
+        return pipeline_s(layer_load_s(rates, load_tokens), compute_s, rates.num_layers, depth, head_start_s)
 
-    load_all = plan(history_tokens)
-    others = (plan(load_tokens) for load_tokens in range(0, history_tokens, block_tokens))
-    fastest = min(others, key=lambda each: (each.predicted_s, -each.load_tokens))
-    return fastest if fastest.predicted_s < load_all.predicted_s * (1 - min_gain) else load_all
+    load_all_s = predicted_s(history_tokens)
+    others = ((predicted_s(load_tokens), -load_tokens) for load_tokens in range(0, history_tokens, block_tokens))
+    fastest_s, less = min(others)
+    return -less if fastest_s < load_all_s * (1 - min_gain) else history_tokens
 
 
 # Contexts of chunks.
-
-
-def recompute_layer_s(rates: Rates, num_tokens: int, ratio: float, *, history_tokens: int = 0) -> float:
-    """Seconds of computing a share of a context's tokens anew in one layer: the paper's `T_recompute`.
-
-    A token that is computed goes through the weights, and attends to all before it. Tokens are taken from all of the
-    context, so that each has half of it before it, in the mean. What is fixed about a prefill is the new tokens'.
-
-    Args:
-      num_tokens: of the context.
-      ratio: share of them that is computed anew, in [0, 1].
-
-    Raises:
-      ValueError: a ratio outside [0, 1].
-    """
-    check(0 <= ratio <= 1, "ratio", "a share in [0, 1]", ratio)
-    all_s = prefill_s(rates, history_tokens, num_tokens) - rates.prefill.fixed_s
-    return ratio * all_s / rates.num_layers
 
 
 def blend_layer_s(
@@ -285,29 +228,26 @@ def blend_layer_s(
 ) -> float:
     """Seconds of computing one layer: a share of the context's tokens, and the new ones behind it.
 
-    With ratio 1 that is a layer of the prefill of all of them.
+    A token of the context that is computed goes through the weights, and attends to all before it. Tokens are taken
+    from all of the context, so that each has half of it before it, in the mean. What is fixed about a prefill is the
+    new tokens'. With ratio 1 that is a layer of the prefill of all of them.
 
     Args:
-      ratio: share of the context's tokens that is computed anew, in [0, 1].
+      ratio: share of the context's tokens that is computed anew, in [0, 1]: the paper's `T_recompute` is that part.
 
     Raises:
       ValueError: a number out of range.
     """
+    check(0 <= ratio <= 1, "ratio", "a share in [0, 1]", ratio)
     check(context_tokens > 0, "context_tokens", "a positive number", context_tokens)
     check(new_tokens > 0, "new_tokens", "a positive number", new_tokens)
     check(history_tokens >= 0, "history_tokens", "at least 0", history_tokens)
-    chosen_s = recompute_layer_s(rates, context_tokens, ratio, history_tokens=history_tokens)
-    return chosen_s + layer_compute_s(rates, history_tokens + context_tokens, new_tokens)
+    context_s = prefill_s(rates, history_tokens, context_tokens) - rates.prefill.fixed_s
+    return ratio * context_s / rates.num_layers + layer_compute_s(rates, history_tokens + context_tokens, new_tokens)
 
 
 def choose_ratio(
-    rates: Rates,
-    context_tokens: int,
-    new_tokens: int,
-    min_ratio: float,
-    *,
-    history_tokens: int = 0,
-    tier: Tier = "dram",
+    rates: Rates, context_tokens: int, new_tokens: int, min_ratio: float, *, history_tokens: int = 0
 ) -> float:
     """The share of a context's tokens whose recompute is hidden by loading: as much as a layer's load leaves time for.
 
@@ -318,86 +258,24 @@ def choose_ratio(
       At least `min_ratio`. 1 where computing everything takes no longer than blending: then nothing is better loaded.
 
     Raises:
-      ValueError: a number out of range, or `ssd` of which no rate is known.
+      ValueError: a number out of range.
 
     Source: CacheBlend (Yao et al., EuroSys 2025), section 5.1, loading controller.
     """
     check(0 <= min_ratio <= 1, "min_ratio", "a share in [0, 1]", min_ratio)
     none_s = blend_layer_s(rates, context_tokens, new_tokens, 0.0, history_tokens=history_tokens)
     all_s = blend_layer_s(rates, context_tokens, new_tokens, 1.0, history_tokens=history_tokens)
-    load_s = layer_load_s(rates, history_tokens + context_tokens, tier)
+    load_s = layer_load_s(rates, history_tokens + context_tokens)
     if load_s >= all_s:
         return 1.0
     ratio = max(min_ratio, (load_s - none_s) / (all_s - none_s)) if all_s > none_s else 1.0
-    blend_s = predict_blend_s(
-        rates, context_tokens, new_tokens, ratio, check_layers=0, history_tokens=history_tokens, tier=tier
-    )
-    return ratio if blend_s < rates.num_layers * all_s else 1.0
+    blend_s = blend_layer_s(rates, context_tokens, new_tokens, ratio, history_tokens=history_tokens)
+    # As deep as can be, from when the device is free: the first load, which nothing hides, counts too.
+    first_token_s = pipeline_s(load_s, blend_s, rates.num_layers, rates.num_layers, head_start_s=0.0)
+    return ratio if first_token_s < rates.num_layers * all_s else 1.0
 
 
-def blend_layers_s(
-    rates: Rates, context_tokens: int, new_tokens: int, ratio: float, *, check_layers: int = 1, history_tokens: int = 0
-) -> list[float]:
-    """Seconds of computing each layer: all of a context's tokens in the check layers, a share of them behind those.
-
-    Gradual filtering is taken as its mean. Where nothing is to be computed anew nothing is checked.
-
-    Args:
-      ratio: share of the context's tokens that is computed anew behind the check layers, in [0, 1].
-
-    Raises:
-      ValueError: a number out of range.
-    """
-    check(0 <= check_layers <= rates.num_layers, "check_layers", f"0 to {rates.num_layers}", check_layers)
-    num_checked = check_layers if ratio else 0
-    checked_s, filtered_s = (
-        blend_layer_s(rates, context_tokens, new_tokens, each, history_tokens=history_tokens) for each in (1.0, ratio)
-    )
-    return [checked_s] * num_checked + [filtered_s] * (rates.num_layers - num_checked)
-
-
-def predict_blend_s(
-    rates: Rates,
-    context_tokens: int,
-    new_tokens: int,
-    ratio: float,
-    *,
-    check_layers: int = 1,
-    history_tokens: int = 0,
-    tier: Tier = "dram",
-    depth: int | None = None,
-    head_start_s: float = 0.0,
-) -> float:
-    """Seconds from when the device is free for a job to its first token: each layer is blended once it is loaded.
-
-    Args:
-      ratio: as for `blend_layers_s`.
-      depth: layers of the read buffer, as for `pipeline_s`; None: all.
-      head_start_s: likewise; what is fetched whole first is late by `fetch_s`.
-
-    Raises:
-      ValueError: a number out of range, or `ssd` of which no rate is known.
-    """
-    layers_s = blend_layers_s(
-        rates, context_tokens, new_tokens, ratio, check_layers=check_layers, history_tokens=history_tokens
-    )
-    load_s = layer_load_s(rates, history_tokens + context_tokens, tier)
-    depth = rates.num_layers if depth is None else depth
-    check(depth >= 0, "depth", "at least 0", depth)
-    check(head_start_s > -math.inf, "head_start_s", "a number of seconds", head_start_s)
-    loaded_s = -head_start_s
-    ends_s: list[float] = []  # Of each layer's compute.
-    for layer, compute_s in enumerate(layers_s):
-        if layer >= depth:  # It is loaded to where an earlier layer was, see `pipeline_s`.
-            loaded_s = max(loaded_s, 0.0, ends_s[layer - depth - 2] if layer >= depth + 2 else 0.0)
-        loaded_s += load_s
-        ends_s.append(max(loaded_s, ends_s[-1] if ends_s else 0.0) + compute_s)
-    return ends_s[-1]
-
-
-def choose_tier(
-    rates: Rates, context_tokens: int, new_tokens: int, min_ratio: float, *, history_tokens: int = 0
-) -> Tier:
+def choose_tier(rates: Rates, context_tokens: int, new_tokens: int, min_ratio: float) -> Tier:
     """The cheapest tier from which a context loads without delay, if the least share of it is computed anew.
 
     Args:
@@ -411,28 +289,7 @@ def choose_tier(
 
     Source: CacheBlend (Yao et al., EuroSys 2025), section 5.1, figure 10(b).
     """
-    compute_s = blend_layer_s(rates, context_tokens, new_tokens, min_ratio, history_tokens=history_tokens)
-    known = [tier for tier in TIERS if tier == "dram" or rates.fetch is not None]
-    num_tokens = history_tokens + context_tokens
-    return next((tier for tier in known if layer_load_s(rates, num_tokens, tier) <= compute_s), "dram")
-
-
-# Measured against predicted.
-
-
-def prediction_error(predicted_s: float, measured_s: float) -> float:
-    """How far a prediction was off, as a fraction of what was measured; positive where it was too long.
-
-    Raises:
-      ValueError: `measured_s` is not positive.
-    """
-    check(measured_s > 0, "measured_s", "a positive number", measured_s)
-    return predicted_s / measured_s - 1
-
-
-def _share_to_buffer(
-    rates: Rates, history_tokens: int, new_tokens: int, padded: Callable[[int, int], tuple[int, int]]
-) -> float:
-    """The part of a load, 0 to 1, that computing does not hide."""
-    loading_s = load_s(rates, history_tokens)
-    return max(0.0, 1 - prefill_s(rates, *padded(history_tokens, new_tokens)) / loading_s) if loading_s else 0.0
+    compute_s = blend_layer_s(rates, context_tokens, new_tokens, min_ratio)
+    if rates.fetch is None or layer_load_s(rates, context_tokens, "ssd") > compute_s:
+        return "dram"
+    return "ssd"

@@ -329,7 +329,7 @@ class Histories:
         rates = self._meter.rates if self._config.recompute_if_faster else None
         if rates is None or not num_stored:
             return num_stored
-        plan = costs.choose_history(
+        return costs.choose_history(
             rates,
             num_stored,
             num_new,
@@ -339,7 +339,6 @@ class Histories:
             min_gain=_MIN_GAIN,
             padded=self._runner.padded,
         )
-        return plan.load_tokens
 
     def _depth(self, num_history: int, num_new: int) -> int:
         """Layers of the read buffer for a load."""

@@ -57,10 +57,6 @@ class ReadBuffer:
         """All of it."""
         self._regions: collections.deque[Region] = collections.deque()
 
-    def touch(self, stopped: Callable[[], bool] = lambda: False) -> float:
-        """Makes it resident, unless it is `stopped`; seconds it took. Any thread may call it."""
-        return touch(self.memory, stopped=stopped)
-
     def take(self, num_bytes: int) -> Region | None:
         """The next free piece of that size; None where it lies in one that was not given back.
 
@@ -399,7 +395,7 @@ class LayerLoader:
         Ends early, and registers nothing, when the loader is closed.
         """
         started_s = time.perf_counter()
-        self.buffer.touch(self._closed.is_set)
+        touch(self.buffer.memory, stopped=self._closed.is_set)
         with self._pinning:
             if self.device_ahead and not self._closed.is_set():
                 self._is_pinned = transfer.pin_host_memory(self.buffer.memory)

@@ -18,24 +18,6 @@ import scipy.optimize
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TransferSample:
-    """One measured transfer: of one layer, or of what was fetched from SSD at a time.
-
-    Raises:
-      ValueError: a size or time that is not positive.
-    """
-
-    num_bytes: int
-    """What was moved."""
-    seconds: float
-    """What that took."""
-
-    def __post_init__(self) -> None:
-        check(self.num_bytes > 0, "num_bytes", "a positive number", self.num_bytes)
-        check(0 < self.seconds < math.inf, "seconds", "a positive number", self.seconds)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillSample:
     """One measured prefill of all layers, its history on the device already.
 
@@ -74,14 +56,17 @@ class TransferRate:
         check(0 <= self.fixed_s < math.inf, "fixed_s", "at least 0", self.fixed_s)
 
     @classmethod
-    def fit(cls, samples: Iterable[TransferSample]) -> TransferRate:
+    def fit(cls, samples: Iterable[tuple[int, float]]) -> TransferRate:
         """The rate of least relative error. Samples of one size give a bandwidth alone.
+
+        Args:
+          samples: bytes and seconds of transfers, both positive.
 
         Raises:
           ValueError: there is no sample.
         """
         samples = tuple(samples)
-        byte_s, fixed_s = fit_times([(sample.num_bytes, 1.0) for sample in samples], [each.seconds for each in samples])
+        byte_s, fixed_s = fit_times([(size, 1.0) for size, _ in samples], [seconds for _, seconds in samples])
         return cls(bytes_per_s=1 / byte_s if byte_s else math.inf, fixed_s=fixed_s)
 
     def seconds(self, num_bytes: float) -> float:
@@ -153,32 +138,6 @@ class Rates:
         for name in ("num_layers", "layer_token_bytes"):
             check(getattr(self, name) > 0, name, "a positive number", getattr(self, name))
 
-    @classmethod
-    def fit(
-        cls,
-        *,
-        num_layers: int,
-        layer_token_bytes: int,
-        loads: Iterable[TransferSample],
-        saves: Iterable[TransferSample],
-        prefills: Iterable[PrefillSample],
-        fetches: Iterable[TransferSample] = (),
-    ) -> Rates:
-        """Fits each rate to its samples.
-
-        Raises:
-          ValueError: no sample of one kind but fetches, or a size that is not positive.
-        """
-        fetches = tuple(fetches)
-        return cls(
-            num_layers=num_layers,
-            layer_token_bytes=layer_token_bytes,
-            load=TransferRate.fit(loads),
-            save=TransferRate.fit(saves),
-            prefill=PrefillRate.fit(prefills),
-            fetch=TransferRate.fit(fetches) if fetches else None,
-        )
-
 
 def _num_pairs(history_tokens: int, new_tokens: int) -> float:
     return new_tokens * (history_tokens + new_tokens / 2)
@@ -231,7 +190,7 @@ class RateMeter:
         if num_bytes <= 0 or seconds <= 0:
             return  # Below what the clock tells apart.
         with self._lock:
-            self._samples[kind].append(TransferSample(num_bytes=num_bytes, seconds=seconds))
+            self._samples[kind].append((num_bytes, seconds))
             self._num_new += 1
 
     add_load = functools.partialmethod(add_transfer, "load")
@@ -261,12 +220,12 @@ class RateMeter:
             if (knows_all and self._num_new < _REFIT_SAMPLES) or not (loads and saves and prefills):
                 return self._rates
             self._num_new = 0
-        self._rates = Rates.fit(
+        self._rates = Rates(
             num_layers=self._num_layers,
             layer_token_bytes=self._layer_token_bytes,
-            loads=loads,
-            saves=saves,
-            prefills=prefills,
-            fetches=fetches,
+            load=TransferRate.fit(loads),
+            save=TransferRate.fit(saves),
+            prefill=PrefillRate.fit(prefills),
+            fetch=TransferRate.fit(fetches) if fetches else None,
         )
         return self._rates

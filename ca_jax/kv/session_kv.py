@@ -353,10 +353,8 @@ class SessionKV:
             ticket = self.store.prepare_save(key, 0, np.zeros(num_tokens, np.int32))
             if ticket is None:
                 return
-            for layer in range(self._layout.num_layers):
-                kv = own_part(self._runner.at_rest(self._runner.empty_kv(num_tokens)))
-                self._saver.add(ticket, LayerPart(layer, kv, num_tokens, 0))
-            self._saver.end(ticket)
+            kvs = (self._runner.at_rest(self._runner.empty_kv(num_tokens)) for _ in range(self._layout.num_layers))
+            self._saver.submit(ticket, (LayerPart(i, own_part(kv), num_tokens, 0) for i, kv in enumerate(kvs)))
             self.write_buffer.collect(wait=True, key=key)
             loaded = self.store.prepare_load(key, ticket.token_ids)
             if loaded is not None:

@@ -6,7 +6,7 @@
            2         x    x    x    .    .
            3         x    .    .    .    .
 
-A truncated history is repaired (`plan_repair`): its tokens have seen others that left. A context of text chunks becomes
+A truncated history is repaired (`repair_plan`): its tokens have seen others that left. A context of text chunks becomes
 whole (`plan_blend`): what a chunk lacks is what it would have seen of the tokens before it.
 
     place    0 1 2   3 4 5 6   7   8 9 10 ...
@@ -92,48 +92,24 @@ class Plan:
         return sum(self.counts) / self.num_layers - self.num_new
 
 
-def plan_repair(
-    *,
-    num_layers: int,
-    num_tokens: int,
-    ratio: float,
-    num_first: int = 0,
-    check_layers: int = 1,
-    spreads: bool = False,
-    carries_from: int = 0,
-    capacity: int | None = None,
-) -> Plan:
-    """How a truncated history is repaired.
+def repair_plan(overflow: OverflowConfig, num_layers: int, num_tokens: int, capacity: int) -> Plan | None:
+    """How the first tokens of a truncated context are repaired, as a config says; None where none is computed anew.
 
-    All tokens in the first layers, which says how far each deviates at the next one; then as many in each as bring the
-    mean over all layers to the ratio. Where they are spread, the same ones in all layers.
+    Those that deviate: all tokens in the first layer, which says how far each does at the next one, whose KV is the
+    first that can; then as many in each as bring the mean over all layers to the ratio. Where they are spread: the same
+    ones in all layers, evenly apart, and the others move along, but for those that never leave.
 
     Args:
-      ratio: tokens computed anew, as a share of all, in the mean over the layers; in [0, 1].
-      num_first: first tokens that are chosen in any case; all of them where there are fewer.
-      check_layers: of which all tokens are computed. The KV of the first never deviates: it is of the token alone.
-      spreads: whether tokens are evenly apart, and the others move along.
-      carries_from: the first token that moves along.
       capacity: places of the padded history, at least `num_tokens`: histories of the same share compiled functions.
-
-    Raises:
-      ValueError: a number out of range.
     """
-    if num_layers <= 0 or num_tokens <= 0 or num_first < 0:
-        raise ValueError(
-            f"there must be layers, tokens, and 0 or more first ones; got {num_layers}, {num_tokens} and {num_first}"
-        )
-    if not 0 <= ratio <= 1:
-        raise ValueError(f"ratio must be a share of the tokens in [0, 1], got {ratio}")
-    if not 0 <= check_layers <= num_layers:
-        raise ValueError(f"check_layers must be 0 to {num_layers} layers, got {check_layers}")
-    capacity = num_tokens if capacity is None else capacity
-    place = np.arange(num_tokens)
-    if spreads:
+    if not num_tokens or not overflow.recomputes:
+        return None
+    ratio, num_first, place = overflow.repair_ratio, overflow.anchor_tokens, np.arange(num_tokens)
+    if overflow.repair == "spread" and ratio > 0:
         count = _spread_count(num_tokens, ratio, num_first)
         num_rows = max(_spread_count(capacity, ratio, num_first), count)  # As many for all plans over so many places.
-        start = max(carries_from, num_first)  # How first tokens moved says nothing of others.
-        return Plan(
+        start = max(overflow.keep_first_tokens, num_first)  # How first tokens moved says nothing of others.
+        plan = Plan(
             num_tokens=num_tokens,
             counts=(count,) * num_layers,
             rows=(num_rows,) * num_layers,
@@ -142,33 +118,15 @@ def plan_repair(
             moves=place >= start,
             fitted=place >= max(start, _UNFIT_TOKENS),
         )
-    counts = _repair_counts(num_layers, num_tokens, ratio, num_first, check_layers)
-    return Plan(
-        num_tokens=num_tokens,
-        counts=counts,
-        rows=tuple(capacity if count == num_tokens else count for count in counts),
-        first_rows=np.arange(counts[0], dtype=np.int32),
-        always=place < num_first,
-    )
-
-
-def repair_plan(overflow: OverflowConfig, num_layers: int, num_tokens: int, capacity: int) -> Plan | None:
-    """How the first tokens of a truncated context are repaired, as a config says; None where they are not.
-
-    Args:
-      capacity: places of the padded history.
-    """
-    if not num_tokens or not overflow.recomputes:
-        return None
-    plan = plan_repair(
-        num_layers=num_layers,
-        num_tokens=num_tokens,
-        ratio=overflow.repair_ratio,
-        num_first=overflow.anchor_tokens,
-        spreads=overflow.repair == "spread" and overflow.repair_ratio > 0,
-        carries_from=overflow.keep_first_tokens,
-        capacity=capacity,
-    )
+    else:
+        counts = _repair_counts(num_layers, num_tokens, ratio, num_first)
+        plan = Plan(
+            num_tokens=num_tokens,
+            counts=counts,
+            rows=tuple(capacity if count == num_tokens else count for count in counts),
+            first_rows=np.arange(counts[0], dtype=np.int32),
+            always=place < num_first,
+        )
     return plan if any(plan.counts) else None  # Of few tokens a small share is none.
 
 
@@ -184,18 +142,16 @@ def _spread_places(num_tokens: int, count: int, num_first: int) -> np.ndarray:
     return np.concatenate([np.arange(num_first), rest]).astype(np.int32)
 
 
-def _repair_counts(
-    num_layers: int, num_tokens: int, ratio: float, num_first: int, check_layers: int
-) -> tuple[int, ...]:
+def _repair_counts(num_layers: int, num_tokens: int, ratio: float, num_first: int) -> tuple[int, ...]:
     """Tokens of each layer: no more than the ratio says, unless there are more first ones; multiples of 8."""
     if ratio >= 1:
         return (num_tokens,) * num_layers
-    budget, num_rest = (ratio * num_layers - check_layers) * num_tokens, num_layers - check_layers
+    budget, num_rest = (ratio * num_layers - 1) * num_tokens, num_layers - 1
     num_first = min(-(-num_first // _COUNT_STEP) * _COUNT_STEP, num_tokens)
     count = 0
     if budget > 0 and num_rest:
         count = max(int(budget / num_rest) // _COUNT_STEP * _COUNT_STEP, num_first)
-    return (num_tokens,) * check_layers + (count,) * num_rest if count else (num_first,) * num_layers
+    return (num_tokens, *(count,) * num_rest) if count else (num_first,) * num_layers
 
 
 def plan_blend(

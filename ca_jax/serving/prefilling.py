@@ -17,7 +17,6 @@ from ca_jax.device.processes import least
 from ca_jax.device.runner import JOINED_TOKENS, Prefill, Runner
 from ca_jax.device.runtime import Runtime
 from ca_jax.errors import ProcessesError
-from ca_jax.kv import costs
 from ca_jax.kv.histories import History
 from ca_jax.kv.load import LayerLoad, LoadError
 from ca_jax.kv.save import TurnSaver
@@ -222,7 +221,7 @@ class Prefilling:
             self._kv.meter.add_prefill(padded_history, padded_new, self._computing_s)
         predicted_s = None if self._history is None else self._history.predicted_s
         if predicted_s is not None:
-            self._metrics.prediction_errors.append(costs.prediction_error(predicted_s, self._computing_s))
+            self._metrics.prediction_errors.append(predicted_s / self._computing_s - 1)
 
     def insert(self) -> None:
         """Moves the KV into its decode slot. Does not wait."""
