@@ -57,16 +57,6 @@ def test_a_conversation_goes_on_from_ssd_in_another_engine(tmp_path, driver):
         assert cached_of(session, [66]) == {"ssd": 40}
 
 
-def test_how_fast_it_fetched_is_among_the_rates(store):
-    with kit.small_engine(store=store) as engine:
-        kit.say(engine.session(session_id="one"), PROMPTS[0])
-    with kit.small_engine(store=store) as engine:
-        engine.warmup(max_history_tokens=64, max_new_tokens=32)
-        assert engine.rates.fetch is None, "nothing was fetched"
-        assert cached_of(engine.session(session_id="one"), PROMPTS[1])["ssd"]
-        assert engine.rates.fetch.seconds(engine.store_stats().ssd.fetched_bytes) > 0
-
-
 @pytest.mark.parametrize("driver", ["zarr3", "raw"])
 def test_what_a_killed_engine_had_written_is_what_the_next_one_knows(tmp_path, driver):
     """The engine is not closed: only its lock is taken from it, as the system does when a process dies."""
@@ -101,13 +91,6 @@ def test_a_conversation_without_a_name_is_found_by_its_tokens_and_copied(store):
         assert cached_of(first, [66])["dram"] > len(token_ids)
         assert {info.session_id for info in engine.stored.list(tenant="another")} == {stranger.session_id}
         assert len(engine.stored.list(tenant="")) == 3
-
-
-def test_a_store_in_dram_alone_forgets_with_its_engine():
-    with kit.small_engine() as engine:
-        cached_of(engine.session(session_id="one"), PROMPTS[0])
-    with kit.small_engine() as engine:
-        assert engine.session(session_id="one").token_ids == []
 
 
 def test_more_conversations_than_dram_holds_take_turns_without_recomputing(tmp_path):
@@ -155,7 +138,12 @@ def test_other_weights_meet_neither_kv_nor_conversation(store):
         kit.say(session, token_ids)
         assert session.usage.num_cached_tokens == 0
     with kit.small_engine(store=store) as engine:
+        engine.warmup(max_history_tokens=64, max_new_tokens=32)
+        assert engine.rates.fetch is None, "nothing was fetched"
         assert cached_of(engine.session(session_id="one"), PROMPTS[1]) == {"ssd": 51}
+        assert engine.rates.fetch.seconds(engine.store_stats().ssd.fetched_bytes) > 0
+    with kit.small_engine() as engine:
+        assert engine.session(session_id="one").token_ids == [], "there is no SSD"
 
 
 def test_a_session_is_its_tenants_alone(store):

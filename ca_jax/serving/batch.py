@@ -194,10 +194,6 @@ class Batch:
             for orphan in self._kv.chunks.orphans(job):
                 self.cancel(orphan)
 
-    def close(self) -> None:
-        """Ends its thread. No job may run."""
-        self._runtime.watch.close()
-
     def _begin_loads(self, plan: StepPlan) -> None:
         """Begins to load what is prefilled in this step, and what is likely to be next."""
         if plan.prefill is not None:
@@ -233,8 +229,11 @@ class Batch:
             logits = prefilling.run_pass(self._pass_tokens(prefilling, is_alone), is_alone)
             if logits is None:
                 return
-            if job.chunk is not None:
-                self._keep_chunk(job, prefilling)
+            if job.chunk is not None:  # It is on its way to the store, and that is all.
+                prefilling.finish()
+                self._metrics.computed_chunks += 1
+                self._release(job)
+                job.finished_s, job.finish_reason = time.perf_counter(), FinishReason.LENGTH
                 return
             drawn = self._sampler.draw(logits, np.array([len(job.prompt_ids) + job.num_gone]), job.slot)
             prefilling.finish()
@@ -245,14 +244,6 @@ class Batch:
             self._metrics.cached_tokens += len(job.slid_ids) + job.cached_tokens
             self._scheduler.prefilled(job)
             self._accept(job, drawn, 0)
-
-    def _keep_chunk(self, job: Job, prefilling: Prefilling) -> None:
-        """A chunk was computed: it is on its way to the store, and that is all."""
-        prefilling.finish()
-        self._metrics.computed_chunks += 1
-        self._release(job)
-        job.finished_s = time.perf_counter()
-        job.finish_reason = FinishReason.LENGTH
 
     def _pass_tokens(self, prefilling: Prefilling, is_alone: bool) -> int:
         """How many tokens the next pass takes: fewer than a chunk where others would wait too long for it."""

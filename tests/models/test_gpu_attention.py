@@ -64,15 +64,14 @@ def slot_arguments(lengths: tuple[int, ...], num_kv: int, groups: int, capacity:
     return (*(jnp.asarray(part, dtype) for part in (q, keys, values)), jnp.asarray(lengths, jnp.int32))
 
 
-@pytest.mark.parametrize("implementation", ["batched", "flash"])
+PREFILLS = [(1, (0,), 0, None), (9, (0, 0), 0, 7), (9, (5, 0, 8), 8, None), (9, (5, 0, 8), 8, 7)]
+
+
 @pytest.mark.parametrize(
-    ("num_new", "lengths", "capacity", "window"),
+    ("implementation", "num_new", "lengths", "capacity", "window"),
     [
-        (1, (0,), 0, None),
-        (9, (0, 0), 0, 7),
-        (9, (5, 0, 8), 8, None),
-        (9, (5, 0, 8), 8, 7),
-        (attention.BATCHED_QUERY_BLOCK + 30, (40,), 64, 37),
+        *((implementation, *prefill) for implementation in ("batched", "flash") for prefill in PREFILLS),
+        ("batched", attention.BATCHED_QUERY_BLOCK + 30, (40,), 64, 37),
     ],
 )
 def test_each_way_to_prefill_gives_the_same(monkeypatch, implementation, num_new, lengths, capacity, window):
