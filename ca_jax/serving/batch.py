@@ -150,7 +150,6 @@ class Batch:
         runtime: Runtime,
     ) -> None:
         self._runtime = runtime
-        self._processes = runtime.processes
         self._scheduler = scheduler
         self._runner = runner
         self._sampler = sampler
@@ -206,7 +205,7 @@ class Batch:
         if job.session is None and job.chunk is None:
             return True
         num_tokens = min(len(job.prompt_ids), self._runner.chunk_tokens)
-        return all_agree(self._processes, "admits", self._kv.write_buffer.admits(num_tokens))
+        return all_agree(self._runtime.processes, "admits", self._kv.write_buffer.admits(num_tokens))
 
     def _begin_prefill(self, job: Job) -> None:
         """Begins to load a job's history, if this is its first step."""
@@ -253,7 +252,7 @@ class Batch:
             if rates is not None:
                 budget_s = self._config.max_tpot_ms / 1e3 - self._decode_s
                 most = costs.largest_pass(rates, prefilling.num_before, self._runner.pass_sizes, budget_s)
-            [most] = least(self._processes, "tokens of a pass", [most])
+            [most] = least(self._runtime.processes, "tokens of a pass", [most])
         return min(most, prefilling.num_left)
 
     def settle(self) -> None:
@@ -335,15 +334,13 @@ class Batch:
         reason = None
         if token in job.stop_ids or job.output.stopped:
             reason = FinishReason.STOP
-        elif len(job.output_ids) >= job.params.max_tokens or not self._goes_on(job):
+        elif len(job.output_ids) >= job.params.max_tokens or (
+            job.num_tokens >= self._window and not self._truncator.may_go_on(job)
+        ):
             reason = FinishReason.LENGTH
         job.show(text if reason is None else text + job.output.finish())
         if reason is not None:
             self._finish(job, reason)
-
-    def _goes_on(self, job: Job) -> bool:
-        """Whether there is room in the window for another token, or can be made."""
-        return job.num_tokens < self._window or self._truncator.may_go_on(job)
 
     def _finish(self, job: Job, reason: FinishReason) -> None:
         job.show_rest(job.output.finish())

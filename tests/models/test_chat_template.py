@@ -110,9 +110,9 @@ def test_what_templates_of_transformers_use_is_there():
     source = (
         "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
         "{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
-        "{{ tools is none }} {{ {'a': '<é>'} | tojson }} {{ strftime_now('%Y') | length }} {{ extra }}"
+        "{{ tools is none }} {{ {'a': '<é>'} | tojson }} {{ strftime_now('%Y') | length }}"
     )
-    assert ChatTemplate(source).first_turn([HELLO, REPLY], extra=5) == 'HelloTrue {"a": "<é>"} 4 5'
+    assert ChatTemplate(source).first_turn([HELLO, REPLY]) == 'HelloTrue {"a": "<é>"} 4'
 
 
 def test_a_template_renders_as_transformers_renders_it():
