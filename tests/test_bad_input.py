@@ -24,8 +24,8 @@ from ca_jax.errors import (
     UnsupportedArchitectureError,
 )
 from ca_jax.kv import layout as device_memory
-from ca_jax.overflow.config import METHODS, OverflowConfig
-from ca_jax.overflow.discarding import DiscardContext, HeavyHitters, OldestFirst, SinksAndRecent
+from ca_jax.overflow.config import OverflowConfig
+from ca_jax.overflow.discarding import DiscardContext, HeavyHitters
 from ca_jax.recompute.drift import Drift
 from ca_jax.session import Session
 from ca_jax.turns.requests import SamplingParams
@@ -121,21 +121,6 @@ def test_buffers_that_fit_each_and_not_together_are_refused(monkeypatch):
     kit.small_engine(write_buffer_gib=0.5).close()
     with pytest.raises(ValueError, match=r"device's 1\.00 GiB of memory.* got .*1\.00 for write_buffer_gib"):
         kit.small_engine(write_buffer_gib=1.0)
-
-
-def test_bounds_and_short_forms_are_in_range():
-    assert EngineConfig(read_buffer="all", read_buffer_gib=0.5).read_buffer_gib == 0.5
-    assert EngineConfig(data_parallel_size=3, max_batch_size=9).max_batch_size == 9
-    for value in (0, 1):
-        assert BlendConfig(recompute_ratio=value, min_recompute_ratio=value).recompute_ratio == value
-    for method in METHODS:
-        bounds = {"keep_first_tokens": 0, "anchor_tokens": 0, "repair_ratio": 1, "whole_turns": True}
-        assert OverflowConfig(method=method, truncation_ratio=1, **bounds).token_discarder == OldestFirst()
-    assert OverflowConfig(discarder=SinksAndRecent(num_sinks=2)).token_discarder == SinksAndRecent(num_sinks=2)
-    ok.config(64).check_window(65)
-    params = SamplingParams(logit_bias={5: -100, 7: 0.5}, stop="END")
-    assert (params.logit_bias, params.stop) == (((5, -100), (7, 0.5)), ("END",))
-    assert hash(params) == hash(SamplingParams(logit_bias=((5, -100), (7, 0.5)), stop=("END",)))
 
 
 # Models.

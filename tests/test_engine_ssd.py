@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from ca_jax.errors import InvalidRequestError, SessionBusyError, TenantError, UnknownSessionError
-from ca_jax.storage.config import GIB, StoreConfig
+from ca_jax.storage.config import StoreConfig
 from ca_jax.storage.records import MissReason, Residency
 from tests import engine_kit as kit
 from tests.reliability import workload
@@ -203,18 +203,6 @@ def test_a_session_whose_time_is_over_is_forgotten(store):
         engine.stored.set_ttl("endless", 0.0)
     with kit.small_engine(store=store) as engine:
         assert [(info.session_id, info.ttl_s) for info in engine.stored.list()] == [("long", 1e6)]
-
-
-def test_a_tenant_over_its_quota_gives_up_its_own(tmp_path):
-    with kit.small_engine(store=kit.ssd_store(tmp_path)) as engine:
-        block_gib = engine._kv.store.layout.stored_block_bytes / GIB
-    with kit.small_engine(store=kit.ssd_store(tmp_path, tenant_quota_gib=9 * block_gib)) as engine:
-        cached_of(engine.session(session_id="theirs", tenant="b"), PROMPTS[0])
-        for number in (1, 2, 3):  # Four blocks each.
-            cached_of(engine.session(session_id=str(number), tenant="a"), kit.prompt(40, seed=number))
-            engine.wait_for_saves()
-        kept = {info.session_id for info in engine.stored.list() if info.ssd_bytes}
-        assert kept == {"theirs", "2", "3"}
 
 
 def test_turns_taken_back_on_ssd_cost_no_more_than_a_block(tmp_path):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ca_jax.errors import EmptyMessageError, InvalidRequestError
-from ca_jax.turns.chunks import CHUNK_END, ChunkSpan, chunk_text, split_text, split_tokens
+from ca_jax.turns.chunks import ChunkSpan, split_text, split_tokens
 from ca_jax.turns.text import TextOutput
 
 
@@ -109,10 +109,3 @@ def test_pieces_of_tokens_are_all_tokens_in_order_and_all_but_the_last_full(toke
 def test_what_cannot_be_is_refused(call, error, says):
     with pytest.raises(error, match=says):
         call()
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"), [("a", "a" + CHUNK_END), ("a\n", "a\n"), ("a\n\n", "a\n\n"), ("a\n ", "a\n " + CHUNK_END)]
-)
-def test_the_next_chunk_begins_a_line(text, expected):
-    assert chunk_text(text) == expected

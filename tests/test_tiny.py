@@ -11,17 +11,6 @@ from tests.tolerances import LOGITS_ATOL
 CONFIG = tiny.tiny_config(vocab_size=260, num_kv_heads=1, head_dim=10)
 
 
-def test_params_depend_on_the_seed_alone_and_tied_embeddings_have_no_head():
-    def query_weights(seed, dtype=np.float32):
-        return tiny.tiny_params(CONFIG, seed, dtype)["params"]["layer_2"]["attn"]["wq"]
-
-    np.testing.assert_array_equal(query_weights(3), query_weights(3))
-    assert not np.array_equal(query_weights(3), query_weights(4))
-    np.testing.assert_array_equal(query_weights(3, np.float16), query_weights(3).astype(np.float16))
-    config = tiny.tiny_config(tie_embeddings=True)
-    assert "lm_head.weight" not in tiny.hf_tensors(config, tiny.tiny_params(config))
-
-
 def test_a_token_is_a_byte_and_special_tokens_are_one_each():
     tokenizer = tiny.byte_tokenizer()
     text = "añ\t\x00 😀\n"
