@@ -24,8 +24,8 @@ from ca_jax.models.presets import PRESETS
 from ca_jax.models.random_weights import random_fingerprint, random_params
 from ca_jax.models.reading import Destination, Leaf
 from ca_jax.models.sharding import ModelSharding
-from ca_jax.models.tokenizer import Tokenizer
 from ca_jax.models.transformer import Transformer
+from ca_jax.models.weights import Checkpoint
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much is done and how much there is."""
@@ -35,23 +35,11 @@ Layout = Callable[[ModelConfig], ModelSharding | None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LoadedModel:
-    """A model on the device. `model.apply(params, tokens, positions, history)` is the pure form."""
+class LoadedModel(Checkpoint):
+    """A checkpoint on the device. `model.apply(params, tokens, positions, history)` is the pure form."""
 
-    name: str
-    """What was asked for."""
-    config: ModelConfig
-    """Its architecture."""
     model: nn.Module
     """The linen module."""
-    params: Params
-    """Its variables, on the device."""
-    tokenizer: Tokenizer | None
-    """None where the checkpoint has none."""
-    fingerprint: str
-    """SHA-256 of weights and config: part of the key of stored KV."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a reply."""
     load_s: float = 0.0
     """Seconds it took to load."""
     sharding: ModelSharding | None = None
@@ -148,17 +136,8 @@ def load_model(
         return partial(_to_devices, sharding=sharding)
 
     checkpoint = load_checkpoint(model, dtype=dtype or _default_dtype(), progress=progress, destinations=destinations)
-    return LoadedModel(
-        name=checkpoint.name,
-        config=checkpoint.config,
-        model=Transformer(checkpoint.config),
-        params=checkpoint.params,
-        tokenizer=checkpoint.tokenizer,
-        fingerprint=checkpoint.fingerprint,
-        stop_token_ids=checkpoint.stop_token_ids,
-        load_s=time.perf_counter() - started_s,
-        sharding=sharding,
-    )
+    load_s = time.perf_counter() - started_s
+    return LoadedModel(**vars(checkpoint), model=Transformer(checkpoint.config), load_s=load_s, sharding=sharding)
 
 
 def random_model(preset: str, *, dtype: str | None = None, seed: int = 0, layout: Layout | None = None) -> LoadedModel:

@@ -216,13 +216,8 @@ class Session:
         last = new[-1] if len(new) else None
         if isinstance(last, Mapping) and not last["content"].strip():
             raise EmptyMessageError("a message must have text in it, got a blank one")
-        asked = TurnRequest(
-            new=new,
-            params=sampling or SamplingParams(),
-            priority=priority,
-            context=context,
-            truncation=truncation,
-        )
+        params = sampling or SamplingParams()
+        asked = TurnRequest(new=new, params=params, priority=priority, context=context, truncation=truncation)
         self.job = self._engine.submit_turn(self, asked, texts)
         return self.job
 
@@ -281,12 +276,9 @@ class Session:
     def adopt(self, job: Job, reason: FinishReason) -> None:
         """Makes a turn that ends for a reason part of the conversation; for the engine."""
         num_before = len(self.token_ids)
+        token_ids = [*job.slid_ids, *job.token_ids]
         self.conversation = self.conversation.with_turn(
-            [*job.slid_ids, *job.token_ids],
-            job.messages,
-            job.output.text,
-            job.attention,
-            job.given_ids,
+            token_ids, job.messages, job.output.text, job.attention, job.given_ids
         )
         if self._packed_ids is not None:
             added = np.fromiter(self.token_ids[num_before:], np.int32)

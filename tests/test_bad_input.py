@@ -24,8 +24,8 @@ from ca_jax.errors import (
     UnsupportedArchitectureError,
 )
 from ca_jax.kv import layout as device_memory
-from ca_jax.overflow.config import METHODS, OverflowConfig
-from ca_jax.overflow.discarding import DiscardContext, HeavyHitters, OldestFirst, SinksAndRecent
+from ca_jax.overflow.config import OverflowConfig
+from ca_jax.overflow.discarding import DiscardContext, HeavyHitters
 from ca_jax.recompute.drift import Drift
 from ca_jax.session import Session
 from ca_jax.turns.requests import SamplingParams
@@ -123,21 +123,6 @@ def test_buffers_that_fit_each_and_not_together_are_refused(monkeypatch):
         kit.small_engine(write_buffer_gib=1.0)
 
 
-def test_bounds_and_short_forms_are_in_range():
-    assert EngineConfig(read_buffer="all", read_buffer_gib=0.5).read_buffer_gib == 0.5
-    assert EngineConfig(data_parallel_size=3, max_batch_size=9).max_batch_size == 9
-    for value in (0, 1):
-        assert BlendConfig(recompute_ratio=value, min_recompute_ratio=value).recompute_ratio == value
-    for method in METHODS:
-        bounds = {"keep_first_tokens": 0, "anchor_tokens": 0, "repair_ratio": 1, "whole_turns": True}
-        assert OverflowConfig(method=method, truncation_ratio=1, **bounds).token_discarder == OldestFirst()
-    assert OverflowConfig(discarder=SinksAndRecent(num_sinks=2)).token_discarder == SinksAndRecent(num_sinks=2)
-    ok.config(64).check_window(65)
-    params = SamplingParams(logit_bias={5: -100, 7: 0.5}, stop="END")
-    assert (params.logit_bias, params.stop) == (((5, -100), (7, 0.5)), ("END",))
-    assert hash(params) == hash(SamplingParams(logit_bias=((5, -100), (7, 0.5)), stop=("END",)))
-
-
 # Models.
 
 
@@ -167,20 +152,19 @@ def test_a_model_gives_logits_of_token_ids_and_refuses_others():
             model.logits(wrong)
 
 
-@pytest.mark.parametrize(
-    "content", [None, b"", b"PK\x03\x04 neither", {"values": np.zeros(3)}, "other weights", "4 layers"]
-)
-def test_a_file_that_is_not_this_models_drift_is_refused(tmp_path, content):
+def test_a_file_that_is_not_this_models_drift_is_refused(tmp_path):
+    """What a file may be at all: test_drift."""
     path = tmp_path / "drift.npz"
-    if isinstance(content, bytes):
-        path.write_bytes(content)
-    elif isinstance(content, dict):
-        np.savez(path, **content)
-    elif content is not None:
-        fingerprint = "another" if content == "other weights" else kit.tiny_model().fingerprint
-        values = np.zeros((3 + (content == "4 layers"), 2, 2, 16), np.float32)
-        Drift(values=values, fingerprint=fingerprint, window=128, truncation_ratio=0.5, num_tokens=1).save(path)
-    with pytest.raises((ValueError, FileNotFoundError), match=r"drift must be \[3, 2, 2, 16\]|drift\.npz"):
+    with pytest.raises(FileNotFoundError, match=r"drift\.npz"):
+        ok.engine_of(ok.config(drift=str(path)))
+    Drift(
+        values=np.zeros((3, 2, 2, 16), np.float32),
+        fingerprint="another",
+        window=128,
+        truncation_ratio=0.5,
+        num_tokens=1,
+    ).save(path)
+    with pytest.raises(ValueError, match=r"drift must be \[3, 2, 2, 16\]"):
         ok.engine_of(ok.config(drift=str(path)))
 
 
@@ -215,11 +199,9 @@ BAD_REQUESTS: dict[str, tuple[Callable, type[CaJaxError], str]] = {
         ContextWindowError,
         "512 tokens, got 512",
     ),
-    "empty message": (lambda e: e.session().send(""), EmptyMessageError, "text"),
     "blank message": (lambda e: e.session().send(" \n"), EmptyMessageError, "blank"),
     "no token ids": (lambda e: e.session().send_ids([]), EmptyMessageError, "at least one token"),
     "empty prompt": (lambda e: e.generate([""]), EmptyMessageError, "at least one token"),
-    "no max_tokens": (ask(max_tokens=0), InvalidRequestError, "max_tokens.*got 0"),
     "negative max_tokens": (lambda e: e.session().send_ids([65], max_tokens=-3), InvalidRequestError, "max_tokens.*-3"),
     "id above the vocabulary": (lambda e: e.session().send_ids([65, 256]), InvalidRequestError, r"\[0, 256\).*256"),
     "negative id": (lambda e: e.generate([[-1]]), InvalidRequestError, "got -1"),
@@ -228,11 +210,6 @@ BAD_REQUESTS: dict[str, tuple[Callable, type[CaJaxError], str]] = {
         InvalidRequestError,
         r"logit_bias.*\[0, 256\), got 256",
     ),
-    "bias of a negative token": (
-        lambda e: e.generate(["Hi."], SamplingParams(logit_bias={-1: 1.0})),
-        InvalidRequestError,
-        r"logit_bias.*got -1",
-    ),
     "params for other prompts": (
         lambda e: e.generate(["a", "b"], [SamplingParams()]),
         InvalidRequestError,
@@ -240,21 +217,11 @@ BAD_REQUESTS: dict[str, tuple[Callable, type[CaJaxError], str]] = {
     ),
     **{
         f"priority {value!r}": (ask(priority=value), InvalidRequestError, f"priority.*whole number, got {value!r}")
-        for value in ("high", 1.5, None, NAN, True)
+        for value in ("high", NAN, True)
     },
     "a turn of a closed session": (lambda e: when_closed(e, lambda s: s.send("So?")), SessionClosedError, "is closed"),
-    "discarding of a closed session": (
-        lambda e: when_closed(e, lambda s: s.discard([0])),
-        SessionClosedError,
-        "is closed",
-    ),
     "a turn while one runs": (lambda e: while_busy(e, lambda s: s.send("Quick!")), SessionBusyError, "still answers"),
     "rewinding while one runs": (lambda e: while_busy(e, lambda s: s.rewind(0)), SessionBusyError, "still answers"),
-    "discarding while one runs": (
-        lambda e: while_busy(e, lambda s: s.discard([0])),
-        SessionBusyError,
-        "still answers",
-    ),
     "rewinding too far": (lambda e: e.session().rewind(1), InvalidRequestError, r"0\.\.0.*, got 1"),
     "discarding of nothing": (lambda e: e.session().discard([0]), InvalidRequestError, "context of 0 tokens, got 0"),
     "system message twice": (
@@ -329,11 +296,9 @@ def unruly() -> Iterator[tuple[Unruly, ca_jax.Engine]]:
     [
         (RuntimeError("no idea"), RuntimeError, "no idea"),
         ([10**6], InvalidRequestError, "positions of a context of"),
-        ([5, 5], InvalidRequestError, "once"),
-        ([1.5], InvalidRequestError, "dtype float64"),
         ([], InvalidRequestError, r"unruly.* at least \d+ tokens, got 0"),
     ],
-    ids=["raises", "strangers", "repeats", "floats", "none"],
+    ids=["raises", "strangers", "none"],
 )
 def test_a_discarder_that_breaks_breaks_its_own_turn_alone(unruly, choice, error, says):
     """Before a prompt the call breaks, in an answer the answer; the session is as before, and others go on."""

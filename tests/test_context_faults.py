@@ -76,7 +76,7 @@ def test_what_breaks_is_computed_with_what_does_not(broken):
         assert session.usage.num_cached_tokens == (len(before) - 1 if num_lost else len(A) + len(B))
 
 
-@pytest.mark.parametrize("failing", [0, 2, 3, 5])
+@pytest.mark.parametrize("failing", [2, 3])
 def test_a_chunk_of_which_a_part_was_saved_is_computed_anew(failing):
     """It takes two passes: the first may be in the store when a layer of the second fails."""
     with faulty(WHOLE) as (engine, _, saves):
@@ -110,10 +110,9 @@ def test_a_chunk_of_which_only_some_was_saved_is_computed_again():
         assert engine._kv.store.num_readable(job.chunk.key) == len(chunk)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_nobody_reads_what_is_not_theirs(seed):
+def test_nobody_reads_what_is_not_theirs():
     """All memory that is not in use is NaN, and transfers end when they like; turns of several sessions at once."""
-    loads = DelayedTransfers(3e-3, seed=seed)
+    loads = DelayedTransfers(3e-3, seed=0)
     wrapper = overlap_kit.controlled(loads=loads)
     with loads, kit.small_engine(blend=WHOLE, store_wrapper=wrapper) as engine:
         overlap_kit.poison(engine)

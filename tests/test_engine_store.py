@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -104,21 +103,3 @@ def test_a_load_that_breaks_is_a_counted_miss_and_a_recompute(monkeypatch, layer
         assert engine.store_stats().misses[MissReason.ABORTED] == 1
         assert cached_of(session, PROMPTS[2]) == [52 + 42 - 1], "stored again, and reused again"
         assert cached_of(other, PROMPTS[1]) == [51], "another's KV is untouched"
-
-
-def test_kv_that_was_dropped_is_recomputed_and_stored_again(engine):
-    session = engine.session()
-    cached_of(session, kit.prompt(40, seed=77))
-    engine.wait_for_saves()
-    before = engine.store_stats().num_sessions
-    engine.drop_stored(session)
-    assert engine.store_stats().num_sessions == before - 1
-    assert cached_of(session, *PROMPTS[1:]) == [0, 52 + 42 - 1]
-
-
-def test_stored_kv_is_reused_up_to_where_the_conversation_went_another_way(engine):
-    session = engine.session()
-    cached_of(session, kit.prompt(40, seed=78))
-    other = dataclasses.replace(session.conversation, token_ids=session.token_ids[:30] + PROMPTS[2])
-    session.resume(other)
-    assert cached_of(session, *PROMPTS[1:]) == [30, 55 + 42 - 1]

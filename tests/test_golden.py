@@ -47,19 +47,6 @@ def test_the_story_model_tells_its_golden_text_at_once_and_in_turns(shared_data)
                 assert session.usage.num_cached_tokens == max(start, 0)
 
 
-@pytest.mark.parametrize("name", ["gqa_llama3_rope", "gqa_linear_rope"])
-def test_the_engine_generates_the_recorded_tokens(recorded_data, name):
-    """Prefill and decode by the engine, for both kinds of rope scaling; a job for each prompt at once."""
-    directory = recorded_data / f"llama_{name}"
-    recorded = json.loads((directory / "expected_greedy.json").read_text(encoding="utf-8"))
-    with engine_of(ca_jax.load_model(str(directory), dtype="float32")) as engine:
-        answers = engine.generate(
-            [case["prompt"] for case in recorded["cases"]],
-            SamplingParams(max_tokens=recorded["max_new_tokens"], ignore_eos=True),
-        )
-    assert [answer.token_ids for answer in answers] == [case["token_ids"] for case in recorded["cases"]]
-
-
 def gguf_in_transformers(path: Path):
     """The model of a GGUF file, read by `transformers`; its `from_pretrained` would want one package more."""
     transformers = pytest.importorskip("transformers")
@@ -75,7 +62,7 @@ def gguf_in_transformers(path: Path):
 
 
 def test_the_default_model_answers_a_chat_as_transformers_does_from_the_same_file():
-    """Three turns over stored KV; how the text becomes tokens is compared where tokenizers are tested."""
+    """Two turns, the second over stored KV; how the text becomes tokens is compared where tokenizers are tested."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
     try:
@@ -86,12 +73,12 @@ def test_the_default_model_answers_a_chat_as_transformers_does_from_the_same_fil
     reference = gguf_in_transformers(Path(package.submodule_search_locations[0]) / PRESETS[PRESET].filename)
     with engine_of(model) as engine:
         session = engine.session(system="Answer briefly.")
-        for question in ("Name a river in Germany.", "Which cities lie on it?", "Write it backwards."):
+        for question in ("Name a river in Germany.", "Which cities lie on it?"):
             num_known = len(session.token_ids)
-            answer = kit.say(session, question, 12)
+            answer = kit.say(session, question, 8)
             prompt = session.token_ids[: session.usage.prompt_tokens]
             assert session.usage.num_cached_tokens == max(num_known - 1, 0)
             out = reference.generate(
-                torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=list(model.stop_token_ids)
+                torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=list(model.stop_token_ids)
             )
             assert answer == out[0, len(prompt) :].tolist()

@@ -154,7 +154,6 @@ def test_a_message_that_begins_with_a_stop_token_keeps_it():
     [
         ("{{ messages[0]['role'] }}", 0),
         ("{% for m in messages %}{{ m['content'] | upper }}{% endfor %}", 0),
-        ("{% for m in messages %}{{ m['content'][:8] }}{% endfor %}", 0),
         ("{% for m in messages %}{{ m['content'] + m['content'] }}{% endfor %}", 2),
     ],
 )
@@ -170,8 +169,6 @@ def test_a_model_without_tokenizer_takes_chunks_of_ids_alone():
         InvalidRequestError, match=r"chunk 2 of 2: .* has no tokenizer; a prompt must be token ids, got text"
     ):
         context_ids(model, [[1, 2], "text"])
-    with pytest.raises(InvalidRequestError, match="has no tokenizer; a prompt must be token ids, got text"):
-        turn_parts(model, [], [], MESSAGE)
 
 
 def test_a_chunk_of_text_is_tokenised_alone_and_ends_in_a_line_break():
@@ -187,13 +184,11 @@ def test_a_chunk_of_text_is_tokenised_alone_and_ends_in_a_line_break():
     [
         ([], EmptyMessageError, "a context must have at least one chunk, got none"),
         (["a", " \n"], EmptyMessageError, "chunk 2 of 2: a chunk must have text in it, got a blank one"),
-        (["", "a"], EmptyMessageError, "chunk 1 of 2: a chunk must have text in it, got a blank one"),
         ([[1], []], EmptyMessageError, "chunk 2 of 2: a chunk must have at least one token, got an empty one"),
         (["a", [1, 256]], InvalidRequestError, r"chunk 2 of 2: .*\[0, 256\), got 256"),
         ([[-1]], InvalidRequestError, r"chunk 1 of 1: .*\[0, 256\), got -1"),
         ("text", InvalidRequestError, "a context must be a list of chunks, got one text of 4 characters"),
         ([1, 2], InvalidRequestError, "chunk 1 of 2: a chunk must be text or token ids, got 1"),
-        ([None], InvalidRequestError, "chunk 1 of 1: a chunk must be text or token ids, got None"),
         ([["a"]], InvalidRequestError, r"chunk 1 of 1: a chunk must be text or token ids, got \['a'\]"),
     ],
 )

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ca_jax.errors import EmptyMessageError, InvalidRequestError
-from ca_jax.turns.chunks import CHUNK_END, ChunkSpan, chunk_text, split_text, split_tokens
+from ca_jax.turns.chunks import ChunkSpan, split_text, split_tokens
 from ca_jax.turns.text import TextOutput
 
 
@@ -75,18 +75,7 @@ def test_no_more_is_held_back_than_may_begin_a_stop_string(pieces, stop):
         assert not held or any(string.startswith(held) for string in stop)
 
 
-def test_without_tokenizer_there_is_no_text():
-    output = TextOutput(None, ("stop",))
-    assert (output.push(5), output.finish(), output.text, output.stopped) == ("", "", "", False)
-
-
 # Chunks.
-
-
-def test_a_text_is_cut_at_separators_and_blank_pieces_are_left_out():
-    text = "First.\n\n---\n\n\n\n---\n\nSecond,\n  two lines.\n\n---\n\n \t\n"
-    assert split_text(text, "\n\n---\n\n") == ["First.", "Second,\n  two lines."]
-    assert split_text("\n  two\r\n---one\n", "---") == ["  two", "one"], "wherever it stands"
 
 
 @given(st.lists(st.text("ab \n", max_size=6), min_size=1))
@@ -120,17 +109,3 @@ def test_pieces_of_tokens_are_all_tokens_in_order_and_all_but_the_last_full(toke
 def test_what_cannot_be_is_refused(call, error, says):
     with pytest.raises(error, match=says):
         call()
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"), [("a", "a" + CHUNK_END), ("a\n", "a\n"), ("a\n\n", "a\n\n"), ("a\n ", "a\n " + CHUNK_END)]
-)
-def test_the_next_chunk_begins_a_line(text, expected):
-    assert chunk_text(text) == expected
-
-
-def test_a_span_says_where_a_chunk_lies():
-    span = ChunkSpan("key", 4, 6)
-    assert (span.start, span.stop) == (4, 10)
-    assert span.shifted(3) == ChunkSpan("key", 7, 6)
-    assert span.shifted(-4) == ChunkSpan("key", 0, 6)

@@ -70,12 +70,11 @@ class ChatTemplate:
         """
         return cls(_PLAIN)
 
-    def first_turn(self, messages: Sequence[Message], **variables: Any) -> str:
+    def first_turn(self, messages: Sequence[Message]) -> str:
         """The text of a conversation up to where the assistant's next reply begins.
 
         Args:
           messages: oldest first.
-          **variables: further variables for the template, `tools` for instance.
 
         Returns:
           Text whose special tokens are spelled out, the beginning-of-sequence token included where the template writes
@@ -84,19 +83,19 @@ class ChatTemplate:
         Raises:
           InvalidRequestError: the template refuses the messages (their roles do not alternate, say).
         """
-        variables = {"tools": None, "documents": None, **variables}
         try:
             return self._template.render(
                 messages=[dict(message) for message in messages],
                 add_generation_prompt=True,
                 bos_token=self.bos_token,
                 eos_token=self.eos_token,
-                **variables,
+                tools=None,
+                documents=None,
             )
         except Exception as error:  # A template is a program of others: it may raise anything.
             raise InvalidRequestError(f"the model's chat template refuses these messages: {error}") from error
 
-    def next_turn(self, earlier: Sequence[Message], new: Sequence[Message], **variables: Any) -> str:
+    def next_turn(self, earlier: Sequence[Message], new: Sequence[Message]) -> str:
         """The text that continues a conversation whose messages so far, the last reply included, are held as token ids.
 
         It begins right after the content of the last reply, so with whatever the template writes to end a turn. A
@@ -105,7 +104,6 @@ class ChatTemplate:
         Args:
           earlier: the messages so far, ending with the assistant's reply. Its content is not looked at.
           new: the messages that follow.
-          **variables: as for `first_turn`.
 
         Returns:
           For instance "<|im_end|>\\n<|im_start|>user\\n...<|im_end|>\\n<|im_start|>assistant\\n".
@@ -119,7 +117,7 @@ class ChatTemplate:
             raise InvalidRequestError(f"earlier messages must end with the assistant's, got {found}")
         sentinel = f"reply{secrets.token_hex(16)}"
         before = [*earlier[:-1], {**earlier[-1], "content": sentinel}]
-        parts = self.first_turn([*before, *new], **variables).split(sentinel)
+        parts = self.first_turn([*before, *new]).split(sentinel)
         if len(parts) != 2:
             raise CheckpointError(
                 "this chat template cannot be continued from a reply: it must write the last reply once, "

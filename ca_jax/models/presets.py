@@ -15,21 +15,13 @@ from typing import Any
 
 from ca_jax.models.config import ModelConfig, RopeConfig
 
+_SIZES = ("vocab_size", "embed_dim", "mlp_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_positions")
+
 
 def _sized(sizes: tuple[int, int, int, int, int, int, int, int], theta: float = 1e4, **others: Any) -> ModelConfig:
     """A config by its sizes V, F, D, L, N, K, H and `max_positions`, and by what it has otherwise than most."""
-    vocab_size, embed_dim, mlp_dim, num_layers, num_heads, num_kv_heads, head_dim, max_positions = sizes
-    return ModelConfig(
-        vocab_size=vocab_size,
-        embed_dim=embed_dim,
-        mlp_dim=mlp_dim,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        max_positions=max_positions,
-        **{"rope": RopeConfig(theta=theta), **others},
-    )
+    fields: dict[str, Any] = dict(zip(_SIZES, sizes, strict=True))
+    return ModelConfig(**{**fields, "rope": RopeConfig(theta=theta), **others})
 
 
 _FALCON: dict[str, Any] = {

@@ -46,9 +46,6 @@ MESH_AXES = ("data", "tensor", "copy")
 Axes = tuple[str | None, ...]
 """A name for each axis of an array; None where it has none."""
 
-_SLOTS: Axes = ("batch", "kv_heads", None, None)
-_KV: Axes = (None, None, "kv_heads", None)
-
 
 @dataclasses.dataclass(frozen=True)
 class ModelSharding:
@@ -90,12 +87,12 @@ class ModelSharding:
     @property
     def kv(self) -> NamedSharding:
         """Of a layer's unrotated KV `[2, T, K, H]`, history or new: by heads, the same on all of `data`."""
-        return self.of(_KV)
+        return self.of((None, None, "kv_heads", None))
 
     @property
     def slots(self) -> NamedSharding:
         """Of a layer's decode slots `[slots, K, C, H]`: by slots and heads."""
-        return self.of(_SLOTS)
+        return self.of(("batch", "kv_heads", None, None))
 
     def of_slot(self, slot: Slot) -> NamedSharding:
         """Of a leaf of the parameter tree."""

@@ -47,7 +47,7 @@ class Checkpoint:
     """What to call it."""
     fingerprint: str
     """Hex SHA-256 that differs wherever the weights, their dtype or the config differ; part of the key of stored KV."""
-    stop_token_ids: tuple[int, ...]
+    stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a reply, ascending."""
 
 

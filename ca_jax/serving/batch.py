@@ -150,7 +150,6 @@ class Batch:
         runtime: Runtime,
     ) -> None:
         self._runtime = runtime
-        self._processes = runtime.processes
         self._scheduler = scheduler
         self._runner = runner
         self._sampler = sampler
@@ -194,10 +193,6 @@ class Batch:
             for orphan in self._kv.chunks.orphans(job):
                 self.cancel(orphan)
 
-    def close(self) -> None:
-        """Ends its thread. No job may run."""
-        self._runtime.watch.close()
-
     def _begin_loads(self, plan: StepPlan) -> None:
         """Begins to load what is prefilled in this step, and what is likely to be next."""
         if plan.prefill is not None:
@@ -210,7 +205,7 @@ class Batch:
         if job.session is None and job.chunk is None:
             return True
         num_tokens = min(len(job.prompt_ids), self._runner.chunk_tokens)
-        return all_agree(self._processes, "admits", self._kv.write_buffer.admits(num_tokens))
+        return all_agree(self._runtime.processes, "admits", self._kv.write_buffer.admits(num_tokens))
 
     def _begin_prefill(self, job: Job) -> None:
         """Begins to load a job's history, if this is its first step."""
@@ -233,8 +228,11 @@ class Batch:
             logits = prefilling.run_pass(self._pass_tokens(prefilling, is_alone), is_alone)
             if logits is None:
                 return
-            if job.chunk is not None:
-                self._keep_chunk(job, prefilling)
+            if job.chunk is not None:  # It is on its way to the store, and that is all.
+                prefilling.finish()
+                self._metrics.computed_chunks += 1
+                self._release(job)
+                job.finished_s, job.finish_reason = time.perf_counter(), FinishReason.LENGTH
                 return
             drawn = self._sampler.draw(logits, np.array([len(job.prompt_ids) + job.num_gone]), job.slot)
             prefilling.finish()
@@ -246,14 +244,6 @@ class Batch:
             self._scheduler.prefilled(job)
             self._accept(job, drawn, 0)
 
-    def _keep_chunk(self, job: Job, prefilling: Prefilling) -> None:
-        """A chunk was computed: it is on its way to the store, and that is all."""
-        prefilling.finish()
-        self._metrics.computed_chunks += 1
-        self._release(job)
-        job.finished_s = time.perf_counter()
-        job.finish_reason = FinishReason.LENGTH
-
     def _pass_tokens(self, prefilling: Prefilling, is_alone: bool) -> int:
         """How many tokens the next pass takes: fewer than a chunk where others would wait too long for it."""
         most = self._runner.chunk_tokens
@@ -262,7 +252,7 @@ class Batch:
             if rates is not None:
                 budget_s = self._config.max_tpot_ms / 1e3 - self._decode_s
                 most = costs.largest_pass(rates, prefilling.num_before, self._runner.pass_sizes, budget_s)
-            [most] = least(self._processes, "tokens of a pass", [most])
+            [most] = least(self._runtime.processes, "tokens of a pass", [most])
         return min(most, prefilling.num_left)
 
     def settle(self) -> None:
@@ -344,15 +334,13 @@ class Batch:
         reason = None
         if token in job.stop_ids or job.output.stopped:
             reason = FinishReason.STOP
-        elif len(job.output_ids) >= job.params.max_tokens or not self._goes_on(job):
+        elif len(job.output_ids) >= job.params.max_tokens or (
+            job.num_tokens >= self._window and not self._truncator.may_go_on(job)
+        ):
             reason = FinishReason.LENGTH
         job.show(text if reason is None else text + job.output.finish())
         if reason is not None:
             self._finish(job, reason)
-
-    def _goes_on(self, job: Job) -> bool:
-        """Whether there is room in the window for another token, or can be made."""
-        return job.num_tokens < self._window or self._truncator.may_go_on(job)
 
     def _finish(self, job: Job, reason: FinishReason) -> None:
         job.show_rest(job.output.finish())

@@ -95,11 +95,12 @@ class EngineCore:
         self.runner = Runner(model.config, model.params, sizes, timeline=timeline, sharding=model.sharding)
         layout = kv_layout(model, config)
         check_buffers(config, layout, self.runner)
+        self._watch = ComputeWatch(timeline)
         runtime = Runtime(
             config=config,
             metrics=self.metrics,
             timeline=timeline,
-            watch=ComputeWatch(timeline),
+            watch=self._watch,
             processes=processes,
             wake=wake,
         )
@@ -135,7 +136,7 @@ class EngineCore:
     def close(self) -> None:
         """Finishes saves and lets go of memory. No job may run."""
         self.kv.close()
-        self.batch.close()
+        self._watch.close()
 
 
 def layout_of(config: EngineConfig) -> Layout:

@@ -69,14 +69,7 @@ class SharedLoad:
 class Prefilling:
     """The prefill of one job. Belongs to the engine's thread."""
 
-    def __init__(
-        self,
-        job: Job,
-        runner: Runner,
-        kv: SessionKV,
-        truncator: Truncator,
-        runtime: Runtime,
-    ) -> None:
+    def __init__(self, job: Job, runner: Runner, kv: SessionKV, truncator: Truncator, runtime: Runtime) -> None:
         if job.slot is None:
             raise RuntimeError(f"job {job.job_id} was planned without a slot")
         self.job = job

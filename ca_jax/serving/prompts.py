@@ -194,11 +194,10 @@ def given_chunks(context: Any) -> Any:
     """A context as conversations keep it: texts, and lists of ids. What is neither is left as it is."""
     if isinstance(context, str) or not isinstance(context, Iterable):
         return context
-    return [list(map(_as_id, chunk)) if _is_ids(chunk) else chunk for chunk in context]
-
-
-def _is_ids(chunk: Any) -> bool:
-    return isinstance(chunk, Iterable) and not isinstance(chunk, str)
+    return [
+        chunk if isinstance(chunk, str) or not isinstance(chunk, Iterable) else list(map(_as_id, chunk))
+        for chunk in context
+    ]
 
 
 def _as_id(token: Any) -> Any:

@@ -12,12 +12,12 @@ Source: iteration-level scheduling is Orca's (Yu et al., OSDI 2022), prefill in 
 
 from __future__ import annotations
 
-import bisect
-import collections
 import dataclasses
 import heapq
 import itertools
 from collections.abc import Callable, Iterator
+
+from sortedcontainers import SortedDict
 
 from ca_jax.turns.jobs import Job
 
@@ -42,7 +42,7 @@ class StepPlan:
 class Scheduler:
     """The job queue and the decode slots.
 
-    A step's plan costs O(log n) comparisons for n waiting jobs, and one move within a list of them.
+    A step's plan costs O(log n) for n waiting jobs.
 
     Args:
       num_parts: equal parts that they are in, each on other devices: jobs take a slot of each part in turn.
@@ -163,21 +163,19 @@ class _Queue:
 
     def __init__(self) -> None:
         self._arrivals = itertools.count()
-        self._places: list[_Place] = []  # Ascending.
-        self._job_at: dict[_Place, Job] = {}
+        self._jobs: SortedDict[_Place, Job] = SortedDict()
         self._place_of: dict[Job, _Place] = {}
-        # OrderedDict, not dict: taking from the front of a dict walks over all that was taken there before.
-        self._to_overtake: collections.OrderedDict[int, Job] = collections.OrderedDict()  # By arrival.
+        self._to_overtake: SortedDict[int, Job] = SortedDict()  # By arrival.
         self._last_taken: list[int] = []  # The latest arrivals that were taken, a heap: the earliest of them first.
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._jobs)
 
     def __contains__(self, job: Job) -> bool:
         return job in self._place_of
 
     def __iter__(self) -> Iterator[Job]:
-        return (self._job_at[place] for place in self._places)
+        return iter(self._jobs.values())
 
     def may_be_overtaken(self, job: Job) -> bool:
         """Whether later jobs may still be taken before a job."""
@@ -189,31 +187,23 @@ class _Queue:
         self._to_overtake[arrival] = job
         self._put(job, (True, job.priority, arrival))
 
-    def remove(self, job: Job) -> None:
-        """Takes a job out that will not run."""
-        self._to_overtake.pop(self._pull(job), None)
+    def remove(self, job: Job) -> int:
+        """Takes a job out; its arrival."""
+        place = self._place_of.pop(job)
+        del self._jobs[place]
+        self._to_overtake.pop(place[2], None)
+        return place[2]
 
     def take(self, job: Job) -> None:
         """Takes a job out to run it: those that came before it and still wait are overtaken."""
-        arrival = self._pull(job)
-        self._to_overtake.pop(arrival, None)
-        heapq.heappush(self._last_taken, arrival)
+        heapq.heappush(self._last_taken, self.remove(job))
         if len(self._last_taken) > _MAX_OVERTAKEN:
             heapq.heappop(self._last_taken)
         if len(self._last_taken) == _MAX_OVERTAKEN:
-            while self._to_overtake and next(iter(self._to_overtake)) < self._last_taken[0]:
-                arrival, overtaken = self._to_overtake.popitem(last=False)
-                self._pull(overtaken)
-                self._put(overtaken, (False, 0, arrival))
+            while self._to_overtake and self._to_overtake.peekitem(0)[0] < self._last_taken[0]:
+                _, overtaken = self._to_overtake.peekitem(0)
+                self._put(overtaken, (False, 0, self.remove(overtaken)))
 
     def _put(self, job: Job, place: _Place) -> None:
-        bisect.insort(self._places, place)
         self._place_of[job] = place
-        self._job_at[place] = job
-
-    def _pull(self, job: Job) -> int:
-        """Takes a job out of the order; its arrival."""
-        place = self._place_of.pop(job)
-        del self._job_at[place]
-        del self._places[bisect.bisect_left(self._places, place)]
-        return place[2]
+        self._jobs[place] = job

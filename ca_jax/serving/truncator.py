@@ -90,33 +90,29 @@ class Truncator:
         if self._overflow is None or not self.repairs:
             return None
         found = session.conversation.with_kv_of(num_tokens)
-        plan = self._plan(found.num_to_repair, num_places)
+        plan = self._plan(self._overflow, found.num_to_repair, num_places)
         to_drift = tuple(found.to_drift) if self._drift is not None else ()
         if plan is None and not to_drift:
             return None
         return Repair(plan=plan, drift=self._drift, to_drift=to_drift, num_plain=self._overflow.keep_first_tokens)
 
-    def _plan(self, num_tokens: int, num_places: int) -> Plan | None:
-        if self._overflow is None:
-            return None
+    def _plan(self, overflow: OverflowConfig, num_tokens: int, num_places: int) -> Plan | None:
         capacity = self._runner.padded_history(num_places)
-        return repair_plan(self._overflow, self._runner.config.num_layers, num_tokens, capacity)
+        return repair_plan(overflow, self._runner.config.num_layers, num_tokens, capacity)
 
     def warmup(self) -> None:
         """Compiles what truncation needs, by running it. All slots must be free."""
         overflow = self._overflow
-        if overflow is None:
+        if overflow is None or overflow.method != "ca":
             return
         num_left = max(self._window - self._share, 1)
-        if overflow.method != "ca":
-            return
         self._runner.slots.cut(0, np.arange(num_left), drift=self._drift_values)
         if overflow.recomputes and overflow.anchor_tokens:
             self._runner.recompute_first(0, [0] * num_left, overflow.anchor_tokens)
         if self.repairs:
             for size in self._runner.history_buckets:  # What is left may be of any of these: of a discard by hand, too.
                 num_tokens = min(size, self._window)
-                warm_up(self._runner, num_tokens, self._plan(num_tokens, num_tokens), self._drift)
+                warm_up(self._runner, num_tokens, self._plan(overflow, num_tokens, num_tokens), self._drift)
 
     # Between turns.
 
@@ -178,11 +174,10 @@ class Truncator:
             if self.repairs:
                 left = left.with_repair(len(left.token_ids), drifts=not by_hand)
             self._kv.discard(session, discarded, left)
-        elif method == "of":
-            stored = self._kv.store.residency(session.key)
-            self._metrics.invalidated_histories += stored is not Residency.ABSENT
-            self._kv.truncate(session, 0)
         else:
+            if method == "of":
+                stored = self._kv.store.residency(session.key)
+                self._metrics.invalidated_histories += stored is not Residency.ABSENT
             self._kv.truncate(session, 0)
         session.resume(left)
         if method != "ca":
@@ -216,11 +211,8 @@ class Truncator:
             self._kv.write_buffer.finish_so_far(saver)
         discarded = self._choose(session, job.token_ids[:-1], self._num_leaving_from(job), starts, 1, attention)
         kept = np.flatnonzero(~discarded)
-        left = session.conversation.cut(
-            discarded[:num_history],
-            others=discarded[num_history:],
-            by=self._rule_of(discarded),
-        )
+        own, others = discarded[:num_history], discarded[num_history:]
+        left = session.conversation.cut(own, others=others, by=self._rule_of(discarded))
         if self.repairs:
             left = left.with_repair(len(kept), drifts=True)
         recomputes = overflow.method in ("tt", "of")

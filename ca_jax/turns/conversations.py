@@ -165,13 +165,7 @@ class Conversation:
             to_drift=[min(each, num_tokens) for each in self.to_drift] if num_tokens else [],
         )
 
-    def cut(
-        self,
-        discarded: np.ndarray,
-        *,
-        others: np.ndarray | None = None,
-        by: str = OTHERWISE,
-    ) -> Conversation:
+    def cut(self, discarded: np.ndarray, *, others: np.ndarray | None = None, by: str = OTHERWISE) -> Conversation:
         """What is left without some tokens.
 
         A turn of which nothing is left but what is before the first token that leaves loses its messages too.

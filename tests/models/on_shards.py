@@ -21,7 +21,6 @@ from tests.models import tiny_gguf
 # 2 KV heads on 4 devices are on two each; a vocabulary of 258 is whole on each of 4.
 CONFIG = tiny.tiny_config(num_layers=2, vocab_size=258)
 PARAMS = tiny.tiny_params(CONFIG)
-MESHES = [(1, 2), (1, 4), (2, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +38,7 @@ def layout(data, tensor):
     return partial(model_sharding, data_parallel_size=data, tensor_parallel_size=tensor)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(("mesh", "dtype"), [((1, 2), "bfloat16"), ((1, 4), "float32"), ((2, 2), "float32")], ids=str)
 @pytest.mark.parametrize("name", ["safetensors", "gguf", "orbax"])
 def test_every_device_gets_its_part(models, name, mesh, dtype):
     model = load_model(str(models[name]), dtype=dtype, layout=layout(*mesh))
@@ -57,11 +55,8 @@ def test_every_device_gets_its_part(models, name, mesh, dtype):
             assert shard.data.shape == where.shard_shape(slot.shape)
             np.testing.assert_array_equal(np.asarray(shard.data), array[shard.index], err_msg=slot.key)
         on_paper += math.prod(where.shard_shape(slot.shape)) * array.itemsize
-    assert bytes_per_device(model.params) == on_paper < tiny_bytes(dtype)
-
-
-def tiny_bytes(dtype):
-    return sum(math.prod(slot.shape) for slot in parameter_slots(CONFIG)) * resolve_dtype(dtype).itemsize
+    whole = sum(array.nbytes for array in wanted.values()) // 4 * resolve_dtype(dtype).itemsize
+    assert bytes_per_device(model.params) == on_paper < whole
 
 
 @pytest.mark.parametrize("name", ["safetensors", "gguf", "orbax"])

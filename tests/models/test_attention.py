@@ -87,41 +87,52 @@ def prefilled(num_new, num_history, capacity, num_kv=2, num_heads=6, window=None
     return out, (received, expected)
 
 
-SIZES = [(1, 0, 0), (5, 0, 8), (5, 3, 8), (5, 8, 8), (QUERY_BLOCK + 30, 40, 64)]
+LONG = (QUERY_BLOCK + 30, 40, 64)  # New tokens, of history, places for it.
 
 
-@pytest.mark.parametrize("unrolled", [True, False], ids=["head by head", "heads together"])
-@pytest.mark.parametrize(("num_new", "num_history", "capacity"), SIZES)
-def test_attention_over_history_is_the_textbooks_on_both_paths(monkeypatch, unrolled, num_new, num_history, capacity):
-    monkeypatch.setattr(attention, "UNROLLED_KV_HEADS", 2 if unrolled else 1)
-    (out, expected), _ = prefilled(num_new, num_history, capacity)
-    np.testing.assert_allclose(out, expected, atol=ATOL, rtol=0)
-
-
-@pytest.mark.parametrize("window", [1, 3, 10, 70, QUERY_BLOCK])
-@pytest.mark.parametrize(("num_new", "num_history", "capacity"), [*SIZES[1:], (5, 8, 16), (3, 90, 96)])
-def test_in_a_window_a_token_sees_those_right_before_it_and_itself(num_new, num_history, capacity, window):
-    (out, expected), (received, given) = prefilled(num_new, num_history, capacity, window=window)
-    np.testing.assert_allclose(out, expected, atol=ATOL, rtol=0)
-    np.testing.assert_allclose(received, given, atol=ATOL * 6 * num_new, rtol=0)
-    np.testing.assert_array_equal(received[given == 0], 0.0)
-
-
-def test_more_kv_heads_than_are_unrolled_give_the_same():
-    (out, expected), (received, given) = prefilled(9, 5, 8, MANY_HEADS, MANY_HEADS)
-    np.testing.assert_allclose(out, expected, atol=ATOL, rtol=0)
-    np.testing.assert_allclose(received, given, atol=ATOL * MANY_HEADS * 9, rtol=0)
-
-
-@pytest.mark.parametrize("implementation", ["blocks", "batched", "flash"])
-@pytest.mark.parametrize(("num_new", "num_history", "capacity"), [(0, 3, 8), *SIZES, (BATCHED_QUERY_BLOCK + 3, 4, 8)])
-def test_keys_receive_what_tokens_that_count_give_them(implementation, num_new, num_history, capacity):
-    options = {"new_size": num_new + 3, "implementation": implementation}
-    _, (received, expected) = prefilled(num_new, num_history, capacity, **options)
+def expect_both(num_new, num_history, capacity, **options):
+    """Checks what new tokens attend to, and what keys receive."""
+    out, (received, expected) = prefilled(num_new, num_history, capacity, **options)
+    if out is not None:
+        np.testing.assert_allclose(*out, atol=ATOL, rtol=0)
+    num_heads = options.get("num_heads", 6)
     assert received.dtype == np.float32
-    np.testing.assert_allclose(received, expected, atol=ATOL * 6 * max(num_new, 1), rtol=0)
+    np.testing.assert_allclose(received, expected, atol=ATOL * num_heads * max(num_new, 1), rtol=0)
     np.testing.assert_array_equal(received[expected == 0], 0.0)
-    np.testing.assert_allclose(received.sum(), 6 * num_new, rtol=1e-5)
+    np.testing.assert_allclose(received.sum(), num_heads * num_new, rtol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [(1, 0, 0), (5, 0, 8), (5, 3, 8), (5, 8, 8), LONG])
+def test_attention_over_history_is_the_textbooks(sizes):
+    expect_both(*sizes)
+
+
+@pytest.mark.parametrize("sizes", [(5, 3, 8), LONG])
+def test_heads_together_give_what_they_give_one_by_one(monkeypatch, sizes):
+    monkeypatch.setattr(attention, "UNROLLED_KV_HEADS", 1)
+    expect_both(*sizes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "window"),
+    [
+        *(((5, 0, 8), 3), ((5, 3, 8), 1), ((5, 8, 16), 10), ((3, 90, 96), 3), ((3, 90, 96), 70)),
+        *((LONG, 10), (LONG, QUERY_BLOCK)),
+    ],
+)
+def test_in_a_window_a_token_sees_those_right_before_it_and_itself(sizes, window):
+    expect_both(*sizes, window=window)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "sizes"),
+    [
+        *(("blocks", (0, 3, 8)), ("blocks", (5, 3, 8)), ("blocks", LONG)),
+        *(("batched", (5, 0, 8)), ("batched", (BATCHED_QUERY_BLOCK + 3, 4, 8)), ("flash", (5, 3, 8))),
+    ],
+)
+def test_keys_receive_what_tokens_that_count_give_them(implementation, sizes):
+    expect_both(*sizes, new_size=sizes[0] + 3, implementation=implementation)
 
 
 def test_what_a_batch_receives_is_refused():
@@ -131,8 +142,13 @@ def test_what_a_batch_receives_is_refused():
         attention_received(q, LayerKV(q, q), None, jnp.zeros(2, jnp.int32), rotation, None, 3)
 
 
-@pytest.mark.parametrize("window", [None, 1, 5, SLOT_BLOCK - 1, SLOT_BLOCK + 3, 5 * SLOT_BLOCK])
-@pytest.mark.parametrize("num_blocks", [None, 2, 3], ids=["as many blocks as needed", "two blocks", "all blocks"])
+@pytest.mark.parametrize(
+    ("num_blocks", "window"),  # As many blocks as needed, two, or all.
+    [
+        *((None, None), (None, 1), (None, SLOT_BLOCK + 3), (2, None), (2, 5)),
+        *((3, SLOT_BLOCK - 1), (3, 5 * SLOT_BLOCK)),
+    ],
+)
 def test_decode_attends_to_each_rows_own_keys_and_to_nothing_behind_them(num_blocks, window):
     lengths, num_kv, groups, num_slots = (1, 7, 0, SLOT_BLOCK, SLOT_BLOCK + 9), 2, 3, 6
     q = normal(0, len(lengths), num_kv, groups, HEAD_DIM)
@@ -189,27 +205,26 @@ def chosen(request):
     return chosen
 
 
+POSITIONS = ([0], [29], [3, 4, 11, 28], range(30), [30, 31], [2, 7, 30, 1 << 30], [5, *range(2000, 2200)])
+SOME = [0, 3, 4, 11, 28]
+
+
 @pytest.mark.parametrize(
-    "positions",
-    [[0], [29], [0, 1, 2, 3], [3, 4, 11, 28], list(range(30)), [30, 31], [2, 7, 30, 1 << 30], [5, *range(2000, 2200)]],
-    ids=lambda positions: f"{len(positions)} from {positions[0]}",
+    ("positions", "options"),
+    [
+        *((positions, {}) for positions in POSITIONS),
+        (SOME, {"num_kv": 3, "num_heads": 3}),
+        (SOME, {"num_kv": MANY_HEADS, "num_heads": 2 * MANY_HEADS}),
+        *((SOME, {"window": window}) for window in (1, 4, 29)),
+        (SOME, {"dtype": "bfloat16"}),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize(("num_kv", "num_heads"), [(2, 6), (3, 3), (MANY_HEADS, 2 * MANY_HEADS)], ids=str)
-def test_each_chosen_token_sees_the_places_up_to_its_own(chosen, num_kv, num_heads, positions):
-    chosen(positions, num_kv=num_kv, num_heads=num_heads)
+def test_each_chosen_token_sees_the_places_up_to_its_own(chosen, positions, options):
+    chosen(positions, **options)
 
 
-@pytest.mark.parametrize("window", [1, 4, 29, 30])
-def test_in_a_window_each_chosen_token_sees_the_last_places_up_to_its_own(chosen, window):
-    chosen([0, 3, 4, 11, 28], window=window)
-
-
-def test_half_precision_is_as_near_as_its_roundings(chosen):
-    chosen([5, 6, 21], dtype="bfloat16")
-
-
-@pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize("num_places", [SLOT_BLOCK + 1, 2 * SLOT_BLOCK + 100])
+@pytest.mark.parametrize(("num_places", "window"), [(SLOT_BLOCK + 1, None), (2 * SLOT_BLOCK + 100, 100)])
 def test_blocks_of_chosen_tokens_over_blocks_of_places(chosen, num_places, window):
     positions = np.sort(np.random.default_rng(num_places).choice(num_places - 7, QUERY_BLOCK + 30, replace=False))
     chosen(positions, num_places, 1, 2, window)

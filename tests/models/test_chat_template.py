@@ -35,45 +35,29 @@ TEMPLATES = {
 }
 
 
-def test_first_turn_ends_where_the_reply_begins():
-    assert TEMPLATES["chatml"].first_turn([SYSTEM, HELLO]) == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert TEMPLATES["llama2"].first_turn([SYSTEM, HELLO]) == "<s>[INST] <<SYS>>Be brief.<</SYS>>Hello [/INST]"
-    assert TEMPLATES["plain"].first_turn([SYSTEM, HELLO]) == "Be brief.\n\nUser: Hello\nAssistant:"
-
-
-def test_next_turn_begins_where_the_reply_ends():
-    earlier = [SYSTEM, HELLO, REPLY]
-    assert TEMPLATES["chatml"].next_turn(earlier, [NEXT]) == (
-        "<|im_end|>\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert TEMPLATES["llama2"].next_turn(earlier, [NEXT]) == " </s><s>[INST] And now? [/INST]"
-    assert TEMPLATES["plain"].next_turn(earlier, [NEXT]) == "\nUser: And now?\nAssistant:"
+FIRST_AND_NEXT = {
+    "chatml": (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n",
+        "<|im_end|>\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n",
+    ),
+    "llama2": ("<s>[INST] <<SYS>>Be brief.<</SYS>>Hello [/INST]", " </s><s>[INST] And now? [/INST]"),
+    "plain": ("Be brief.\n\nUser: Hello\nAssistant:", "\nUser: And now?\nAssistant:"),
+}
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_first_turn_reply_and_next_turn_are_the_whole_conversation(name):
-    template = TEMPLATES[name]
-    whole = template.first_turn([SYSTEM, HELLO, REPLY, NEXT])
-    first, following = template.first_turn([SYSTEM, HELLO]), template.next_turn([SYSTEM, HELLO, REPLY], [NEXT])
+    """The ids may hold a reply that was cut off, or that the template would write otherwise: it is not looked at."""
+    template, (first, following) = TEMPLATES[name], FIRST_AND_NEXT[name]
+    earlier = [SYSTEM, HELLO, REPLY]
+    assert template.first_turn([SYSTEM, HELLO]) == first
+    for content in ("Hi!", "", "<|im_end|>", "{{ 7 }}"):
+        assert template.next_turn([SYSTEM, HELLO, {**REPLY, "content": content}], [NEXT]) == following
+    whole = template.first_turn([*earlier, NEXT])
     assert whole.startswith(first)
     assert whole.endswith("Hi!" + following)
     assert whole[len(first) : -len(following)].strip() == "Hi!"
-
-
-def test_the_held_reply_is_not_looked_at():
-    """The ids may hold a reply that was cut off, or that the template would write otherwise."""
-    for content in ("", "Hi!", "<|im_end|>", "{{ 7 }}"):
-        assert TEMPLATES["chatml"].next_turn([HELLO, {**REPLY, "content": content}], [NEXT]) == TEMPLATES[
-            "chatml"
-        ].next_turn([HELLO, REPLY], [NEXT])
-
-
-def test_messages_are_not_changed():
-    earlier = [dict(HELLO), dict(REPLY)]
-    TEMPLATES["chatml"].next_turn(earlier, [NEXT])
-    assert earlier == [HELLO, REPLY]
+    assert earlier == [SYSTEM, HELLO, {"role": "assistant", "content": "Hi!"}], "messages are not changed"
 
 
 @pytest.mark.parametrize("earlier", [[], [HELLO], [HELLO, REPLY, NEXT]])
@@ -95,14 +79,13 @@ def test_a_template_that_cannot_be_continued_says_so(source, times):
         ChatTemplate(source).next_turn([HELLO, REPLY], [NEXT])
 
 
-def test_what_the_template_refuses_is_an_invalid_request():
-    with pytest.raises(InvalidRequestError, match="refuses these messages: roles must alternate"):
-        TEMPLATES["llama2"].first_turn([HELLO, NEXT])
-
-
-def test_a_message_without_content_is_an_invalid_request():
-    with pytest.raises(InvalidRequestError, match="refuses these messages"):
-        TEMPLATES["chatml"].first_turn([{"role": "user"}])
+@pytest.mark.parametrize(
+    ("name", "messages", "says"),
+    [("llama2", [HELLO, NEXT], ": roles must alternate"), ("chatml", [{"role": "user"}], "")],
+)
+def test_what_the_template_refuses_is_an_invalid_request(name, messages, says):
+    with pytest.raises(InvalidRequestError, match=f"refuses these messages{says}"):
+        TEMPLATES[name].first_turn(messages)
 
 
 def test_a_broken_template_is_refused_when_it_is_made():
@@ -115,7 +98,6 @@ def test_a_broken_template_is_refused_when_it_is_made():
     [
         "{{ messages.append(1) }}",
         "{{ ''.__class__.__mro__ }}",
-        "{% for m in messages %}{{ m.update({'role': 'system'}) }}{% endfor %}",
         "{{ cycler.__init__.__globals__.os.getcwd() }}",
     ],
 )
@@ -128,16 +110,15 @@ def test_what_templates_of_transformers_use_is_there():
     source = (
         "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
         "{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
-        "{{ tools is none }} {{ {'a': '<é>'} | tojson }} {{ strftime_now('%Y') | length }} {{ extra }}"
+        "{{ tools is none }} {{ {'a': '<é>'} | tojson }} {{ strftime_now('%Y') | length }}"
     )
-    assert ChatTemplate(source).first_turn([HELLO, REPLY], extra=5) == 'HelloTrue {"a": "<é>"} 4 5'
+    assert ChatTemplate(source).first_turn([HELLO, REPLY]) == 'HelloTrue {"a": "<é>"} 4'
 
 
 def test_a_template_renders_as_transformers_renders_it():
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    assert transformers.__version__
     source = (
         "  {% for m in messages %}\n    {{ m['role'] }}: {{ m['content'] }}\n  {% endfor %}\n{% if x %}y{% endif %}\n"
     )

@@ -12,13 +12,10 @@ import safetensors.numpy
 import ca_jax
 from ca_jax import pretrained
 from ca_jax.errors import CheckpointError, UnsupportedArchitectureError
-from ca_jax.evaluation.stream import ContextStream
 from ca_jax.models import huggingface
-from ca_jax.models.families import FAMILIES
 from ca_jax.models.random_weights import random_params
 from ca_jax.models.transformer import Transformer
 from ca_jax.models.weights import parameter_slots
-from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import LoadedModel
 from ca_jax.testing.tiny import tiny_config
 from tests import families_kit as kit
@@ -43,7 +40,7 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(name):
             ids.append(int(theirs[-1].argmax()))
 
 
-@pytest.mark.parametrize("length", [1, 32, 120])
+@pytest.mark.parametrize("length", [32, 120])
 def test_dynamic_rope_of_a_whole_text_is_that_of_transformers_within_the_original_length_and_beyond(length):
     pair = kit.pair("dynamic_rope", max_position_embeddings=32)
     assert pair.model.config.max_positions == 128
@@ -94,7 +91,7 @@ def test_checkpoints_from_elsewhere_give_their_logits_and_tokens(shared_data, na
         expect_recorded(model, case["ids"], expected[f"logits{index}"], case["greedy"])
 
 
-# Parts of the engine's surroundings, for one of each kind of block.
+# Random weights, for one of each kind of block.
 
 BLOCKS = ("mixtral", "qwen2_sliding", "falcon_7b", "neox")
 
@@ -131,27 +128,7 @@ def test_random_weights_have_the_tree_of_the_model_and_norms_that_scale_by_one(m
     assert 0.1 < pretrained._logits(model.model, model.params, kit.prompt_row(60)).std() < 10
 
 
-def test_a_stream_past_its_window_computes_anew_what_a_fresh_pass_does(model):
-    """All of what stays is computed anew: its KV is that of a fresh text."""
-    overflow = OverflowConfig(repair_ratio=1.0, truncation_ratio=0.5)
-    stream = ContextStream(model, overflow, window=64, step_tokens=16)
-    stream.extend([token % model.config.vocab_size for token in kit.prompt(80)])
-    assert stream.truncations
-    fresh = ContextStream(model, overflow, window=64, step_tokens=16)
-    fresh.extend(stream.token_ids)
-    num_tokens = len(stream.token_ids)
-    for found, expected in zip(stream.kv, fresh.kv, strict=True):
-        np.testing.assert_allclose(found[:, :num_tokens], expected[:, :num_tokens], atol=ATOL, rtol=0)
-    np.testing.assert_allclose(stream.logits(), fresh.logits(), atol=ATOL, rtol=0)
-
-
 # Bad input.
-
-
-def test_each_family_is_under_its_name():
-    assert {family.name: family for family in FAMILIES.values()} == FAMILIES
-    model_types = [model_type for family in FAMILIES.values() for model_type in family.model_types]
-    assert len({*model_types}) == len(model_types)
 
 
 def copy_of(recorded_data: Path, tmp_path: Path, case: str, *, drop: str = "", reshape: str = "", **entries) -> Path:
@@ -177,17 +154,9 @@ NEOX_OF_LLAMA = {"model_type": "gpt_neox", "architectures": None, "hidden_act": 
     ("case", "changes", "message"),
     [
         ("falcon_7b", {"drop": FUSED}, rf"{FUSED} is missing; its shape must be \(48, 32\)"),
-        ("falcon_40b", {"reshape": FUSED}, rf"{FUSED}: the shape must be \(64, 32\), got \(63, 32\)"),
         ("mixtral", {"drop": EXPERT}, rf"{EXPERT} is missing; its shape must be \(32, 16\)"),
         ("qwen2", {"reshape": BIAS}, rf"{BIAS}: the shape must be \(16,\), got \(15,\)"),
-        ("mixtral", {"num_local_experts": 3}, r"the shape must be \(3, 32\), got \(4, 32\)"),
         ("qwen2", {"model_type": "llama", "architectures": None}, "belong to no parameter.*bias"),
-        ("qwen3", {"model_type": "mistral", "architectures": None}, "belong to no parameter.*norm"),
-        (
-            "neox",
-            {"model_type": "falcon", "architectures": None},
-            "names family falcon, and tensors are named as those of gpt_neox",
-        ),
         ("mistral", NEOX_OF_LLAMA, "names family gpt_neox, and tensors are named as those of llama"),
     ],
 )

@@ -64,15 +64,14 @@ def slot_arguments(lengths: tuple[int, ...], num_kv: int, groups: int, capacity:
     return (*(jnp.asarray(part, dtype) for part in (q, keys, values)), jnp.asarray(lengths, jnp.int32))
 
 
-@pytest.mark.parametrize("window", [None, 37])
-@pytest.mark.parametrize("implementation", ["batched", "flash"])
+PREFILLS = [(1, (0,), 0, None), (9, (0, 0), 0, 7), (9, (5, 0, 8), 8, None), (9, (5, 0, 8), 8, 7)]
+
+
 @pytest.mark.parametrize(
-    ("num_new", "lengths", "capacity"),
+    ("implementation", "num_new", "lengths", "capacity", "window"),
     [
-        (1, (0,), 0),
-        (9, (0, 0), 0),
-        (9, (5, 0, 8), 8),
-        (attention.BATCHED_QUERY_BLOCK + 30, (40,), 64),
+        *((implementation, *prefill) for implementation in ("batched", "flash") for prefill in PREFILLS),
+        ("batched", attention.BATCHED_QUERY_BLOCK + 30, (40,), 64, 37),
     ],
 )
 def test_each_way_to_prefill_gives_the_same(monkeypatch, implementation, num_new, lengths, capacity, window):
@@ -99,9 +98,9 @@ def test_flash_attention_gets_no_nan_since_it_adds_to_masked_scores(monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("num_kv", "groups"), [(2, 3), (1, 1), (40, 1)], ids=["groups", "one head", "a program for each share"]
+    ("num_kv", "groups", "window"),
+    [(2, 3, None), (2, 3, 64), (2, 3, 300), (1, 1, None), (1, 1, 5), (40, 1, None)],  # 40: a program for each share.
 )
-@pytest.mark.parametrize("window", [None, 5, 64, 300])
 def test_the_decode_kernel_gives_the_same(num_kv, groups, window):
     block = gpu_attention.KEY_BLOCK
     lengths = (1, 0, block, block + 1, 2 * SLOT_BLOCK)
@@ -112,12 +111,7 @@ def test_the_decode_kernel_gives_the_same(num_kv, groups, window):
     np.testing.assert_array_equal(found[1], 0.0)
 
 
-@pytest.mark.parametrize(("num_pairs", "num_blocks", "expected"), [(128, 16, 2), (640, 16, 1), (8, 256, 16), (3, 5, 4)])
-def test_keys_are_split_until_the_device_has_work_and_no_further(num_pairs, num_blocks, expected):
-    assert gpu_attention._num_splits(num_pairs, num_blocks) == expected
-
-
-@pytest.mark.parametrize(("capacity", "window"), [(SLOT_BLOCK, None), (3 * SLOT_BLOCK, None), (3 * SLOT_BLOCK, 700)])
+@pytest.mark.parametrize(("capacity", "window"), [(SLOT_BLOCK, None), (3 * SLOT_BLOCK, 700)])
 def test_the_decode_kernel_is_lowered_for_cuda(capacity, window):
     arguments = slot_arguments((3, 0, capacity), 8, 4, capacity, jnp.bfloat16)
     decode = functools.partial(attend_slots, implementation="kernel", window=window)
