@@ -283,10 +283,10 @@ def test_what_devices_do_not_divide_each_has_whole(caplog):
         assert f"{what} is not divisible by tensor_parallel_size=2" in caplog.text
 
 
-FAMILIES = {  # What each has that others do not.
+FAMILIES = {
     "mixtral": {"num_experts": 4, "num_experts_per_token": 2, "num_kv_heads": 4},
-    "qwen": {"qkv_bias": True, "qk_norm": True, "sliding_window": 40, "full_layers": (0,)},
-    "falcon": {"num_kv_heads": 1, "norm": "layer", "mlp": "gelu", "is_parallel": True, "shares_norm": True},
+    "qwen3": {"qkv_bias": True, "qk_norm": True, "sliding_window": 40, "full_layers": (0,)},
+    "falcon-7b": {"num_kv_heads": 1, "norm": "layer", "mlp": "gelu", "is_parallel": True, "shares_norm": True},
     "gpt_neox": {
         "norm": "layer",
         "mlp": "gelu",
@@ -296,10 +296,19 @@ FAMILIES = {  # What each has that others do not.
         "mlp_bias": True,
         "rope": RopeConfig(rotary_dim=4),
     },
+    "llama": {"num_kv_heads": 4},
+    "mistral": {"sliding_window": 40},
+    "qwen2": {"qkv_bias": True, "sliding_window": 40, "full_layers": (0,)},
+    "falcon-40b": {"num_kv_heads": 2, "norm": "layer", "mlp": "gelu", "is_parallel": True},
 }
+HAVE_NOTHING_ELSE = ("llama", "mistral", "qwen2", "falcon-40b")
+"""All that these have, others before them have too."""
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in HAVE_NOTHING_ELSE else []) for name in FAMILIES],
+)
 def test_every_family_on_a_mesh(name):
     config = config_of(**FAMILIES[name])
     rng, leaves = np.random.default_rng(0), {}

@@ -30,7 +30,7 @@ from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.records import BlockIoError
 from ca_jax.storage.store import AttentionStore
-from ca_jax.storage.tiers.disk import DEFAULT_OPTIONS, DiskTier
+from ca_jax.storage.tiers.disk import MAX_READS, MAX_WRITES, DiskTier
 from ca_jax.storage.tiers.dram import host_array, touch
 from ca_jax.storage.tiers.formats import FORMATS as DRIVERS
 
@@ -255,8 +255,8 @@ class _Disk:
             else:
                 disk.write_files(plain, blocks)
 
-        reads = self._with_plain(self._read, "preadv", "max_reads", lambda disk: disk.read(self._extents, into))
-        writes = self._with_plain(self._write, "pwritev", "max_writes", write)
+        reads = self._with_plain(self._read, "preadv", MAX_READS, lambda disk: disk.read(self._extents, into))
+        writes = self._with_plain(self._write, "pwritev", MAX_WRITES, write)
         return {"ssd_read_cold": reads, "ssd_read_warm": reads, "ssd_write": writes}
 
     def cool_down(self) -> None:
@@ -266,9 +266,8 @@ class _Disk:
             raise BenchError(f"the page cache must be without the files of {self._driver}, got them there")
 
     def _with_plain(
-        self, ours: Callable[[], None], call: str, in_flight: str, plain: Callable[[PlainDisk], None]
+        self, ours: Callable[[], None], call: str, num_moves: int, plain: Callable[[PlainDisk], None]
     ) -> dict[str, Callable[[], object]]:
-        num_moves: int = getattr(DEFAULT_OPTIONS, in_flight)
         ways: dict[str, Callable[[], object]] = {_OURS: ours}
         for num_threads in sorted({1, num_moves}):
             name = f"{call}, {num_threads} thread{'s' * (num_threads > 1)}"

@@ -21,8 +21,10 @@ from ca_jax.storage.placement.blocks import BlockAllocator
 from ca_jax.storage.records import BlockIoError, IoFailure
 from ca_jax.storage.tiers.io import IoHandle, IoQueue
 
-_MAX_READS = 4  # Blocks that are read at once, each by a thread of its own;
-_MAX_WRITES = 8  # and written, in a queue of their own, so that no read waits for them.
+MAX_READS = 4
+"""Blocks that are read at once, each by a thread of its own."""
+MAX_WRITES = 8
+"""Blocks that are written at once, in a queue of their own, so that no read waits for them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,7 +96,7 @@ class DiskTier(abc.ABC):
         self._lock = threading.Lock()
         self._reads, self._writes = (
             IoQueue(max_in_flight=number, deadline_s=options.deadline_s, clock=options.clock)
-            for number in (_MAX_READS, _MAX_WRITES)
+            for number in (MAX_READS, MAX_WRITES)
         )
 
     @functools.cached_property
