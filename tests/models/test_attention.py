@@ -48,8 +48,11 @@ def textbook(q: np.ndarray, k: np.ndarray, v: np.ndarray, seen: np.ndarray) -> n
     return np.einsum("nts,snh->tnh", weights_of(q, k, seen), values)
 
 
+rotation_at = jax.jit(partial(rope.rotation_at, ROPE, HEAD_DIM))
+
+
 def rotate(x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    return np.asarray(rope.rotate(jnp.asarray(x), rope.rotation_at(ROPE, x.shape[-1], jnp.asarray(positions))))
+    return np.asarray(jax.jit(rope.rotate)(x, rotation_at(positions)))
 
 
 def padded(x: np.ndarray, size: int) -> np.ndarray:
@@ -68,10 +71,9 @@ def prefilled(num_new, num_history, capacity, num_kv=2, num_heads=6, window=None
     old_k, old_v = (normal(i, num_history, num_kv, HEAD_DIM) for i in (3, 4))
     new = LayerKV(*(jnp.asarray(padded(part, size))[None] for part in (k, v)))
     history = LayerKV(*(jnp.asarray(padded(part, capacity))[None] for part in (old_k, old_v))) if capacity else None
-    rotate_at = partial(rope.rotation_at, ROPE, HEAD_DIM)
     args = (
         *(jnp.asarray(padded(q, size))[None], new, history, jnp.asarray([num_history], jnp.int32)),
-        *(rotate_at(num_history + jnp.arange(size)[None]), rotate_at(jnp.arange(capacity)) if capacity else None),
+        *(rotation_at(num_history + np.arange(size)[None]), rotation_at(np.arange(capacity)) if capacity else None),
     )
     positions = np.arange(num_history + num_new)
     seen = positions[None] <= positions[num_history:, None]
@@ -79,8 +81,10 @@ def prefilled(num_new, num_history, capacity, num_kv=2, num_heads=6, window=None
     rotated = rotate(q, positions[num_history:]), rotate(np.concatenate([old_k, k]), positions)
     out = None
     if size == num_new and implementation is None:
-        out = np.asarray(attend(*args, window=window)[0]), textbook(*rotated, np.concatenate([old_v, v]), seen)
-    received = np.asarray(attention_received(*args, jnp.int32(num_new), implementation, window))
+        attended = jax.jit(partial(attend, window=window))(*args)
+        out = np.asarray(attended[0]), textbook(*rotated, np.concatenate([old_v, v]), seen)
+    receive = jax.jit(partial(attention_received, implementation=implementation, window=window))
+    received = np.asarray(receive(*args, jnp.int32(num_new)))
     given = weights_of(*rotated, seen).sum((0, 1))
     expected = np.zeros(capacity + size)
     expected[:num_history], expected[capacity : capacity + num_new] = given[:num_history], given[num_history:]
@@ -158,11 +162,9 @@ def test_decode_attends_to_each_rows_own_keys_and_to_nothing_behind_them(num_blo
         if window is not None:  # What is before it is as little read as what is behind the length.
             values[row, :, : max(length - window, 0)] = np.nan
     keys[4, :, SLOT_BLOCK:] *= 3  # So that the largest score is not in the first block.
-    out = np.asarray(
-        attend_slots(q, jnp.asarray(keys), jnp.asarray(values), jnp.asarray(lengths), num_blocks, window=window)
-    )
-    received = slot_attention_received(jnp.asarray(q), jnp.asarray(keys), jnp.asarray(lengths), num_blocks, window)
-    received = np.asarray(received)
+    options = {"num_blocks": num_blocks, "window": window}
+    out = np.asarray(jax.jit(partial(attend_slots, **options))(q, keys, values, np.array(lengths)))
+    received = np.asarray(jax.jit(partial(slot_attention_received, **options))(q, keys, np.array(lengths)))
     assert (received.shape, received.dtype) == ((len(lengths), 3 * SLOT_BLOCK), np.float32)
     for row, length in enumerate(lengths):
         first = max(length - (window or length), 0)

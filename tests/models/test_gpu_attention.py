@@ -29,6 +29,10 @@ def full_precision() -> Iterator[None]:
         yield
 
 
+def run(function, *arguments, **options) -> np.ndarray:
+    return np.asarray(jax.jit(functools.partial(function, **options))(*arguments))
+
+
 def normal(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
@@ -77,9 +81,9 @@ PREFILLS = [(1, (0,), 0, None), (9, (0, 0), 0, 7), (9, (5, 0, 8), 8, None), (9, 
 def test_each_way_to_prefill_gives_the_same(monkeypatch, implementation, num_new, lengths, capacity, window):
     monkeypatch.setattr(gpu_attention, "FLASH", "xla")
     arguments = prefill_arguments(num_new, lengths, capacity)
-    expected = np.asarray(attend(*arguments, implementation="blocks", window=window))
+    expected = run(attend, *arguments, implementation="blocks", window=window)
     assert np.isfinite(expected).all()
-    found = np.asarray(attend(*arguments, implementation=implementation, window=window))
+    found = run(attend, *arguments, implementation=implementation, window=window)
     np.testing.assert_allclose(found, expected, atol=ATOL, rtol=0)
 
 
@@ -92,8 +96,8 @@ def test_flash_attention_gets_no_nan_since_it_adds_to_masked_scores(monkeypatch)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", added)
     arguments = prefill_arguments(9, (5, 0, 8), 8)
-    expected = np.asarray(attend(*arguments, implementation="blocks"))
-    found = np.asarray(attend(*arguments, implementation="flash"))
+    expected = run(attend, *arguments, implementation="blocks")
+    found = run(attend, *arguments, implementation="flash")
     np.testing.assert_allclose(found, expected, atol=ATOL, rtol=0)
 
 
@@ -105,8 +109,8 @@ def test_the_decode_kernel_gives_the_same(num_kv, groups, window):
     block = gpu_attention.KEY_BLOCK
     lengths = (1, 0, block, block + 1, 2 * SLOT_BLOCK)
     arguments = slot_arguments(lengths, num_kv, groups, 2 * SLOT_BLOCK)
-    expected = np.asarray(attend_slots(*arguments, implementation="blocks", window=window))
-    found = np.asarray(gpu_attention.attend_slots_kernel(*arguments, window=window, interpret=True))
+    expected = run(attend_slots, *arguments, implementation="blocks", window=window)
+    found = run(gpu_attention.attend_slots_kernel, *arguments, window=window, interpret=True)
     np.testing.assert_allclose(found, expected, atol=ATOL, rtol=0)
     np.testing.assert_array_equal(found[1], 0.0)
 

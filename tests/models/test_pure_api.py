@@ -168,16 +168,20 @@ def test_layers_called_one_by_one_equal_the_whole():
     tokens, positions = tokens_of(1, num_history + 9), np.arange(num_history, num_history + 9)[None]
     _, history = whole(tokens[:, :num_history])
     expected, expected_kv = run(tokens[:, num_history:], positions, history)
-    rotate_at = functools.partial(rotation_at, CONFIG.rope, CONFIG.head_dim)
+    rotate_at = jax.jit(functools.partial(rotation_at, CONFIG.rope, CONFIG.head_dim))
     rotation, old_rotation = rotate_at(jnp.asarray(positions)), rotate_at(jnp.arange(num_history))
     x = MODEL.apply(PARAMS, tokens[:, num_history:], method=Transformer.embed)
     lengths, layers = jnp.asarray([num_history], jnp.int32), []
+
+    @jax.jit
+    def run_layer(params, x, old):
+        def attend_fn(q, new):
+            return attend(q, new, old, lengths, rotation, old_rotation), new
+
+        return Layer(CONFIG).apply({"params": params}, x, attend_fn)
+
     for i, old in enumerate(history.layers):
-        x, new = Layer(CONFIG).apply(
-            {"params": PARAMS["params"][f"layer_{i}"]},
-            x,
-            lambda q, new, old=old: (attend(q, new, old, lengths, rotation, old_rotation), new),
-        )
+        x, new = run_layer(PARAMS["params"][f"layer_{i}"], x, old)
         layers.append(new)
     assert_same_kv(KVCache(tuple(layers), expected_kv.lengths), expected_kv)
     np.testing.assert_allclose(MODEL.apply(PARAMS, x, method=Transformer.head), expected, atol=ATOL, rtol=0)
