@@ -271,7 +271,8 @@ def test_compiles_are_bounded_by_the_buckets_and_none_comes_after_warmup(rest_dt
     """
     model = kit.model_of(head_dim=head_dim, num_layers=2)
     blend = ca_jax.BlendConfig(recompute_ratio=0.5)
-    with kit.small_engine(model, context_window=256, blend=blend, kv_rest_dtype=rest_dtype) as engine:
+    sizes = {"context_window": 256, "max_batch_size": 4}
+    with kit.small_engine(model, blend=blend, kv_rest_dtype=rest_dtype, **sizes) as engine:
         with CompileCounter() as during:
             engine.warmup()
         runner = engine._runner
@@ -318,8 +319,8 @@ def test_none_comes_after_warmup_where_passes_are_short_and_histories_are_loaded
         return min((0, block_tokens, history_tokens)[next(num_plans) % 3], history_tokens)
 
     model = kit.model_of(head_dim=28, num_layers=1)
-    changes = {"context_window": 256, "max_batch_size": 2, "max_tpot_ms": 1.0, "recompute_if_faster": True}
-    with kit.small_engine(model, **changes) as engine:
+    sizes = {"context_window": 256, "max_batch_size": 2}
+    with kit.small_engine(model, max_tpot_ms=1.0, recompute_if_faster=True, **sizes) as engine:
         engine.warmup()
         assert engine.rates is not None
         monkeypatch.setattr(costs, "largest_pass", any_pass)
@@ -340,10 +341,11 @@ def test_none_comes_after_warmup_where_passes_are_short_and_histories_are_loaded
 
 
 def test_none_comes_after_warmup_where_decode_is_compiled_for_its_extent_as_on_a_gpu():
-    with kit.small_engine(kit.model_of(head_dim=20, num_layers=1), context_window=256, max_batch_size=4) as engine:
-        engine._runner._needs_static_extent = True
+    with kit.small_engine(kit.model_of(head_dim=20, num_layers=1), max_batch_size=4) as engine:
+        engine._runner.slots._needs_static_extent = True
+        assert len(engine._runner.slots.extents) > 1
         engine.warmup(max_new_tokens=8)
         with CompileCounter() as after:
             for num_jobs in (1, 4):
-                engine.generate([kit.prompt(8)] * num_jobs, SamplingParams(max_tokens=256, ignore_eos=True))
+                engine.generate([kit.prompt(8)] * num_jobs, SamplingParams(max_tokens=kit.WINDOW, ignore_eos=True))
         assert after.count == 0
