@@ -21,6 +21,7 @@ from ca_jax.device.slots import DecodeSlots, RunnerSizes
 from ca_jax.device.transfer import to_device, to_host
 from ca_jax.models.attention import SLOT_BLOCK
 from ca_jax.models.config import ModelConfig
+from ca_jax.models.cpu_kernels import pack_params
 from ca_jax.models.sharding import ModelSharding, bytes_per_device, replicated
 from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
 
@@ -122,13 +123,16 @@ class Runner:
         """Copies small host data to all devices of the model; see `transfer.to_device`."""
         self.config = config
         """Of the model."""
+        params = params if sharding is not None else {**params, "packed": pack_params(config, params["params"])}
         self._params = params
         self._timeline = timeline
         self.with_attention = sizes.with_attention
         self._packs_kv = sizes.packs_kv
-        self.layers = [params["params"][f"layer_{i}"] for i in range(config.num_layers)]
-        outer = {name: part for name, part in params["params"].items() if not name.startswith("layer_")}
-        self._outer = {"params": outer}
+        self.layers = [steps.layer_of(params, i) for i in range(config.num_layers)]
+        self._outer = {
+            kind: {name: part for name, part in tree.items() if not name.startswith("layer_")}
+            for kind, tree in params.items()
+        }
         self.chunk_tokens = chunk_tokens = sizes.chunk_tokens
         coarse = jax.default_backend() != "cpu"  # There padding is cheap and compiling is not.
         self.new_token_buckets = new_token_buckets(chunk_tokens, coarse)

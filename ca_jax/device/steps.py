@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ca_jax.models import rope
-from ca_jax.models.attention import attend, attend_slots
+from ca_jax.models.attention import attend, attend_slots, pure_attention, slot_attention
 from ca_jax.models.attention_received import attention_received, slot_attention_received
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import LayerKV, dequantize, quantize, unpacked
@@ -53,6 +53,20 @@ SLOT_HEADS: Axes = ("batch", "kv_heads", None, None)
 def apply(module: nn.Module, variables: Params, *args: Any, method: Any = None) -> Any:
     """`module.apply`, typed as it is used here."""
     return module.apply(variables, *args, method=method)
+
+
+def variables_of(layer_params: Params) -> Params:
+    """A layer's variables, from its parameters and, under `packed`, those that lie packed beside them."""
+    params = dict(layer_params)
+    packed = params.pop("packed", None)
+    return {"params": params} if packed is None else {"params": params, "packed": packed}
+
+
+def layer_of(variables: Params, layer: int) -> Params:
+    """The parameters of one layer, with what lies packed beside them."""
+    name = f"layer_{layer}"
+    packed = variables.get("packed", {}).get(name)
+    return variables["params"][name] if packed is None else {**variables["params"][name], "packed": packed}
 
 
 def slice_rotation(table: rope.Rotation, start: jax.Array | int, size: int) -> rope.Rotation:
@@ -148,10 +162,11 @@ def prefill_layer(
     ) -> tuple[jax.Array, ...]:
         past = None
         if history is not None:
-            history = unpacked(history, q.dtype)
-            past = LayerKV(history[0][None], history[1][None])
+            past = unpacked(history, q.dtype)[:, None]
         over = (q, new, past, history_length[None], rotation, past_rotation)
-        out, kv = attend(*over, window=window), jnp.concatenate([new.k, new.v], axis=0)
+        # Over a mesh, and where the attention that tokens receive is wanted too, it is XLA's.
+        how = pure_attention(q.dtype, q.shape[-1]) if sharding is not None or num_new is not None else None
+        out, kv = attend(*over, how, window), jnp.concatenate([new.k, new.v], axis=0)
         return (out, kv) if num_new is None else (out, kv, attention_received(*over, num_new, window=window)[None])
 
     def attend_fn(q: jax.Array, new: LayerKV) -> tuple[jax.Array, tuple[jax.Array, ...]]:
@@ -161,7 +176,7 @@ def prefill_layer(
         out, kv, *received = of_device(q, new, history, history_length, rotation, past_rotation, num_new)
         return out, (kv, *(constrain(each.sum(0), sharding) for each in received))  # Of all devices.
 
-    x, carried = apply(Layer(config, sharding), {"params": layer_params}, x, attend_fn)
+    x, carried = apply(Layer(config, sharding), variables_of(layer_params), x, attend_fn)
     return constrain(x, sharding), *carried
 
 
@@ -413,7 +428,8 @@ def decode(
         else:
             keys, values = _update(keys, rotated, lengths), _update(values, new.v, lengths)
         grouped = rope.rotate(q, rotation)[:, 0].reshape(q.shape[0], keys.shape[1], -1, q.shape[-1])
-        out = attend_slots(grouped, keys, values, lengths + 1, num_blocks, window=window).reshape(q.shape)
+        how = slot_attention(keys) if sharding is None and not with_attention else None
+        out = attend_slots(grouped, keys, values, lengths + 1, num_blocks, how, window=window).reshape(q.shape)
         kv = jnp.stack([new.k[:, 0], new.v[:, 0]])
         if not with_attention:
             return out, kv, keys, values
@@ -436,8 +452,8 @@ def decode(
             out, *carried = of_device(q, new, keys, values, lengths, rotation)
             return out, carried
 
-        layer_params = params["params"][f"layer_{i}"]
-        x, (kv, keys, values, *of_layer) = apply(Layer(config, sharding), {"params": layer_params}, x, attend_fn)
+        layer_params = layer_of(params, i)
+        x, (kv, keys, values, *of_layer) = apply(Layer(config, sharding), variables_of(layer_params), x, attend_fn)
         x = constrain(x, sharding, ROWS)
         new_kv.append(kv)
         new_keys.append(keys)

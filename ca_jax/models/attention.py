@@ -23,15 +23,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ca_jax.models import gpu_attention, rope
+from ca_jax.models import cpu_kernels, gpu_attention, rope
 from ca_jax.models.kv import LayerKV
 
-PrefillAttention = Literal["blocks", "batched", "flash"]
+PrefillAttention = Literal["blocks", "batched", "flash", "cpu"]
 """How `attend` is computed. `blocks`: heads and blocks of queries one by one, as CPUs like it. `batched`: all heads at
-once, in large blocks, on any backend. `flash`: cuDNN's."""
+once, in large blocks, on any backend. `flash`: cuDNN's. `cpu`: a CPU kernel, of which there is no gradient."""
 
-SlotAttention = Literal["blocks", "kernel"]
-"""How `attend_slots` is computed. `blocks`: a loop over blocks of keys, on any backend. `kernel`: a GPU kernel."""
+SlotAttention = Literal["blocks", "kernel", "cpu"]
+"""How `attend_slots` is computed. `blocks`: a loop over blocks of keys, on any backend. `kernel`: a GPU kernel. `cpu`: a
+CPU kernel."""
 
 ChosenAttention = Literal["blocks", "batched"]
 """How `attend_chosen` is computed. `blocks`: a loop over blocks of keys, as far as each block of queries needs.
@@ -113,7 +114,7 @@ def _nothing(shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
 def attend(
     q: jax.Array,
     new: LayerKV,
-    history: LayerKV | None,
+    history: jax.Array | None,
     history_lengths: jax.Array,
     rotation: rope.Rotation,
     history_rotation: rope.Rotation | None,
@@ -138,7 +139,7 @@ def attend(
     Args:
       q: `[B, T, N, H]`, unrotated.
       new: the new tokens' KV, `[B, T, K, H]`, unrotated.
-      history: `[B, S, K, H]`, unrotated, or None for no history.
+      history: keys and values `[2, B, S, K, H]`, unrotated, or None for no history.
       history_lengths: i32 `[B]`, history tokens that count, at most S.
       rotation: of the new tokens' positions, `[B, T, H/2]`.
       history_rotation: of history places, `[S, H/2]`.
@@ -148,19 +149,22 @@ def attend(
     Returns:
       `[B, T, N, H]` in q's dtype.
     """
-    if window is not None and history is not None and history_rotation is not None:
-        history, history_lengths, history_rotation, _ = in_window(history, history_lengths, history_rotation, window)
     implementation = implementation or prefill_attention(q.dtype, q.shape[-1])
+    if implementation == "cpu":
+        return cpu_kernels.attend_new(q, new, history, history_lengths, rotation, history_rotation, window)
+    past = None if history is None else LayerKV(history[0], history[1])
+    if window is not None and past is not None and history_rotation is not None:
+        past, history_lengths, history_rotation, _ = in_window(past, history_lengths, history_rotation, window)
     keys, values = rope.rotate(new.k, rotation), new.v
     num_history = 0
-    if history is not None and history_rotation is not None:
-        num_history = history.k.shape[1]
+    if past is not None and history_rotation is not None:
+        num_history = past.k.shape[1]
         used = jnp.arange(num_history)[None, :, None, None] < history_lengths[:, None, None, None]
-        old_keys = rope.rotate(history.k, history_rotation)
+        old_keys = rope.rotate(past.k, history_rotation)
         if implementation == "flash":  # It adds to the scores of masked keys: they must be numbers.
             old_keys = jnp.where(used, old_keys, 0)
         keys = jnp.concatenate([old_keys, keys], axis=1)
-        values = jnp.concatenate([jnp.where(used, history.v, 0).astype(values.dtype), values], axis=1)
+        values = jnp.concatenate([jnp.where(used, past.v, 0).astype(values.dtype), values], axis=1)
     q = rope.rotate(q, rotation)
     if implementation == "flash":
         has_mask = num_history or (window is not None and window < q.shape[1])
@@ -205,6 +209,13 @@ def in_window(
 
 def prefill_attention(dtype: jnp.dtype, head_dim: int) -> PrefillAttention:
     """What `attend` is computed with on this backend, for heads of this kind."""
+    if cpu_kernels.serves_attention(dtype, head_dim):
+        return "cpu"
+    return pure_attention(dtype, head_dim)
+
+
+def pure_attention(dtype: jnp.dtype, head_dim: int) -> PrefillAttention:
+    """The same where it is to be differentiated."""
     if jax.default_backend() != "gpu":
         return "blocks"
     served = gpu_attention.fits_flash(dtype, head_dim) and gpu_attention.flash_is_served(jnp.dtype(dtype), head_dim)
@@ -216,6 +227,8 @@ def slot_attention(slot_keys: jax.Array | jax.ShapeDtypeStruct) -> SlotAttention
 
     With `kernel` its `num_blocks` says nothing: each row's own length decides, on the device.
     """
+    if cpu_kernels.serves_attention(slot_keys.dtype, slot_keys.shape[-1]):
+        return "cpu"
     if jax.default_backend() != "gpu" or not gpu_attention.fits_kernel(slot_keys):
         return "blocks"
     is_served = gpu_attention.kernel_is_served(jnp.dtype(slot_keys.dtype), slot_keys.shape[-1])
@@ -393,7 +406,10 @@ def attend_slots(
     Returns:
       `[B, K, G, H]` in q's dtype. A row of length 0 gives zeros.
     """
-    if (implementation or slot_attention(slot_keys)) == "kernel":
+    implementation = implementation or slot_attention(slot_keys)
+    if implementation == "cpu":
+        return cpu_kernels.attend_slots(q, slot_keys, slot_values, lengths, window)
+    if implementation == "kernel":
         return gpu_attention.attend_slots_kernel(q, slot_keys, slot_values, lengths, window=window)
     batch_size, num_kv, _, head_dim = q.shape
     scaled = (q.astype(jnp.float32) / math.sqrt(head_dim)).astype(slot_keys.dtype)

@@ -23,7 +23,7 @@ from ca_jax.models.attention import (
     by_head,
     dot,
     in_window,
-    prefill_attention,
+    pure_attention,
     query_blocks,
 )
 from ca_jax.models.kv import LayerKV
@@ -32,7 +32,7 @@ from ca_jax.models.kv import LayerKV
 def attention_received(
     q: jax.Array,
     new: LayerKV,
-    history: LayerKV | None,
+    history: jax.Array | None,
     history_lengths: jax.Array,
     rotation: rope.Rotation,
     history_rotation: rope.Rotation | None,
@@ -48,7 +48,7 @@ def attention_received(
     Args:
       q: `[1, T, N, H]`, unrotated.
       new: the new tokens' KV, `[1, T, K, H]`, unrotated.
-      history: `[1, S, K, H]`, unrotated, or None for no history.
+      history: keys and values `[2, 1, S, K, H]`, unrotated, or None for no history.
       history_lengths: i32 `[1]`, history tokens that count, at most S.
       rotation: of the new tokens' positions, `[1, T, H/2]`.
       history_rotation: of history places, `[S, H/2]`.
@@ -64,18 +64,17 @@ def attention_received(
     """
     if q.shape[0] != 1:
         raise ValueError(f"attention_received must get one sequence, got a batch of {q.shape[0]}")
-    num_places, first_place = 0 if history is None else history.k.shape[1], None
-    if window is not None and history is not None and history_rotation is not None:
-        history, history_lengths, history_rotation, starts = in_window(
-            history, history_lengths, history_rotation, window
-        )
+    num_places, first_place = 0 if history is None else history.shape[2], None
+    past = None if history is None else LayerKV(history[0], history[1])
+    if window is not None and past is not None and history_rotation is not None:
+        past, history_lengths, history_rotation, starts = in_window(past, history_lengths, history_rotation, window)
         first_place = starts[0]
-    is_batched = (implementation or prefill_attention(q.dtype, q.shape[-1])) != "blocks"
+    is_batched = (implementation or pure_attention(q.dtype, q.shape[-1])) != "blocks"
     num_new, num_history = q.shape[1], 0
     keys = rope.rotate(new.k, rotation)
-    if history is not None and history_rotation is not None:
-        num_history = history.k.shape[1]
-        keys = jnp.concatenate([rope.rotate(history.k, history_rotation), keys], axis=1)
+    if past is not None and history_rotation is not None:
+        num_history = past.k.shape[1]
+        keys = jnp.concatenate([rope.rotate(past.k, history_rotation), keys], axis=1)
     k_heads = keys[0].transpose(1, 0, 2)  # [K, S + T, H]
     q = rope.rotate(q, rotation)[0]
     received = jnp.zeros(num_history + num_new, jnp.float32)

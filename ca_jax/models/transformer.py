@@ -21,8 +21,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from ca_jax.models import rope
-from ca_jax.models.attention import attend, matmul_precision
+from ca_jax.models import cpu_kernels, rope
+from ca_jax.models.attention import attend, matmul_precision, pure_attention
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import KVCache, LayerKV
 from ca_jax.models.sharding import ModelSharding, by_device
@@ -50,6 +50,18 @@ def project(x: jax.Array, weights: jax.Array, num_inputs: int = 1) -> jax.Array:
         x.reshape(rows, -1), weights.reshape(math.prod(weights.shape[:num_inputs]), -1), precision=matmul_precision(x)
     )
     return flat.reshape(*leading, *trailing)
+
+
+def packed_product(module: nn.Module, name: str, x: jax.Array, num_outputs: int) -> jax.Array | None:
+    """`x [..., inputs]` times weights that lie packed beside a module's parameters; None where it has none for it.
+
+    They are in the collection `packed`, of `cpu_kernels.pack_params`, and serve few rows.
+    """
+    num_rows = math.prod(x.shape[:-1])
+    if num_rows > cpu_kernels.MAX_PACKED_ROWS or not module.has_variable("packed", name):
+        return None
+    packed: jax.Array = module.get_variable("packed", name)
+    return cpu_kernels.packed_dot(x.reshape(num_rows, -1), packed, num_outputs).reshape(*x.shape[:-1], num_outputs)
 
 
 class Norm(nn.Module):
@@ -100,7 +112,14 @@ class Attention(nn.Module):
 
     def project(self, x: jax.Array) -> tuple[jax.Array, LayerKV]:
         """`x [B, T, F]` to unrotated queries `[B, T, N, H]` and KV `[B, T, K, H]`: nothing in them is of a position."""
-        q, k, v = project(x, self.wq), project(x, self.wk), project(x, self.wv)
+        c = self.config
+        sizes = (c.num_heads, c.num_kv_heads, c.num_kv_heads)
+        packed = packed_product(self, "qkv", x, sum(sizes) * c.head_dim)
+        if packed is None:
+            q, k, v = project(x, self.wq), project(x, self.wk), project(x, self.wv)
+        else:
+            heads = packed.reshape(*x.shape[:-1], -1, c.head_dim)
+            q, k, v = jnp.split(heads, (c.num_heads, c.num_heads + c.num_kv_heads), axis=-2)
         if self.config.qkv_bias:
             q, k, v = q + self.bq, k + self.bk, v + self.bv
         if self.config.qk_norm:
@@ -110,7 +129,8 @@ class Attention(nn.Module):
     def __call__(self, x: jax.Array, attend_fn: AttendFn) -> tuple[jax.Array, Any]:
         """`x [B, T, F]` to `[B, T, F]` and what `attend_fn` carries out."""
         out, carry = attend_fn(*self.project(x))
-        out = project(out, self.wo, num_inputs=2)
+        packed = packed_product(self, "out", out.reshape(*out.shape[:-2], -1), self.config.embed_dim)
+        out = project(out, self.wo, num_inputs=2) if packed is None else packed
         return (out + self.bo if self.config.out_bias else out), carry
 
 
@@ -124,16 +144,27 @@ class MLP(nn.Module):
         """`[B, T, F]` to `[B, T, F]`."""
         c = self.config
 
-        def linear(x: jax.Array, name: str, shape: tuple[int, int]) -> jax.Array:
-            out = project(x, self.param(f"w_{name}", INIT, shape))
-            return out + self.param(f"b_{name}", nn.initializers.zeros, shape[1:]) if c.mlp_bias else out
+        def linear(x: jax.Array, packed_as: str, shape: tuple[int, int], *names: str) -> list[jax.Array]:
+            """Of the named matrices, which lie packed together."""
+            packed = packed_product(self, packed_as, x, shape[1] * len(names))
+            if packed is None:
+                outs = [project(x, self.param(f"w_{name}", INIT, shape)) for name in names]
+            else:
+                outs = jnp.split(packed, len(names), axis=-1)
+            if not c.mlp_bias:
+                return outs
+            biases = [self.param(f"b_{name}", nn.initializers.zeros, shape[1:]) for name in names]
+            return [out + bias for out, bias in zip(outs, biases, strict=True)]
 
         wide, narrow = (c.embed_dim, c.mlp_dim), (c.mlp_dim, c.embed_dim)
         if c.mlp == "swiglu":
-            hidden = nn.silu(linear(x, "gate", wide)) * linear(x, "up", wide)
+            gate, up = linear(x, "wide", wide, "gate", "up")
+            hidden = nn.silu(gate) * up
         else:
-            hidden = nn.gelu(linear(x, "up", wide), approximate=c.mlp == "gelu_tanh")
-        return linear(hidden, "down", narrow)
+            [up] = linear(x, "wide", wide, "up")
+            hidden = nn.gelu(up, approximate=c.mlp == "gelu_tanh")
+        [out] = linear(hidden, "down", narrow, "down")
+        return out
 
 
 class Experts(nn.Module):
@@ -280,6 +311,8 @@ class Transformer(nn.Module):
     def head(self, x: jax.Array) -> jax.Array:
         """`[B, T, F]` to logits, f32 `[B, T, V]`."""
         x = self.final_norm(x)
+        if (packed := packed_product(self, "unembed", x, self.config.vocab_size)) is not None:
+            return packed
         if self.config.tie_embeddings:
             weights, axis = self.embedder.embedding, 1
         else:
@@ -328,7 +361,9 @@ class Transformer(nn.Module):
             def attend_fn(
                 q: jax.Array, new: LayerKV, old: LayerKV | None = old, window: int | None = c.window_of(i)
             ) -> tuple[jax.Array, LayerKV]:
-                return attend(q, new, old, lengths, rotation, history_rotation, window=window), new
+                past = None if old is None else jnp.stack([old.k, old.v])
+                how = pure_attention(q.dtype, q.shape[-1])
+                return attend(q, new, past, lengths, rotation, history_rotation, how, window), new
 
             x, new = layer(x, attend_fn)
             new_layers.append(new)

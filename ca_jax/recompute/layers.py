@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ca_jax.device.steps import HEADS, KV_HEADS, Params, apply, slice_rotation
+from ca_jax.device.steps import HEADS, KV_HEADS, Params, apply, slice_rotation, variables_of
 from ca_jax.models import rope
-from ca_jax.models.attention import attend, attend_chosen
+from ca_jax.models.attention import attend, attend_chosen, pure_attention
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import LayerKV
 from ca_jax.models.sharding import ModelSharding, by_device, constrain
@@ -89,9 +89,10 @@ def recompute_layer(
         if history_length is None:
             return out, fused
         last = LayerKV(new.k[:, num_chosen:], new.v[:, num_chosen:])
-        past = LayerKV(fused[:1], fused[1:])
+        past = fused[:, None]
         over = (q[:, num_chosen:], last, past, history_length[None], new_rotation, all_rotations)
-        return jnp.concatenate([out, attend(*over, window=window)], axis=1), fused, both[:, num_chosen:]
+        how = None if sharding is None else pure_attention(q.dtype, q.shape[-1])
+        return jnp.concatenate([out, attend(*over, how, window)], axis=1), fused, both[:, num_chosen:]
 
     def attend_fn(q: jax.Array, new: LayerKV) -> tuple[jax.Array, list[jax.Array]]:
         in_axes, out_axes = (HEADS, KV_HEADS, KV_HEADS, (), (), (), ()), (HEADS, KV_HEADS, KV_HEADS)
@@ -100,7 +101,7 @@ def recompute_layer(
         out, *carrying = of_device(q, new, kv, positions, history_length, rotations, carried)
         return out, carrying
 
-    x, (fused, *new_kv) = apply(Layer(config, sharding), {"params": layer_params}, x, attend_fn)
+    x, (fused, *new_kv) = apply(Layer(config, sharding), variables_of(layer_params), x, attend_fn)
     x = constrain(x, sharding)
     return (x, fused) if new_x is None else (x[:, :num_chosen], fused, x[:, num_chosen:], *new_kv)
 
@@ -161,7 +162,7 @@ def kv_deviation(
     Args:
       positions: i32 `[n]`, places in `kv`; what padding at S or beyond gives means nothing.
     """
-    new: LayerKV = Layer(config).apply({"params": layer_params}, x, method=Layer.new_kv)  # type: ignore[assignment]
+    new: LayerKV = Layer(config).apply(variables_of(layer_params), x, method=Layer.new_kv)  # type: ignore[assignment]
     found = jnp.concatenate([new.k, new.v], axis=0)
     moved = found.astype(jnp.float32) - kv.at[:, positions].get(mode="clip").astype(jnp.float32)
     return constrain((moved**2).sum((0, 2, 3)), sharding)

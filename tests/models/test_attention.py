@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ca_jax.models import attention, rope
+from ca_jax.models import attention, cpu_kernels, rope
 from ca_jax.models.attention import (
     BATCHED_QUERY_BLOCK,
     QUERY_BLOCK,
@@ -28,6 +28,15 @@ ATOL = ATTENTION_ATOL["float32"]
 ROPE = RopeConfig(theta=500.0)
 HEAD_DIM = 8
 MANY_HEADS = UNROLLED_KV_HEADS + 4
+
+
+@pytest.fixture(autouse=True, params=["cpu kernels", "xla"])
+def computed_by(request, monkeypatch):
+    """By what the backend's own choice is computed here."""
+    if request.param == "xla":
+        monkeypatch.setattr(cpu_kernels, "serves_attention", lambda dtype, head_dim: False)
+    elif cpu_kernels.library() is None:
+        pytest.skip("the package was built without its CPU kernels")
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:
@@ -70,7 +79,7 @@ def prefilled(num_new, num_history, capacity, num_kv=2, num_heads=6, window=None
     q, k, v = (normal(i, num_new, n, HEAD_DIM) for i, n in enumerate((num_heads, num_kv, num_kv)))
     old_k, old_v = (normal(i, num_history, num_kv, HEAD_DIM) for i in (3, 4))
     new = LayerKV(*(jnp.asarray(padded(part, size))[None] for part in (k, v)))
-    history = LayerKV(*(jnp.asarray(padded(part, capacity))[None] for part in (old_k, old_v))) if capacity else None
+    history = jnp.stack([padded(part, capacity)[None] for part in (old_k, old_v)]) if capacity else None
     args = (
         *(jnp.asarray(padded(q, size))[None], new, history, jnp.asarray([num_history], jnp.int32)),
         *(rotation_at(num_history + np.arange(size)[None]), rotation_at(np.arange(capacity)) if capacity else None),

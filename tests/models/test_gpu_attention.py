@@ -50,7 +50,7 @@ def prefill_arguments(num_new: int, lengths: tuple[int, ...], capacity: int, dty
     return (
         jnp.asarray(q, dtype),
         LayerKV(*(jnp.asarray(part, dtype) for part in (k, v))),
-        LayerKV(*(jnp.asarray(part, dtype) for part in old)) if capacity else None,
+        jnp.stack([jnp.asarray(part, dtype) for part in old]) if capacity else None,
         jnp.asarray(lengths, jnp.int32),
         rope.rotation_at(config, HEAD_DIM, positions),
         rope.rotation_at(config, HEAD_DIM, jnp.arange(capacity)) if capacity else None,

@@ -176,7 +176,7 @@ def test_layers_called_one_by_one_equal_the_whole():
     @jax.jit
     def run_layer(params, x, old):
         def attend_fn(q, new):
-            return attend(q, new, old, lengths, rotation, old_rotation), new
+            return attend(q, new, jnp.stack([old.k, old.v]), lengths, rotation, old_rotation), new
 
         return Layer(CONFIG).apply({"params": params}, x, attend_fn)
 

@@ -1,0 +1,110 @@
+// What the kernels are asked for, and the loop over threads that runs them.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace ca {
+
+namespace ffi = xla::ffi;
+
+// Attention.
+
+constexpr int KEYS = 64;    // Of a step.
+constexpr int FEW = 8;      // Rows of a task, where they are not lanes.
+constexpr int SPLIT = 512;  // Keys of a task of few rows.
+
+struct Call {
+  // Of history: steps in floats. The cosines of each place; none where keys are rotated already (half is 0).
+  const float *keys, *values, *cosines, *sines;
+  int64_t row_step, head_step, token_step;
+  // New tokens, [rows, tokens, K, H]; none: the last token of the history is the query's own.
+  const float *new_keys, *new_values, *new_cosines, *new_sines;
+  const float* queries;  // [rows, tokens, N, H]
+  const int32_t* lengths;
+  float* out;  // As the queries.
+  int64_t tokens, heads, kv_heads, dim, half, window;
+  float scale;
+
+  int64_t groups() const { return heads / kv_heads; }
+  int64_t own_place(int64_t row) const { return new_keys ? lengths[row] : lengths[row] - 1; }  // Of its first token.
+};
+
+struct Task {
+  int64_t row, head, first, stop;  // Rows [first, stop): row i is of token i / G and query head i % G.
+  int64_t begin, end;              // Keys, where there are few rows.
+  float* partial;                  // For each row the top score, the sum of weights and the weighted sum [H], likewise.
+};
+
+// Where row i of a task goes, [H].
+inline float* result(const Call& c, const Task& t, int64_t i) {
+  const int64_t token = t.row * c.tokens + i / c.groups();
+  return c.out + (token * c.heads + t.head * c.groups() + i % c.groups()) * c.dim;
+}
+
+inline int64_t scratch_floats(int64_t dim, int64_t lanes) {
+  return (2 * dim + KEYS) * lanes + (KEYS + 1) * dim + FEW * (dim + KEYS);
+}
+
+// Products with packed weights: tiles of 16 outputs, one behind the other; of a tile there are blocks of 32 inputs:
+//
+//   4 bits     16 scales, 16 offsets (float16), then for each 8 inputs 16 words of 32 bits, one for each output:
+//              its 8 codes, the first in the lowest bits
+//   8 bits     16 scales, then for each 4 inputs 16 such words
+//   bfloat16   for each 2 inputs 16 such words
+
+constexpr int OUTPUTS = 16, BLOCK = 32;
+enum Kind { Q4 = 0, Q8 = 1, BF16 = 2 };
+constexpr int BITS[] = {4, 8, 16};  // Of a code.
+constexpr int64_t HEADER[] = {2 * OUTPUTS * 2, OUTPUTS * 2, 0};
+constexpr int64_t BLOCK_BYTES[] = {HEADER[Q4] + OUTPUTS * BLOCK / 2, HEADER[Q8] + OUTPUTS * BLOCK, OUTPUTS * BLOCK * 2};
+
+struct Product {
+  const uint8_t* packed;
+  const float *x, *sums;  // [rows, inputs], and of it sums of blocks.
+  float* out;             // [rows, outputs]
+  int64_t kind, rows, inputs, outputs;
+};
+
+// The inner loops, as compiled for one kind of machine.
+struct Inner {
+  void (*many_rows)(const Call&, const Task&, float* scratch);
+  void (*few_rows)(const Call&, const Task&, float* scratch);
+  void (*tile)(const Product&, int64_t tile);
+  int64_t lanes;  // Rows of a task of many.
+};
+
+// Runs body(0) to body(count - 1) on the threads of XLA's pool and on this one, each as soon as a thread is free.
+// Waits for all. A thread that comes late finds nothing left, and touches nothing.
+template <class Body>
+void in_parallel(ffi::ThreadPool& pool, int64_t count, const Body& body) {
+  struct State {
+    std::atomic<int64_t> next{0}, done{0};
+  };
+  const int64_t helpers = std::min<int64_t>(pool.num_threads(), count) - 1;
+  if (helpers <= 0) {
+    for (int64_t i = 0; i < count; i++) body(i);
+    return;
+  }
+  auto state = std::make_shared<State>();
+  auto work = [state, count, &body] {
+    int64_t done = 0;
+    for (int64_t i; (i = state->next.fetch_add(1)) < count; done++) body(i);
+    if (done) state->done.fetch_add(done);
+  };
+  for (int64_t i = 0; i < helpers; i++) pool.Schedule([work] { work(); });
+  work();
+  for (int spins = 0; state->done.load() < count; spins++) {
+    if (spins > 1000) std::this_thread::yield();
+  }
+}
+
+}  // namespace ca

@@ -1,0 +1,290 @@
+// CPU kernels behind `jax.ffi`: attention that reads keys and values once, and products with weights that stay as small
+// in memory as their file has them. Float32 arithmetic throughout.
+//
+// The inner loops (inner.h) are compiled for several kinds of x86-64, of which the machine takes the best; elsewhere for
+// what the compiler is set to.
+//
+// Not here: what is asked for (calls.h), who uses which, which matrices are packed (cpu_kernels.py).
+#include <numeric>
+#include <type_traits>
+
+#include "calls.h"
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define CA_X86 1
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
+#define CA_LANES 16
+namespace ca::avx512 {
+#include "inner.h"
+}
+#undef CA_LANES
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#define CA_LANES 8
+namespace ca::avx2 {
+#include "inner.h"
+}
+#undef CA_LANES
+#pragma GCC pop_options
+#endif
+#define CA_LANES 4
+namespace ca::plain {
+#include "inner.h"
+}
+
+namespace ca {
+namespace {
+
+const Inner& best() {
+#ifdef CA_X86
+  static const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  static const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (has_avx512) return avx512::INNER;
+  if (has_avx2) return avx2::INNER;
+#endif
+  return plain::INNER;
+}
+
+// Attention.
+
+bool has_few_rows_of(int64_t dim) {
+  return dim == 16 || dim == 32 || dim == 64 || dim == 80 || dim == 96 || dim == 128;
+}
+
+// The results of rows whose keys several tasks have read: tasks `[begin, end)`, of the same rows.
+void join(const Call& c, const std::vector<Task>& tasks, size_t begin, size_t end) {
+  const Task& first = tasks[begin];
+  for (int64_t i = 0; i < first.stop - first.first; i++) {
+    const int64_t offset = i * (c.dim + 2);
+    float top = -INFINITY, weight = 0, *out = result(c, first, first.first + i);
+    for (size_t j = begin; j < end; j++) top = std::max(top, tasks[j].partial[offset]);
+    std::memset(out, 0, sizeof(float) * c.dim);
+    for (size_t j = begin; j < end; j++) {
+      const float* part = tasks[j].partial + offset;
+      const float share = part[0] == -INFINITY ? 0.0f : std::exp(part[0] - top);
+      weight += share * part[1];
+      for (int64_t d = 0; d < c.dim; d++) out[d] += share * part[2 + d];
+    }
+    for (int64_t d = 0; d < c.dim; d++) out[d] /= weight;
+  }
+}
+
+void attend(ffi::ThreadPool& pool, const Call& c, int64_t rows) {
+  const Inner& inner = best();
+  std::vector<Task> tasks;
+  const int64_t count = c.tokens * c.groups();
+  const bool has_few = (count <= FEW || c.tokens == 1) && has_few_rows_of(c.dim);
+  int64_t num_partials = 0;
+  for (int64_t row = 0; row < rows; row++) {
+    const int64_t own = c.own_place(row), end = own + c.tokens;
+    if (end <= 0 || (!c.new_keys && !c.lengths[row])) {
+      std::memset(c.out + row * c.tokens * c.heads * c.dim, 0, sizeof(float) * c.tokens * c.heads * c.dim);
+      continue;
+    }
+    if (has_few) {
+      const int64_t begin = c.window > 0 ? std::max<int64_t>(0, own - c.window + 1) : 0;
+      for (int64_t head = 0; head < c.kv_heads; head++)
+        for (int64_t first = 0; first < count; first += FEW)
+          for (int64_t at = begin; at < end; at += SPLIT) {
+            tasks.push_back({row, head, first, std::min(first + FEW, count), at, std::min(at + SPLIT, end), nullptr});
+            num_partials += FEW * (c.dim + 2);
+          }
+    } else {
+      // The last rows have most keys: they go first.
+      for (int64_t first = (count - 1) / inner.lanes * inner.lanes; first >= 0; first -= inner.lanes)
+        for (int64_t head = 0; head < c.kv_heads; head++)
+          tasks.push_back({row, head, first, std::min(first + inner.lanes, count), 0, 0, nullptr});
+    }
+  }
+  std::vector<float> partials(num_partials);
+  if (has_few)
+    for (size_t i = 0; i < tasks.size(); i++) tasks[i].partial = partials.data() + i * FEW * (c.dim + 2);
+  const size_t size = scratch_floats(c.dim, inner.lanes);
+  in_parallel(pool, tasks.size(), [&](int64_t i) {
+    thread_local std::vector<float> scratch;
+    if (scratch.size() < size) scratch.resize(size);
+    (has_few ? inner.few_rows : inner.many_rows)(c, tasks[i], scratch.data());
+  });
+  for (size_t i = 0, end; has_few && i < tasks.size(); i = end) {
+    for (end = i + 1; end < tasks.size() && tasks[end].begin > tasks[i].begin && tasks[end].head == tasks[i].head &&
+                      tasks[end].row == tasks[i].row && tasks[end].first == tasks[i].first;)
+      end++;
+    join(c, tasks, i, end);
+  }
+}
+
+using Floats = ffi::Buffer<ffi::F32>;
+
+// Rotated queries [B, K, G, H] over rotated slots [slots, K, C, H], the last of a row's keys its own.
+ffi::Error attend_slots(ffi::ThreadPool pool, Floats queries, Floats keys, Floats values, ffi::Buffer<ffi::S32> lengths,
+                        int64_t window, float scale, ffi::ResultBuffer<ffi::F32> out) {
+  const auto q = queries.dimensions(), slots = keys.dimensions();
+  const float* none = keys.typed_data();  // Of no rotation nothing is read.
+  Call c{};
+  c.keys = keys.typed_data(), c.values = values.typed_data();
+  c.cosines = c.sines = c.new_cosines = c.new_sines = none;
+  c.row_step = slots[1] * slots[2] * slots[3], c.head_step = slots[2] * slots[3], c.token_step = slots[3];
+  c.queries = queries.typed_data(), c.lengths = lengths.typed_data(), c.out = out->typed_data();
+  c.tokens = 1, c.heads = q[1] * q[2], c.kv_heads = q[1], c.dim = q[3], c.window = window, c.scale = scale;
+  attend(pool, c, q[0]);
+  return ffi::Error::Success();
+}
+
+// Unrotated queries [B, T, N, H] over unrotated history [2, B, S, K, H] and new keys and values [B, T, K, H].
+ffi::Error attend_new(ffi::ThreadPool pool, Floats queries, Floats new_keys, Floats new_values, Floats history,
+                      ffi::Buffer<ffi::S32> lengths, Floats new_cosines, Floats new_sines, Floats cosines, Floats sines,
+                      int64_t window, float scale, ffi::ResultBuffer<ffi::F32> out) {
+  const auto q = queries.dimensions(), past = history.dimensions();
+  Call c{};
+  c.keys = history.typed_data(), c.values = c.keys + past[1] * past[2] * past[3] * past[4];
+  c.cosines = cosines.typed_data(), c.sines = sines.typed_data();
+  c.row_step = past[2] * past[3] * past[4], c.head_step = past[4], c.token_step = past[3] * past[4];
+  c.new_keys = new_keys.typed_data(), c.new_values = new_values.typed_data();
+  c.new_cosines = new_cosines.typed_data(), c.new_sines = new_sines.typed_data();
+  c.queries = queries.typed_data(), c.lengths = lengths.typed_data(), c.out = out->typed_data();
+  c.tokens = q[1], c.heads = q[2], c.kv_heads = past[3], c.dim = q[3], c.half = new_cosines.dimensions().back();
+  c.window = window, c.scale = scale;
+  attend(pool, c, q[0]);
+  return ffi::Error::Success();
+}
+
+// Products with packed weights.
+
+ffi::Error packed_dot(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U8> packed, int64_t kind,
+                      ffi::ResultBuffer<ffi::F32> out) {
+  const int64_t rows = x.dimensions()[0], inputs = x.dimensions()[1], outputs = out->dimensions()[1];
+  const int64_t tile_bytes = inputs / BLOCK * BLOCK_BYTES[kind], tiles = outputs / OUTPUTS;
+  if (tiles * tile_bytes != static_cast<int64_t>(packed.element_count()) || outputs % OUTPUTS || inputs % BLOCK)
+    return ffi::Error(ffi::ErrorCode::kInvalidArgument, "packed weights must be as large as inputs times outputs");
+  const float* from = x.typed_data();
+  std::vector<float> sums;
+  if (kind == Q4) {
+    sums.resize(rows * (inputs / BLOCK));
+    for (size_t i = 0; i < sums.size(); i++) sums[i] = std::accumulate(from + i * BLOCK, from + (i + 1) * BLOCK, 0.0f);
+  }
+  const Product product{packed.typed_data(), from, sums.data(), out->typed_data(), kind, rows, inputs, outputs};
+  const int64_t chunk = std::max<int64_t>(1, tiles / (8 * static_cast<int64_t>(pool.num_threads())));
+  in_parallel(pool, (tiles + chunk - 1) / chunk, [&](int64_t i) {
+    for (int64_t tile = i * chunk; tile < std::min((i + 1) * chunk, tiles); tile++) best().tile(product, tile);
+  });
+  return ffi::Error::Success();
+}
+
+uint32_t bits_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  return bits;
+}
+
+float float_of(uint16_t half) {
+  const int exponent = half >> 10 & 31, fraction = half & 0x3ff;
+  const float magnitude = exponent ? std::ldexp(0x400 + fraction, exponent - 25) : std::ldexp(fraction, -24);
+  return half & 0x8000 ? -magnitude : magnitude;
+}
+
+uint16_t half_of(float x) {  // Rounded to the nearest, ties to even. Of numbers under 65,504; others are no codes' scale.
+  const int exponent = std::max(x ? std::ilogb(x) : -15, -15);
+  const float fraction = std::nearbyint(std::ldexp(std::fabs(x), 10 - std::max(exponent, -14)));
+  const int found = exponent < -14 ? fraction : (exponent + 14) * 0x400 + fraction;  // A carry goes on to the exponent.
+  return std::min(found, 0x7bff) | (std::signbit(x) ? 0x8000 : 0);
+}
+
+// Whether 32 weights are codes from `least` to `most` times a scale, behind an offset; to float32's rounding.
+bool found_codes(const float* w, float scale, float offset, int least, int most, uint32_t* codes) {
+  for (int i = 0; i < BLOCK; i++) {
+    const float code = scale ? std::nearbyint((w[i] - offset) / scale) : 0;
+    if (!(code >= least && code <= most)) return false;
+    const float slack = 0x1p-22f * std::max(std::fabs(offset), std::fabs(w[i]));
+    if (!(std::fabs(code * scale + offset - w[i]) <= slack)) return false;
+    codes[i] = static_cast<int32_t>(code);
+  }
+  return true;
+}
+
+// Packs 32 weights of one output, `lane` of its tile; whether they are such numbers.
+bool pack_block(const float* w, int64_t kind, int lane, uint8_t* block) {
+  uint32_t codes[BLOCK];
+  uint16_t scale = 0, offset = 0;
+  const auto [low, high] = std::minmax_element(w, w + BLOCK);
+  const float widest = std::fabs(*low) > std::fabs(*high) ? *low : *high;
+  if (kind == BF16) {
+    for (int i = 0; i < BLOCK; i++) {
+      if (bits_of(w[i]) & 0xffff) return false;
+      codes[i] = bits_of(w[i]) >> 16;
+    }
+  } else if (kind == Q8) {
+    scale = half_of(std::fabs(widest) / 127);
+    if (!found_codes(w, float_of(scale), 0, -127, 127, codes)) return false;
+  } else {
+    // Codes of Q4_1 reach from the least weight to the largest; of Q4_0 that of the widest weight is 0.
+    scale = half_of((*high - *low) / 15), offset = half_of(*low);
+    if (!found_codes(w, float_of(scale), float_of(offset), 0, 15, codes)) {
+      scale = half_of(-widest / 8), offset = half_of(widest);
+      if (!found_codes(w, float_of(scale), float_of(offset), 0, 15, codes)) return false;
+    }
+  }
+  if (kind != BF16) std::memcpy(block + 2 * lane, &scale, 2);
+  if (kind == Q4) std::memcpy(block + 2 * (OUTPUTS + lane), &offset, 2);
+  const int bits = BITS[kind], count = 32 / bits;  // Codes of a word.
+  for (int i = 0; i < BLOCK; i += count) {
+    uint32_t word = 0;
+    for (int j = 0; j < count; j++) word |= (codes[i + j] & ((1u << bits) - 1)) << (j * bits);
+    std::memcpy(block + HEADER[kind] + (i / count * OUTPUTS + lane) * 4, &word, 4);
+  }
+  return true;
+}
+
+}  // namespace
+}  // namespace ca
+
+// Packs weights, `w[input * input_step + output * output_step]`; 1 where they are such numbers, else 0.
+extern "C" int ca_pack(const float* w, int64_t inputs, int64_t outputs, int64_t input_step, int64_t output_step,
+                       int64_t kind, uint8_t* to) {
+  using namespace ca;
+  for (int64_t tile = 0; tile < outputs; tile += OUTPUTS)
+    for (int64_t b = 0; b < inputs; b += BLOCK, to += BLOCK_BYTES[kind])
+      for (int lane = 0; lane < OUTPUTS; lane++) {
+        float block[BLOCK];
+        for (int i = 0; i < BLOCK; i++) block[i] = w[(b + i) * input_step + (tile + lane) * output_step];
+        if (!pack_block(block, kind, lane, to)) return 0;
+      }
+  return 1;
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ca_attend_slots, ca::attend_slots,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<ca::Floats>()
+                                  .Arg<ca::Floats>()
+                                  .Arg<ca::Floats>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Attr<int64_t>("window")
+                                  .Attr<float>("scale")
+                                  .Ret<ca::Floats>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ca_attend_new, ca::attend_new,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<ca::Floats>()
+                                  .Arg<ca::Floats>()
+                                  .Arg<ca::Floats>()
+                                  .Arg<ca::Floats>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<ca::Floats>()
+                                  .Arg<ca::Floats>()
+                                  .Arg<ca::Floats>()
+                                  .Arg<ca::Floats>()
+                                  .Attr<int64_t>("window")
+                                  .Attr<float>("scale")
+                                  .Ret<ca::Floats>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ca_packed_dot, ca::packed_dot,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::U8>>()
+                                  .Attr<int64_t>("kind")
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>());

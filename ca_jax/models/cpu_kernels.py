@@ -1,0 +1,192 @@
+"""Attention and matrix products as a CPU is best at them: a small C++ library behind `jax.ffi`.
+
+XLA computes attention as products with arrays of scores between them, and reads float32 weights whatever a checkpoint
+had. The library reads each key and value once, where it is, and weights in as few bits as their file packed them in.
+Both are float32 arithmetic: results differ from XLA's by rounding alone. It is built with the package where there is a
+C++ compiler; without it everything is computed by XLA.
+
+Not here: who uses which (attention, transformer), the forms that they replace (attention, transformer).
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import ctypes
+import functools
+import importlib.machinery
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ca_jax.models.config import ModelConfig
+from ca_jax.models.kv import LayerKV
+
+_LOG = logging.getLogger(__name__)
+
+MAX_PACKED_ROWS = 32
+"""Rows of a product up to which packed weights are used: of more, reading weights is not what takes long."""
+
+KINDS = {"q4": 320, "q8": 544, "bf16": 1024}
+"""Ways to pack weights, smallest first, and the bytes of 32 inputs times 16 outputs: 4 bits with a scale and an offset
+for each 32 (GGUF's Q4_0 and Q4_1), 8 bits with a scale (Q8_0), bfloat16."""
+
+_INPUTS, _OUTPUTS = 32, 16  # Of a block of packed weights.
+_TARGETS = ("ca_attend_slots", "ca_attend_new", "ca_packed_dot")
+_WITHOUT = "CA_JAX_NO_CPU_KERNELS"  # Environment: computes everything by XLA.
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The library, its functions known to XLA; None where it was not built or is not wanted."""
+    if os.environ.get(_WITHOUT):
+        return None
+    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+        path = Path(__file__).with_name(f"_cpu_kernels{suffix}")
+        if not path.exists():
+            continue
+        try:
+            found = ctypes.CDLL(str(path))
+        except OSError:
+            _LOG.warning("%s cannot be used: everything is computed by XLA", path, exc_info=True)
+            return None
+        for name in _TARGETS:
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(found, name)), platform="cpu")
+        found.ca_pack.restype = ctypes.c_int
+        found.ca_pack.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 5, ctypes.c_void_p]
+        return found
+    return None
+
+
+def serves_attention(dtype: Any, head_dim: int) -> bool:
+    """Whether attention over heads of this kind is computed by the library on the default backend."""
+    return head_dim % 4 == 0 and dtype == jnp.float32 and jax.default_backend() == "cpu" and library() is not None
+
+
+def attend_slots(
+    q: jax.Array, slot_keys: jax.Array, slot_values: jax.Array, lengths: jax.Array, window: int | None = None
+) -> jax.Array:
+    """As `attention.attend_slots`, `[B, K, G, H]`; each row's keys are read up to its length and no further."""
+    call = _function("ca_attend_slots", q.shape)
+    return call(q, slot_keys, slot_values, lengths, **_attributes(q, window))
+
+
+def attend_new(
+    q: jax.Array,
+    new: LayerKV,
+    history: jax.Array | None,
+    history_lengths: jax.Array,
+    rotation: tuple[jax.Array, jax.Array],
+    history_rotation: tuple[jax.Array, jax.Array] | None,
+    window: int | None = None,
+) -> jax.Array:
+    """As `attention.attend`, `[B, T, N, H]`.
+
+    Args:
+      history: `[2, B, S, K, H]`, unrotated; None: there is none.
+      rotation: cosines and sines `[B, T, R/2]`.
+      history_rotation: `[S, R/2]`.
+    """
+    batch_size, num_tokens = q.shape[:2]
+    if history is None or history_rotation is None:
+        history = jnp.zeros((2, batch_size, 0, *new.k.shape[2:]), q.dtype)
+        history_rotation = (jnp.zeros((0, rotation[0].shape[-1])),) * 2
+        history_lengths = jnp.zeros((batch_size,), jnp.int32)
+    turned = [jnp.broadcast_to(part, (batch_size, num_tokens, part.shape[-1])) for part in rotation]
+    call = _function("ca_attend_new", q.shape)
+    return call(q, new.k, new.v, history, history_lengths, *turned, *history_rotation, **_attributes(q, window))
+
+
+def _function(name: str, shape: tuple[int, ...]) -> Callable[..., jax.Array]:
+    """A function of the library that gives f32 of a shape."""
+    if library() is None:
+        raise RuntimeError("the package must be built with its CPU kernels for this, and is not")
+    return jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(shape, jnp.float32))
+
+
+def _attributes(q: jax.Array, window: int | None) -> dict[str, Any]:
+    return {"window": np.int64(window or 0), "scale": np.float32(1 / math.sqrt(q.shape[-1]))}
+
+
+# Packed weights.
+
+
+def packed_dot(x: jax.Array, packed: jax.Array, num_outputs: int) -> jax.Array:
+    """The product of rows `[R, inputs]` with packed weights, f32 `[R, outputs]`."""
+    num_blocks = x.shape[1] // _INPUTS * (num_outputs // _OUTPUTS)
+    kind = list(KINDS.values()).index(packed.shape[0] // num_blocks)
+    call = _function("ca_packed_dot", (x.shape[0], num_outputs))
+    return call(x, packed, kind=np.int64(kind))
+
+
+def pack(weights: Sequence[np.ndarray]) -> np.ndarray | None:
+    """Packs matrices `[inputs, outputs]` of the same inputs, their outputs one behind the other.
+
+    Args:
+      weights: f32, in any strides.
+
+    Returns:
+      u8 `[bytes]`, in the smallest of `KINDS` by which all of them are what they are, to float32's rounding; None where
+      there is none, or a size does not fit.
+    """
+    lib = library()
+    sizes = [matrix.shape for matrix in weights]
+    if lib is None or any(inputs % _INPUTS or outputs % _OUTPUTS for inputs, outputs in sizes):
+        return None
+    for kind, block_bytes in enumerate(KINDS.values()):
+        parts = []
+        for matrix, (inputs, outputs) in zip(weights, sizes, strict=True):
+            part = np.empty(inputs // _INPUTS * (outputs // _OUTPUTS) * block_bytes, np.uint8)
+            steps = [stride // matrix.itemsize for stride in matrix.strides]
+            if not lib.ca_pack(matrix.ctypes.data, inputs, outputs, *steps, kind, part.ctypes.data):
+                break
+            parts.append(part)
+        else:
+            return np.concatenate(parts)
+    return None
+
+
+def pack_params(config: ModelConfig, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Packs what of a model's weights can be: a tree beside its parameters, which `Transformer` reads as `packed`.
+
+    Args:
+      params: the tree of parameters, without "params", on the device.
+
+    Returns:
+      Leaves u8 `[bytes]` on the device: of each layer `attn.qkv`, `attn.out`, `mlp.wide` and `mlp.down`, and `unembed`.
+      What cannot be packed is not there; nothing is on another backend, in another dtype or on a mesh.
+    """
+    embedding = params["embed"]["embedding"]
+    is_plain = len(embedding.sharding.device_set) == 1 and embedding.dtype == jnp.float32
+    if not is_plain or jax.default_backend() != "cpu" or library() is None:
+        return {}
+    host = np.asarray
+    wanted: dict[tuple[str, ...], list[np.ndarray]] = {}
+    for i in range(config.num_layers):
+        layer = params[f"layer_{i}"]
+        attn, mlp = layer["attn"], layer["mlp"]
+        wanted[f"layer_{i}", "attn", "qkv"] = [
+            host(attn[name]).reshape(config.embed_dim, -1) for name in ("wq", "wk", "wv")
+        ]
+        wanted[f"layer_{i}", "attn", "out"] = [host(attn["wo"]).reshape(-1, config.embed_dim)]
+        if not config.num_experts:
+            wide = [name for name in ("w_gate", "w_up") if name in mlp]
+            wanted[f"layer_{i}", "mlp", "wide"] = [host(mlp[name]) for name in wide]
+            wanted[f"layer_{i}", "mlp", "down"] = [host(mlp["w_down"])]
+    head = host(embedding).T if config.tie_embeddings else host(params["head"]["kernel"])
+    wanted[("unembed",)] = [head]
+    found: dict[str, Any] = {}
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        for path, packed in zip(wanted, pool.map(pack, wanted.values()), strict=True):
+            if packed is not None:
+                place = found
+                for key in path[:-1]:
+                    place = place.setdefault(key, {})
+                place[path[-1]] = jax.device_put(packed)
+    return found
