@@ -6,10 +6,12 @@ import importlib.util
 import json
 from pathlib import Path
 
+import jax
 import pytest
 
 import ca_jax
 from ca_jax.errors import UnknownModelError
+from ca_jax.models import cpu_kernels
 from ca_jax.models.checkpoint import PRESETS
 from ca_jax.pretrained import LoadedModel
 from ca_jax.turns.requests import SamplingParams
@@ -47,6 +49,19 @@ def test_the_story_model_tells_its_golden_text_at_once_and_in_turns(shared_data)
                 assert session.usage.num_cached_tokens == max(start, 0)
 
 
+@pytest.fixture(params=["cpu kernels", "xla"])
+def computed_by(request, monkeypatch):
+    """By what a CPU computes attention and products of few rows."""
+    if request.param == "cpu kernels" and cpu_kernels.library() is None:
+        pytest.skip("the package was built without its CPU kernels")
+    if request.param == "xla":
+        monkeypatch.setattr(cpu_kernels, "library", lambda: None)
+        jax.clear_caches()  # Which it is is decided when a function is traced.
+    yield
+    if request.param == "xla":
+        jax.clear_caches()
+
+
 def gguf_in_transformers(path: Path):
     """The model of a GGUF file, read by `transformers`; its `from_pretrained` would want one package more."""
     transformers = pytest.importorskip("transformers")
@@ -61,7 +76,7 @@ def gguf_in_transformers(path: Path):
     return model.eval()
 
 
-def test_the_default_model_answers_a_chat_as_transformers_does_from_the_same_file():
+def test_the_default_model_answers_a_chat_as_transformers_does_from_the_same_file(computed_by):
     """Two turns, the second over stored KV; how the text becomes tokens is compared where tokenizers are tested."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")

@@ -16,6 +16,8 @@ from typing import Any
 
 import jax
 
+from ca_jax.models import cpu_kernels
+
 PACKAGES = ("ca-jax", "jax", "jaxlib", "flax", "numpy", "tensorstore")
 """Distributions whose versions are told."""
 
@@ -29,7 +31,8 @@ def describe_machine() -> dict[str, Any]:
 
     Returns:
       `cpu` (model), `cores` (that this process may use), `memory_gib` (None where the system does not say), `os`,
-      `device` (kind), `platform` and `num_devices` of jax, `environment` (variables set that size thread pools or pick
+      `device` (kind), `platform` and `num_devices` of jax, `cpu_kernels` (what they are compiled
+      for; None where XLA computes everything), `environment` (variables set that size thread pools or pick
       the backend), `load_1m` (processes that ran or waited, mean of the last minute; None where the system does not
       say), `date` (UTC, ISO 8601).
     """
@@ -42,6 +45,7 @@ def describe_machine() -> dict[str, Any]:
         "device": devices[0].device_kind,
         "platform": devices[0].platform,
         "num_devices": len(devices),
+        "cpu_kernels": cpu_kernels.kind(),
         "environment": {name: os.environ[name] for name in _THREAD_VARIABLES if name in os.environ},
         "load_1m": _load(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

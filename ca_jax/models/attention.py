@@ -31,8 +31,8 @@ PrefillAttention = Literal["blocks", "batched", "flash", "cpu"]
 once, in large blocks, on any backend. `flash`: cuDNN's. `cpu`: a CPU kernel, of which there is no gradient."""
 
 SlotAttention = Literal["blocks", "kernel", "cpu"]
-"""How `attend_slots` is computed. `blocks`: a loop over blocks of keys, on any backend. `kernel`: a GPU kernel. `cpu`: a
-CPU kernel."""
+"""How `attend_slots` is computed. `blocks`: a loop over blocks of keys, on any backend. `kernel` and `cpu`: a kernel
+of ours for a GPU, and for a CPU."""
 
 ChosenAttention = Literal["blocks", "batched"]
 """How `attend_chosen` is computed. `blocks`: a loop over blocks of keys, as far as each block of queries needs.

@@ -39,7 +39,7 @@ for each 32 (GGUF's Q4_0 and Q4_1), 8 bits with a scale (Q8_0), bfloat16."""
 
 _INPUTS, _OUTPUTS = 32, 16  # Of a block of packed weights.
 _TARGETS = ("ca_attend_slots", "ca_attend_new", "ca_packed_dot")
-_WITHOUT = "CA_JAX_NO_CPU_KERNELS"  # Environment: computes everything by XLA.
+_WITHOUT = "CA_JAX_NO_CPU_KERNELS"  # In the environment: everything is computed by XLA.
 
 
 @functools.cache
@@ -58,10 +58,20 @@ def library() -> ctypes.CDLL | None:
             return None
         for name in _TARGETS:
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(found, name)), platform="cpu")
+        found.ca_kind.restype = ctypes.c_char_p
         found.ca_pack.restype = ctypes.c_int
         found.ca_pack.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 5, ctypes.c_void_p]
         return found
     return None
+
+
+def kind() -> str | None:
+    """What the library's inner loops were compiled for, as the machine takes them: `avx512`, `avx2` or `plain`.
+
+    None: everything is computed by XLA.
+    """
+    lib = library()
+    return None if lib is None or jax.default_backend() != "cpu" else lib.ca_kind().decode()
 
 
 def serves_attention(dtype: Any, head_dim: int) -> bool:

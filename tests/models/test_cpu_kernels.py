@@ -20,6 +20,27 @@ pytestmark = pytest.mark.skipif(cpu_kernels.library() is None, reason="the packa
 ATOL = 2 * ATTENTION_ATOL["float32"]  # Both sides round.
 
 
+def kinds():
+    """The kinds of machine that the library was compiled for and this one is, best first."""
+    lib = cpu_kernels.library()
+    found = [kind for kind in ("plain", "avx2", "avx512") if lib is not None and lib.ca_use(kind.encode())]
+    return found[::-1]  # The best was taken last.
+
+
+KINDS = kinds()
+
+
+def by_each_kind(function, *args):
+    """What a function gives, as compiled for each kind of machine that this one is."""
+    lib, run = cpu_kernels.library(), jax.jit(function)
+    try:
+        for kind in KINDS:
+            assert lib.ca_use(kind.encode())
+            yield np.asarray(jax.block_until_ready(run(*args)))
+    finally:
+        lib.ca_use(KINDS[0].encode())
+
+
 def normal(seed, *shape):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
@@ -64,8 +85,9 @@ def check_attend(num_new, num_history, head_dim, heads, *, window=None, rotary_d
     at = partial(rope.rotation_at, rope.RopeConfig(theta=500.0, rotary_dim=rotary_dim), head_dim)
     positions = lengths[:, None] + np.arange(num_new)
     given = (q, LayerKV(k, v), history, lengths, at(positions), at(jnp.arange(capacity)))
-    found, expected = (jax.jit(lambda *args, how=how: attend(*args, how, window))(*given) for how in ("cpu", "blocks"))
-    np.testing.assert_allclose(found, expected, atol=ATOL, rtol=0)
+    expected = jax.jit(lambda *args: attend(*args, "blocks", window))(*given)
+    for found in by_each_kind(lambda *args: attend(*args, "cpu", window), *given):
+        np.testing.assert_allclose(found, expected, atol=ATOL, rtol=0)
 
 
 @pytest.mark.parametrize(("head_dim", "groups"), [(8, 3), (64, 1), (64, 3), (64, 20), (128, 8)])
@@ -76,11 +98,10 @@ def test_decoding_rows_of_any_length(head_dim, groups):
     for row, length in enumerate(lengths):
         keys[row, :, length:], values[row, :, length:] = np.nan, np.nan
     for window in (None, 5, 600):
-        found, expected = (
-            jax.jit(partial(attend_slots, implementation=how, window=window))(q, keys, values, lengths)
-            for how in ("cpu", "blocks")
-        )
-        np.testing.assert_allclose(found, expected, atol=ATOL, rtol=0)
+        given, options = (q, keys, values, lengths), {"window": window}
+        expected = jax.jit(partial(attend_slots, implementation="blocks", **options))(*given)
+        for found in by_each_kind(partial(attend_slots, implementation="cpu", **options), *given):
+            np.testing.assert_allclose(found, expected, atol=ATOL, rtol=0)
 
 
 # Packed weights.
@@ -105,9 +126,9 @@ def test_weights_are_packed_as_their_file_has_them_and_multiply_the_same(packed_
     packed = cpu_kernels.pack(matrices)
     assert packed.nbytes == 96 * 64 // 512 * cpu_kernels.KINDS[packed_as]
     x = normal(9, num_rows, 96)
-    product = jax.jit(partial(cpu_kernels.packed_dot, num_outputs=64))(x, jnp.asarray(packed))
     expected = x.astype(np.float64) @ np.concatenate(matrices, axis=1)
-    np.testing.assert_allclose(product, expected, atol=1e-5 * scale, rtol=1e-5)
+    for product in by_each_kind(partial(cpu_kernels.packed_dot, num_outputs=64), x, jnp.asarray(packed)):
+        np.testing.assert_allclose(product, expected, atol=1e-5 * scale, rtol=1e-5)
 
 
 @pytest.mark.parametrize("make", [lambda: normal(0, 64, 32), lambda: normal(0, 48, 32), lambda: normal(0, 64, 40)])

@@ -80,6 +80,7 @@ struct Inner {
   void (*few_rows)(const Call&, const Task&, float* scratch);
   void (*tile)(const Product&, int64_t tile);
   int64_t lanes;  // Rows of a task of many.
+  const char* name;
 };
 
 // Runs body(0) to body(count - 1) on the threads of XLA's pool and on this one, each as soon as a thread is free.

@@ -15,21 +15,26 @@
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
 #define CA_LANES 16
+#define CA_NAME "avx512"
 namespace ca::avx512 {
 #include "inner.h"
 }
 #undef CA_LANES
+#undef CA_NAME
 #pragma GCC pop_options
 #pragma GCC push_options
 #pragma GCC target("avx2,fma")
 #define CA_LANES 8
+#define CA_NAME "avx2"
 namespace ca::avx2 {
 #include "inner.h"
 }
 #undef CA_LANES
+#undef CA_NAME
 #pragma GCC pop_options
 #endif
 #define CA_LANES 4
+#define CA_NAME "plain"
 namespace ca::plain {
 #include "inner.h"
 }
@@ -37,16 +42,20 @@ namespace ca::plain {
 namespace ca {
 namespace {
 
-const Inner& best() {
+// Those that the machine has, best first.
+std::vector<const Inner*> served() {
+  std::vector<const Inner*> found;
 #ifdef CA_X86
-  static const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  static const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  if (has_avx512) return avx512::INNER;
-  if (has_avx2) return avx2::INNER;
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl"))
+    found.push_back(&avx512::INNER);
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&avx2::INNER);
 #endif
-  return plain::INNER;
+  found.push_back(&plain::INNER);
+  return found;
 }
+
+std::atomic<const Inner*> chosen{served().front()};
 
 // Attention.
 
@@ -73,7 +82,7 @@ void join(const Call& c, const std::vector<Task>& tasks, size_t begin, size_t en
 }
 
 void attend(ffi::ThreadPool& pool, const Call& c, int64_t rows) {
-  const Inner& inner = best();
+  const Inner& inner = *chosen.load();
   std::vector<Task> tasks;
   const int64_t count = c.tokens * c.groups();
   const bool has_few = (count <= FEW || c.tokens == 1) && has_few_rows_of(c.dim);
@@ -166,9 +175,10 @@ ffi::Error packed_dot(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer
     for (size_t i = 0; i < sums.size(); i++) sums[i] = std::accumulate(from + i * BLOCK, from + (i + 1) * BLOCK, 0.0f);
   }
   const Product product{packed.typed_data(), from, sums.data(), out->typed_data(), kind, rows, inputs, outputs};
+  const Inner& inner = *chosen.load();
   const int64_t chunk = std::max<int64_t>(1, tiles / (8 * static_cast<int64_t>(pool.num_threads())));
   in_parallel(pool, (tiles + chunk - 1) / chunk, [&](int64_t i) {
-    for (int64_t tile = i * chunk; tile < std::min((i + 1) * chunk, tiles); tile++) best().tile(product, tile);
+    for (int64_t tile = i * chunk; tile < std::min((i + 1) * chunk, tiles); tile++) inner.tile(product, tile);
   });
   return ffi::Error::Success();
 }
@@ -239,6 +249,16 @@ bool pack_block(const float* w, int64_t kind, int lane, uint8_t* block) {
 
 }  // namespace
 }  // namespace ca
+
+// The kind of machine that the inner loops were compiled for.
+extern "C" const char* ca_kind() { return ca::chosen.load()->name; }
+
+// Takes those that were compiled for another kind, for comparison; 1 where the machine has it, else 0.
+extern "C" int ca_use(const char* name) {
+  for (const ca::Inner* inner : ca::served())
+    if (!std::strcmp(inner->name, name)) return ca::chosen.store(inner), 1;
+  return 0;
+}
 
 // Packs weights, `w[input * input_step + output * output_step]`; 1 where they are such numbers, else 0.
 extern "C" int ca_pack(const float* w, int64_t inputs, int64_t outputs, int64_t input_step, int64_t output_step,
