@@ -18,7 +18,7 @@ import numpy as np
 from ca_jax.device import steps
 from ca_jax.device.buckets import batch_buckets, history_buckets, new_token_buckets, pad_to, pass_sizes, slot_tokens
 from ca_jax.device.slots import DecodeSlots, RunnerSizes
-from ca_jax.device.transfer import to_device, to_host
+from ca_jax.device.transfer import params_to_device, to_device, to_host
 from ca_jax.models.attention import SLOT_BLOCK
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.cpu_kernels import pack_params
@@ -123,7 +123,7 @@ class Runner:
         """Copies small host data to all devices of the model; see `transfer.to_device`."""
         self.config = config
         """Of the model."""
-        params = params if sharding is not None else {**params, "packed": pack_params(config, params["params"])}
+        params = params if sharding is not None else {**params, "packed": params_to_device(pack_params(config, params["params"]))}
         self._params = params
         self._timeline = timeline
         self.with_attention = sizes.with_attention

@@ -169,7 +169,7 @@ def pack_params(config: ModelConfig, params: Mapping[str, Any]) -> dict[str, Any
       params: the tree of parameters, without "params", on the device.
 
     Returns:
-      Leaves u8 `[bytes]` on the device: of each layer `attn.qkv`, `attn.out`, `mlp.wide` and `mlp.down`, and `unembed`.
+      Leaves u8 `[bytes]` on the host: of each layer `attn.qkv`, `attn.out`, `mlp.wide` and `mlp.down`, and `unembed`.
       What cannot be packed is not there; nothing is on another backend, in another dtype or on a mesh.
     """
     embedding = params["embed"]["embedding"]
@@ -198,5 +198,5 @@ def pack_params(config: ModelConfig, params: Mapping[str, Any]) -> dict[str, Any
                 place = found
                 for key in path[:-1]:
                     place = place.setdefault(key, {})
-                place[path[-1]] = jax.device_put(packed)
+                place[path[-1]] = packed
     return found
