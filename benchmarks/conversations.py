@@ -1,6 +1,6 @@
 """The conversations that suites serve, ShareGPT's or random tokens where it is not installed, and the loop that serves.
 
-Not here: a recorded conversation as turns (`ca_jax.simulate.replay.workload`), reading the data set,
+Not here: a recorded conversation as turns (`benchmarks.replay.workload`), reading the data set,
 which conversations a suite takes (`suites.throughput`, `suites.overflow`).
 """
 
@@ -15,9 +15,9 @@ import numpy as np
 
 from benchmarks.engines import answer_of
 from benchmarks.harness import BenchError
+from benchmarks.replay.workload import Script, recorded_script
 from ca_jax.engine import Engine
 from ca_jax.pretrained import LoadedModel
-from ca_jax.simulate.replay.workload import Script, recorded_script
 from ca_jax.simulate.traces.sharegpt import Turn, dataset_path, load_sharegpt
 from ca_jax.turns.jobs import Job
 from ca_jax.turns.requests import Usage

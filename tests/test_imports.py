@@ -55,7 +55,7 @@ STRANGERS = {
 # Modules, or rooms of them, that load no jax.
 WITHOUT_JAX = {
     *("errors", "telemetry.timeline", "telemetry.wakeup", "storage", "overflow", "turns", "config", "session"),
-    *("simulate.clock", "simulate.config", "simulate.paper", "simulate.server", "simulate.traces"),
+    "simulate",
     *("kv.costs", "kv.rates", "serving.scheduler"),
 }
 JAX_PACKAGES = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}

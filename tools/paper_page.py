@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.paper_figures import shown
 from ca_jax.launch.machine import summarize_machine
-from ca_jax.launch.simulate import shown
 from tools.pages import Report, assemble, read_json, read_notes, table, write_page
 
 _TITLES = {

@@ -34,11 +34,11 @@ from benchmarks.overflow_rows import (
     OverflowRow,
 )
 from benchmarks.overflow_store import measure_bookkeeping
+from benchmarks.replay.workload import Exchange, Script
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.kv.layout import kv_layout
 from ca_jax.pretrained import LoadedModel
-from ca_jax.simulate.replay.workload import Exchange, Script
 from ca_jax.simulate.traces.sharegpt import Turn
 from ca_jax.telemetry.metrics import CompileCounter
 

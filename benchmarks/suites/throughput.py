@@ -22,11 +22,11 @@ from benchmarks.conversations import ServedRound
 from benchmarks.engines import make_engine, sized_config
 from benchmarks.harness import Row, Run, Sample, Ways
 from benchmarks.recording import Recorder
+from benchmarks.replay.workload import LEAST_ANSWER_TOKENS, Exchange, Script
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.kv.layout import kv_layout
 from ca_jax.pretrained import LoadedModel
-from ca_jax.simulate.replay.workload import LEAST_ANSWER_TOKENS, Exchange, Script
 from ca_jax.simulate.traces.sharegpt import Turn
 
 MODES = ("store", "recompute")

@@ -12,6 +12,7 @@ import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import rich.box
@@ -55,19 +56,33 @@ def run(
     app.run(checked, argv=spelled(sys.argv))
 
 
+def load_benchmark(name: str) -> ModuleType | None:
+    """A module of `benchmarks`, which is in a checkout of the repository; None in an installed package."""
+    root = Path(ca_jax.__file__).resolve().parents[1]
+    if not (root / "benchmarks" / "harness.py").is_file():
+        return None
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    return importlib.import_module(f"benchmarks.{name}")
+
+
+def must_load_benchmark(name: str) -> ModuleType:
+    """Likewise; ends the script where there is no checkout."""
+    module = load_benchmark(name)
+    if module is None:
+        sys.exit(
+            "error: the benchmarks are not part of the installed package: clone its repository, and run this from there"
+        )
+    return module
+
+
 def run_benchmark(name: str) -> None:
     """Runs a script that is in a checkout of the repository and not in the installed package; does not return.
 
     Args:
       name: of its module in `benchmarks`, which has `define_flags`, `main` and `ERRORS`, the errors of `run`.
     """
-    root = Path(ca_jax.__file__).resolve().parents[1]
-    if not (root / "benchmarks" / "harness.py").is_file():
-        sys.exit(
-            "error: the benchmarks are not part of the installed package: clone its repository, and run this from there"
-        )
-    sys.path.insert(0, str(root))
-    module = importlib.import_module(f"benchmarks.{name}")
+    module = must_load_benchmark(name)
     module.define_flags()
     run(module.main, errors=module.ERRORS)
 
@@ -127,6 +142,11 @@ def make_table(
         else:
             table.add_section()
     return table
+
+
+def format_number(value: float) -> str:
+    """A number in three digits; all digits before the point of a thousand or more."""
+    return f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
 
 
 def make_markdown(columns: Iterable[str], rows: Iterable[Sequence[str]]) -> list[str]:

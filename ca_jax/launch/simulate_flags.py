@@ -1,4 +1,4 @@
-"""Flags of `simulate`, and what they stand for: a trace as sessions of lengths and times alone, a server, a store.
+"""What `simulate` is asked: a trace as sessions of lengths and times alone, a server, a store.
 
 Not here: what is done with them (`simulate`), readers of files (`ca_jax.simulate.traces`).
 """
@@ -13,47 +13,93 @@ from typing import Any
 
 from absl import flags
 
-from ca_jax.launch.flags import ConfigFlags, define_flag
+from ca_jax.launch.flags import ConfigFlags
 from ca_jax.simulate.config import (
     DEVICES,
     FITTED_SUITES,
     MODELS,
     FittedCost,
+    RooflineCost,
     ServerConfig,
+    SimModel,
     StoreSizes,
 )
-from ca_jax.simulate.paper import FIGURES, GB, PaperConfig
-from ca_jax.simulate.replay.workload import TraceConfig
 from ca_jax.simulate.server import POLICIES
-from ca_jax.simulate.traces.requests import BadRows, load_requests, share_of_seen_blocks
+from ca_jax.simulate.traces.requests import BadRows, TraceConfig, load_requests, share_of_seen_blocks
 from ca_jax.simulate.traces.sharegpt import load_sharegpt
 from ca_jax.simulate.workload import Lengths, SimSession, conversation_lengths, poisson_sessions, trace_sessions
 
 flags.disclaim_key_flags()  # They are flags of `simulate`: its --help shows them.
 
-FLAGS = flags.FLAGS
-_PAPER = PaperConfig()
+GB = 1e9
+_USABLE_HBM = 0.9  # Of a device's memory, for weights and KV.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TraceSource(TraceConfig):
-    """Which trace, and how it is read.
+class SimulateConfig(TraceConfig):
+    """What is simulated. Every field is a flag of its name.
 
     Raises:
-      ValueError: an unknown format, no file where one is needed, or a number that cannot be.
+      ValueError: an unknown format, no file where one is needed, or a number outside its range.
     """
 
-    chars_per_token: float = _PAPER.chars_per_token
-    """Characters of a text that make a token."""
+    chars_per_token: float = 2.27
+    """Characters of a text that make a token: with 2.27 as many recorded conversations outgrow 2,048 and 4,096 tokens
+    (47 and 29 %) as in the paper (47 and 30 %, section 2.4)."""
     max_turns: int = 40
     """ShareGPT: most turns of a conversation, as in the paper; later ones are left out. 0 for all."""
+    num_sessions: int | None = None
+    """Sessions that come; None: all of a trace, 9,000 for figures."""
+    arrival_rate: float = 1.0
+    """ShareGPT: conversations a second, Poisson."""
+    think_time_s: float = 0.0
+    """ShareGPT: mean time before a further turn, exponential. The paper gives none."""
+    wait_for_answers: bool = True
+    """ShareGPT: turns come after answers, not at times of their own."""
+    warmup_share: float | None = None
+    """Share of the turns that come first and do not count; None: none of a trace, 10 of 52 for figures."""
+    seed: int = 0
+    """Of arrivals and the order of conversations."""
+    device: str = "a100-80"
+    """Accelerator, one of `DEVICES`."""
+    flops_share: float = 0.085
+    """Share of its operations a second that a prefill reaches. The paper's TTFT come to so small a share; its 360 ms
+    for 2,048 tokens would be 0.6."""
+    bytes_share: float = 0.7
+    """Share of its memory's bandwidth that a step reaches."""
+    step_ms: float = 0.0
+    """Of every prefill and decode step, however small."""
+    ssd_gb_per_s: float = 5.0
+    """Bandwidth of the SSD, each way."""
+    max_batch_size: int = 24
+    """Decode slots."""
+    model: str = "llama-13b"
+    """Without figures: the model, one of `MODELS`."""
+    window: int | None = None
+    """Without figures: context window; None: the model's."""
+    num_devices: int = 2
+    """Without figures: how many share the model."""
+    dram_gb: float = 128.0
+    """Without figures: DRAM for KV."""
+    ssd_gb: float = 10_000.0
+    """Without figures: SSD for KV; 0 for none."""
+    capacity_share: float | None = None
+    """Without figures: DRAM as this share of the KV of all sessions, and no SSD."""
+    ttl_s: float | None = None
+    """Without figures: how long KV is kept after its last use; None: while room lasts."""
+    block_tokens: int = StoreSizes.block_tokens
+    """Without figures: tokens of a block of the store."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.chars_per_token < float("inf"):
-            raise ValueError(f"chars_per_token must be a number above 0, got {self.chars_per_token}")
-        if self.max_turns < 0:
-            raise ValueError(f"max_turns must be at least 0, got {self.max_turns}")
+        for name, least in (("num_sessions", 1), ("max_batch_size", 1), ("max_turns", 0), ("window", 2)):
+            if (value := getattr(self, name)) is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        for name in ("chars_per_token", "capacity_share"):
+            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be a number above 0, got {value}")
+        if not 0 <= (self.warmup_share or 0) < 1:
+            raise ValueError(f"warmup_share must be a share in [0, 1), got {self.warmup_share}")
 
     @property
     def path(self) -> Path | None:
@@ -73,10 +119,92 @@ class TraceSource(TraceConfig):
         """
         return conversation_lengths(load_sharegpt(self.path), self.num_tokens, max_turns=self.max_turns or None)
 
+    def drawn_sessions(self, lengths: Lengths) -> list[SimSession]:
+        """Conversations of those lengths, which come at random; without `num_sessions` each once."""
+        drawn = poisson_sessions(
+            lengths,
+            num_sessions=self.num_sessions or len(lengths),
+            arrival_rate=self.arrival_rate,
+            think_s=self.think_time_s,
+            waits_for_answers=self.wait_for_answers,
+            seed=self.seed,
+        )
+        return list(drawn)
+
+    def server(self, model: SimModel, num_devices: int, **others: Any) -> ServerConfig:
+        """A server of so many devices, by their data sheet, and of `others` of its fields.
+
+        Raises:
+          ValueError: the devices do not hold the weights.
+        """
+        device = DEVICES[self.device]
+        free_bytes = num_devices * device.hbm_bytes * _USABLE_HBM - model.weight_bytes
+        if free_bytes <= 0:
+            raise ValueError(
+                f"num_devices must be as many {device.name} as hold the {model.weight_bytes / GB:.3g} GB of "
+                f"weights of {model.name}, got {num_devices}"
+            )
+        return ServerConfig(
+            model=model,
+            cost=RooflineCost(
+                model=model,
+                device=device,
+                num_devices=num_devices,
+                flops_share=self.flops_share,
+                bytes_share=self.bytes_share,
+                step_s=self.step_ms / 1e3,
+            ),
+            link_bytes_per_s=device.link_bytes_per_s,
+            hbm_tokens=free_bytes / model.token_bytes,
+            max_batch_size=self.max_batch_size,
+            **others,
+        )
+
+    def trace_server(self, num_turns: int, largest_tokens: int, cost: Sequence[str] = ()) -> ServerConfig:
+        """The server of a trace, but for its store.
+
+        Args:
+          num_turns: of all sessions.
+          largest_tokens: of the largest session: a window for traces of other models, unless one is given.
+          cost: benches that say what computing takes, see `FittedCost.from_bench`; none: data sheets do.
+
+        Raises:
+          ValueError: the devices do not hold the weights, or there are no measurements to fit to.
+        """
+        model = MODELS[self.model]
+        longest = model.window if self.trace_format == "sharegpt" else max(model.window, largest_tokens)
+        model = dataclasses.replace(model, window=self.window or longest)
+        warmup_turns = int((self.warmup_share or 0.0) * num_turns)
+        if not cost:
+            return self.server(model, self.num_devices, warmup_turns=warmup_turns)
+        return ServerConfig(  # A measured machine is not in the data sheets, nor what it has room for.
+            model=model,
+            cost=FittedCost.from_bench(cost),
+            link_bytes_per_s=DEVICES[self.device].link_bytes_per_s,
+            max_batch_size=self.max_batch_size,
+            warmup_turns=warmup_turns,
+        )
+
+    def store(self, working_set_bytes: float) -> StoreSizes:
+        """The store of a trace.
+
+        Raises:
+          ValueError: a size or rate outside its range.
+        """
+        by_share = self.capacity_share is not None
+        return StoreSizes(
+            dram_bytes=(self.capacity_share or 0.0) * working_set_bytes if by_share else self.dram_gb * GB,
+            ssd_bytes=0.0 if by_share else self.ssd_gb * GB,
+            ssd_read_bytes_per_s=self.ssd_gb_per_s * GB,
+            ssd_write_bytes_per_s=self.ssd_gb_per_s * GB,
+            ttl_s=self.ttl_s,
+            block_tokens=self.block_tokens,
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReadTrace:
-    """What was read of one."""
+    """What was read of a trace."""
 
     sessions: Sequence[SimSession]
     """In order of arrival."""
@@ -88,42 +216,16 @@ class ReadTrace:
     """What was wrong with the first of them."""
 
 
-_TRACE = ConfigFlags(TraceSource(), without=("length_scale",))
-_NUMBERS: dict[str, tuple[type, float | None, str]] = {
-    "arrival_rate": (float, _PAPER.arrival_rate, "ShareGPT: conversations a second, Poisson."),
-    "think_time_s": (float, _PAPER.think_s, "ShareGPT: mean time before a further turn, exponential."),
-    "warmup_share": (float, None, "Share of the turns that come first and do not count."),
-    "flops_share": (float, _PAPER.flops_share, "Share of its operations a second that a prefill reaches."),
-    "bytes_share": (float, _PAPER.bytes_share, "Share of its memory's bandwidth that a step reaches."),
-    "step_ms": (float, _PAPER.step_s * 1e3, "Of every prefill and decode step, however small."),
-    "dram_gb": (float, 128.0, "Without figures: DRAM for KV."),
-    "ssd_gb": (float, 10_000.0, "Without figures: SSD for KV; 0 for none."),
-    "capacity_share": (float, None, "Without figures: DRAM as this share of the KV of all sessions, and no SSD."),
-    "ssd_gb_per_s": (float, _PAPER.ssd_bytes_per_s / GB, "Bandwidth of the SSD, each way."),
-    "ttl_s": (float, None, "Without figures: how long KV is kept after its last use; by default while room lasts."),
-    "price_device": (float, _PAPER.prices.device, "Figure 17: dollars an hour of an accelerator."),
-    "price_dram_gb": (float, _PAPER.prices.dram_gb, "Figure 17: dollars an hour of a gigabyte of memory."),
-    "price_ssd_gb": (float, _PAPER.prices.ssd_gb, "Figure 17: dollars an hour of a gigabyte of SSD."),
-    "num_sessions": (int, None, "Sessions that come; by default all of a trace, 9,000 for figures."),
-    "seed": (int, _PAPER.seed, "Of arrivals and the order of conversations."),
-    "window": (int, None, "Without figures: context window; by default the model's."),
-    "num_devices": (int, 2, "Without figures: how many share the model."),
-    "max_batch_size": (int, _PAPER.max_batch_size, "Decode slots."),
-    "block_tokens": (int, StoreSizes.block_tokens, "Without figures: tokens of a block of the store."),
-}
+CONFIG = ConfigFlags(SimulateConfig(), without=("length_scale",))
+"""The flags that are fields."""
 
 
 def define_flags() -> None:
-    """Only where `simulate` is the program: scripts share names of flags."""
-    _TRACE.define()
-    for name, (kind, number, text) in _NUMBERS.items():
-        define_flag(name, kind, number, text)
-    figures = "Figure of the paper to simulate; may be given more than once."
-    flags.DEFINE_multi_enum("figure", [], [*FIGURES, "all"], figures)
-    waits = "ShareGPT: turns come after answers, not at times of their own."
-    flags.DEFINE_boolean("wait_for_answers", _PAPER.waits_for_answers, waits)
-    flags.DEFINE_enum("model", "llama-13b", sorted(MODELS), "Without figures: the model.")
-    flags.DEFINE_enum("device", _PAPER.device.name, sorted(DEVICES), "Accelerator.")
+    """Defines all flags but those of figures alone."""
+    CONFIG.define()
+    flags.DEFINE_multi_string(
+        "figure", [], "Figure of the paper to simulate, or all; may be given more than once. In a checkout alone."
+    )
     flags.DEFINE_multi_string(
         "cost",
         [],
@@ -135,108 +237,20 @@ def define_flags() -> None:
     flags.DEFINE_string("plot_dir", None, "Directory to write plots to: figure_13.png and so on, or policies.png.")
 
 
-def trace_source() -> TraceSource:
-    """The trace that flags name; raises ValueError where a flag's value is out of range."""
-    return _TRACE.read()
-
-
-def paper_config() -> PaperConfig:
-    """What the figures share, as flags say.
-
-    Raises:
-      ValueError: a flag's value is out of range.
-    """
-    names = ["chars_per_token", "arrival_rate", "seed"]
-    names += [name for name in ("num_sessions", "warmup_share") if FLAGS[name].value is not None]
-    given: dict[str, Any] = {name: FLAGS[name].value for name in names}
-    prices: dict[str, Any] = {name: FLAGS[f"price_{name}"].value for name in ("device", "dram_gb", "ssd_gb")}
-    return dataclasses.replace(
-        _machine(),
-        **given,
-        think_s=FLAGS.think_time_s,
-        waits_for_answers=FLAGS.wait_for_answers,
-        ssd_bytes_per_s=FLAGS.ssd_gb_per_s * GB,
-        prices=dataclasses.replace(_PAPER.prices, **prices),
-    )
-
-
-def _machine() -> PaperConfig:
-    """What flags say of the machine, with and without figures."""
-    names = ("flops_share", "bytes_share", "max_batch_size")
-    given: dict[str, Any] = {name: FLAGS[name].value for name in names}
-    return PaperConfig(device=DEVICES[FLAGS.device], step_s=FLAGS.step_ms / 1e3, **given)
-
-
-def server_config(num_turns: int, largest_tokens: int) -> ServerConfig:
-    """The server without figures, but for its store.
-
-    Args:
-      num_turns: of all sessions.
-      largest_tokens: of the largest session: a window for traces of other models, unless one is given.
-
-    Raises:
-      ValueError: a flag's value is out of range, or no measurements to fit to.
-    """
-    model, machine = MODELS[FLAGS.model], _machine()
-    if FLAGS.window is not None and FLAGS.window < 2:
-        raise ValueError(f"window must be at least 2, got {FLAGS.window}")
-    if FLAGS.warmup_share is not None and not 0 <= FLAGS.warmup_share < 1:
-        raise ValueError(f"warmup_share must be a share in [0, 1), got {FLAGS.warmup_share}")
-    window = FLAGS.window or (model.window if FLAGS.trace_format == "sharegpt" else max(model.window, largest_tokens))
-    model, warmup_turns = dataclasses.replace(model, window=window), int((FLAGS.warmup_share or 0.0) * num_turns)
-    if not FLAGS.cost:
-        return machine.server(model, FLAGS.num_devices, warmup_turns=warmup_turns)
-    return ServerConfig(  # A measured machine is not in the data sheets, nor what it has room for.
-        model=model,
-        cost=FittedCost.from_bench(FLAGS.cost),
-        link_bytes_per_s=machine.device.link_bytes_per_s,
-        max_batch_size=machine.max_batch_size,
-        warmup_turns=warmup_turns,
-    )
-
-
-def store_sizes(working_set_bytes: float) -> StoreSizes:
-    """The store without figures.
-
-    Raises:
-      ValueError: a flag's value is out of range.
-    """
-    dram_bytes, ssd_bytes = FLAGS.dram_gb * GB, FLAGS.ssd_gb * GB
-    if FLAGS.capacity_share is not None:
-        if not 0 < FLAGS.capacity_share < math.inf:
-            raise ValueError(f"capacity_share must be a number above 0, got {FLAGS.capacity_share}")
-        dram_bytes, ssd_bytes = FLAGS.capacity_share * working_set_bytes, 0.0
-    return StoreSizes(
-        dram_bytes=dram_bytes,
-        ssd_bytes=ssd_bytes,
-        ssd_read_bytes_per_s=FLAGS.ssd_gb_per_s * GB,
-        ssd_write_bytes_per_s=FLAGS.ssd_gb_per_s * GB,
-        ttl_s=FLAGS.ttl_s,
-        block_tokens=FLAGS.block_tokens,
-    )
-
-
-def read_trace(source: TraceSource, num_sessions: int | None = None, **arrivals: Any) -> ReadTrace:
+def read_trace(config: SimulateConfig) -> ReadTrace:
     """Reads a trace. Conversations of ShareGPT, which has no times, come at random; other traces say when.
-
-    Args:
-      source: which.
-      num_sessions: how many at most, the first ones; None for all.
-      **arrivals: of conversations of ShareGPT, see `poisson_sessions`.
 
     Raises:
       FileNotFoundError: there is no such file.
       ValueError: it is malformed (`TraceError` where rows have lines).
     """
-    if source.path is None or source.trace_format == "sharegpt":
-        lengths = source.lengths()
-        drawn = poisson_sessions(lengths, num_sessions=num_sessions or len(lengths), **arrivals)
-        return ReadTrace(sessions=list(drawn))
-    bad_rows = BadRows(source.skip_bad_rows)
-    requests = load_requests(source.trace_format, source.path, source.num_tokens, bad_rows)
+    if config.path is None or config.trace_format == "sharegpt":
+        return ReadTrace(sessions=config.drawn_sessions(config.lengths()))
+    bad_rows = BadRows(config.skip_bad_rows)
+    requests = load_requests(config.trace_format, config.path, config.num_tokens, bad_rows)
     hashed = [request for request in requests if request.hash_ids]
     return ReadTrace(
-        sessions=trace_sessions(requests)[:num_sessions],
+        sessions=trace_sessions(requests)[: config.num_sessions],
         seen_blocks_share=share_of_seen_blocks(hashed) if hashed else None,
         skipped_rows=bad_rows.num_skipped,
         first_skipped=bad_rows.first,

@@ -11,13 +11,13 @@ from benchmarks.conversations import Scripts
 from benchmarks.harness import Run
 from benchmarks.overflow_rows import BookkeepingRow, ConversationsRow, GapRow, NextTurnRow, OverflowBenchConfig
 from benchmarks.overflow_store import measure_bookkeeping
+from benchmarks.replay.workload import Exchange
 from benchmarks.suites import overflow as suite
 from benchmarks.suites.overflow import engine_config, overflowing_scripts, summarize
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.serving import batch
-from ca_jax.simulate.replay.workload import Exchange
 from ca_jax.storage.config import StoreConfig
 from tests.benchmarks.conftest import recorded, steps
 

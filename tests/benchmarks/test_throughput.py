@@ -8,11 +8,11 @@ import pytest
 from benchmarks import conversations
 from benchmarks.conversations import Scripts, ServedRound, ServedTurn, serve
 from benchmarks.harness import BenchError
+from benchmarks.replay.workload import Exchange
 from benchmarks.suites.throughput import MODES, ThroughputConfig, engine_config, fitting_scripts, make_scripts
 from benchmarks.suites.throughput import measure as measured_of
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
-from ca_jax.simulate.replay.workload import Exchange
 from ca_jax.simulate.traces.sharegpt import Conversation
 from ca_jax.turns.requests import SamplingParams, Usage
 from tests.benchmarks.conftest import recorded, steps

@@ -22,15 +22,16 @@ from benchmarks.evaluate.rag_gate import GateConfig
 from benchmarks.evaluate.rag_methods import Blends
 from benchmarks.harness import SUITES
 from benchmarks.overflow_rows import OverflowBenchConfig
+from benchmarks.replay import main as replay
+from benchmarks.replay.running import ReplayConfig
+from benchmarks.replay.workload import WorkloadConfig
 from benchmarks.suites.ttft import TtftConfig
 from ca_jax.config import BLEND_MODES, SELECTIONS, BlendConfig, EngineConfig
 from ca_jax.evaluation.stream import ComparedOverflow
-from ca_jax.launch import replay
 from ca_jax.launch.flags import NAMES, ConfigFlags, field_docs, help_of, out_path, refuse, spelled
 from ca_jax.overflow.config import METHODS, OverflowConfig
 from ca_jax.server.config import ServerConfig
-from ca_jax.simulate.replay.running import ReplayConfig
-from ca_jax.simulate.replay.workload import TraceConfig, WorkloadConfig
+from ca_jax.simulate.traces.requests import TraceConfig
 from ca_jax.storage.config import StoreConfig
 from ca_jax.turns.requests import SamplingParams
 

@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from ca_jax.launch.plots import plot_figure
-from ca_jax.launch.simulate_flags import TraceSource, read_trace
-from ca_jax.simulate.paper import FIGURES, PaperConfig, PaperRuns, figure_rows
+from benchmarks.paper_figures import FIGURES, PaperRuns, figure_rows, plot_figure
+from ca_jax.launch.simulate_flags import SimulateConfig, read_trace
 
 LENGTHS = [((30 + 40 * (i % 7), 60 + 90 * (i % 11)),) * (1 + i % 8) for i in range(12)]
 
@@ -52,7 +51,7 @@ def mooncake(tmp_path):
 
 @pytest.fixture(scope="module")
 def runs():
-    return PaperRuns(PaperConfig(num_sessions=12, arrival_rate=20.0), LENGTHS)
+    return PaperRuns(SimulateConfig(num_sessions=12, arrival_rate=20.0), LENGTHS)
 
 
 @pytest.mark.parametrize("figure", FIGURES)
@@ -122,16 +121,16 @@ def test_what_is_wrong_is_said_in_a_line(run, mooncake, arguments, message):
 
 def test_traces_that_cannot_be_read_are_told_of(tmp_path):
     with pytest.raises(ValueError, match="trace must be a file of the format arrivals, got none"):
-        TraceSource(trace_format="arrivals")
+        SimulateConfig(trace_format="arrivals")
     with pytest.raises(ValueError, match="trace_format must be one of sharegpt, mooncake, agents, arrivals, got 'x'"):
-        TraceSource(trace_format="x", trace=tmp_path)
+        SimulateConfig(trace_format="x", trace=tmp_path)
     with pytest.raises(FileNotFoundError, match=r"nothing\.jsonl"):
-        read_trace(TraceSource(trace_format="mooncake", trace=tmp_path / "nothing.jsonl"))
+        read_trace(SimulateConfig(trace_format="mooncake", trace=tmp_path / "nothing.jsonl"))
     with pytest.raises(FileNotFoundError, match=r"\*\.jsonl"):
-        read_trace(TraceSource(trace_format="agents", trace=tmp_path))
+        read_trace(SimulateConfig(trace_format="agents", trace=tmp_path))
     for change in ({"chars_per_token": 0.0}, {"max_turns": -1}):
         with pytest.raises(ValueError, match=f"{next(iter(change))} must be"):
-            TraceSource(**change)
+            SimulateConfig(**change)
 
 
 def test_agents_and_arrivals_are_read_too(tmp_path):
@@ -139,13 +138,13 @@ def test_agents_and_arrivals_are_read_too(tmp_path):
         {"timestamp": 1000000 * t, "input": "abcd" * (t + 1), "output": "x" * 8, "session_id": "a"} for t in range(2)
     ]
     (tmp_path / "calls.jsonl").write_text("\n".join(map(json.dumps, calls)))
-    source = TraceSource(trace_format="agents", trace=tmp_path, chars_per_token=4.0)
+    source = SimulateConfig(trace_format="agents", trace=tmp_path, chars_per_token=4.0)
     (session,) = read_trace(source).sessions
     assert [(turn.user_tokens, turn.kept_tokens, turn.answer_tokens) for turn in session.turns] == [
         (1, 0, 2),
         (1, 1, 2),
     ]
     (tmp_path / "arrivals.csv").write_text("arrival_s,input_tokens,output_tokens\n0,5,7\n2,6,8\n")
-    trace = read_trace(TraceSource(trace_format="arrivals", trace=tmp_path / "arrivals.csv"), num_sessions=1)
+    trace = read_trace(SimulateConfig(trace_format="arrivals", trace=tmp_path / "arrivals.csv", num_sessions=1))
     assert [session.turns[0].user_tokens for session in trace.sessions] == [5]
     assert trace.seen_blocks_share is None

@@ -38,6 +38,32 @@ _COLUMNS = {
 }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TraceConfig:
+    """Which trace, and how it is read.
+
+    Raises:
+      ValueError: an unknown format, no file where one is needed, or a scale that is not positive.
+    """
+
+    trace_format: str = "sharegpt"
+    """One of `TRACE_FORMATS`."""
+    trace: str | None = None
+    """The file, of agents also a directory of such; None for the installed ShareGPT."""
+    skip_bad_rows: bool = False
+    """Whether rows that cannot be used are skipped and counted; if not, the first one is an error."""
+    length_scale: float = 1.0
+    """What lengths are multiplied by where a trace has no text."""
+
+    def __post_init__(self) -> None:
+        if self.trace_format not in TRACE_FORMATS:
+            raise ValueError(f"trace_format must be one of {', '.join(TRACE_FORMATS)}, got {self.trace_format!r}")
+        if self.trace is None and self.trace_format != "sharegpt":
+            raise ValueError(f"trace must be a file of the format {self.trace_format}, got none")
+        if not 0 < self.length_scale < math.inf:
+            raise ValueError(f"length_scale must be a number above 0, got {self.length_scale}")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
     """One request to a server."""

@@ -3,8 +3,9 @@
 import json
 from pathlib import Path
 
+from benchmarks.replay.workload import Workload, WorkloadConfig, make_workload
 from ca_jax.overflow.config import OverflowConfig
-from ca_jax.simulate.replay.workload import TraceConfig, Workload, WorkloadConfig, make_workload
+from ca_jax.simulate.traces.requests import TraceConfig
 from tests import engine_kit as kit
 
 OVERFLOW = OverflowConfig()

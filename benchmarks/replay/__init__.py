@@ -1,4 +1,4 @@
 """Traces through the real engine: what is asked of it and when, asking it, what that took, and the same simulated.
 
-Not here: flags, tables, plots (`ca_jax.launch.replay`), readers of traces (`ca_jax.simulate.traces`).
+Not here: readers of traces (`ca_jax.simulate.traces`).
 """

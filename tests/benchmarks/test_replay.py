@@ -6,11 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from ca_jax.config import EngineConfig
-from ca_jax.kv.rates import PrefillRate
-from ca_jax.overflow.config import OverflowConfig
-from ca_jax.simulate.config import DecodeSample
-from ca_jax.simulate.replay.running import (
+from benchmarks.replay.running import (
     ReplayConfig,
     agreement,
     check_simulable,
@@ -18,17 +14,21 @@ from ca_jax.simulate.replay.running import (
     replay,
     simulate,
 )
-from ca_jax.simulate.replay.serving import compare, serve, summarize
-from ca_jax.simulate.replay.workload import (
+from benchmarks.replay.serving import compare, serve, summarize
+from benchmarks.replay.workload import (
     Exchange,
     ReplayError,
     ReplaySession,
-    TraceConfig,
     Workload,
     WorkloadConfig,
 )
+from ca_jax.config import EngineConfig
+from ca_jax.kv.rates import PrefillRate
+from ca_jax.overflow.config import OverflowConfig
+from ca_jax.simulate.config import DecodeSample
+from ca_jax.simulate.traces.requests import TraceConfig
 from tests import engine_kit as kit
-from tests.simulate.traces_kit import lines_file, sharegpt_file, talk, workload
+from tests.benchmarks.traces_kit import lines_file, sharegpt_file, talk, workload
 
 
 def turn(num_tokens, answer_tokens, *, seed, not_before_s=0.0, think_s=0.0):

@@ -3,8 +3,7 @@
 Simulated, the same workload is served in simulated time with rates measured in the replay. The same code decides; what
 is compared is what that comes to: hits, and tokens that are prefilled.
 
-Not here: one run (serving), what it comes to (results), the simulated server (`ca_jax.simulate.server`), flags and
-tables (`ca_jax.launch.replay`).
+Not here: one run (serving), the simulated server (`ca_jax.simulate.server`), flags and tables (main).
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ import dataclasses
 import math
 from collections.abc import Callable
 
+from benchmarks.replay.serving import Sample, Served, Summary, compare, serve, summarize
+from benchmarks.replay.workload import ReplayError, Workload, WorkloadConfig, make_workload
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.kv.layout import kv_layout
@@ -21,10 +22,9 @@ from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import LoadedModel, Progress
 from ca_jax.serving.core import DEFAULT_WINDOW_TOKENS
 from ca_jax.simulate.config import FittedCost, ServerConfig, SimModel, StoreSizes
-from ca_jax.simulate.replay.serving import Sample, Served, Summary, compare, serve, summarize
-from ca_jax.simulate.replay.workload import ReplayError, TraceConfig, Workload, WorkloadConfig, make_workload
 from ca_jax.simulate.results import SimCounts
 from ca_jax.simulate.server import Server
+from ca_jax.simulate.traces.requests import TraceConfig
 from ca_jax.simulate.workload import SimSession, SimTurn
 from ca_jax.storage.config import GIB
 from ca_jax.storage.layout import KVLayout

@@ -1,10 +1,10 @@
-"""The paper's evaluation as simulations: its set-ups, its figures, and its own numbers beside ours.
+"""The paper's evaluation as simulations: its set-ups, its figures, its own numbers beside ours; their table and plots.
 
 Hit rates are of all turns behind the warm-up, first ones included, but for figure 23. The paper does not say which; its
 98 % of figure 23 cannot be of all turns, and its 86 to 90 % elsewhere are what is left of all turns where every history
 is X
 
-Not here: the server (server), tables and plots (launch).
+Not here: the server (`ca_jax.simulate`), flags that traces have too (`ca_jax.launch.simulate_flags`).
 Source: CachedAttention (Gao et al., USENIX ATC 2024), sections 4.1 to 4.3, figures 13 to 17 and 21 to 25.
 """
 
@@ -12,23 +12,40 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
-from typing import Any
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import rich.console
+from absl import flags
+
+from ca_jax.launch.flags import NAMES, ConfigFlags, FlagError
+from ca_jax.launch.plots import BLUE, VERMILION, new_figure, write_figure
+from ca_jax.launch.script import format_number, make_table, note
+from ca_jax.launch.simulate_flags import GB, SimulateConfig
+from ca_jax.launch.terminal import progress_bars
 from ca_jax.overflow.config import OverflowConfig
-from ca_jax.simulate.config import BELADY, DEVICES, MODELS, Device, RooflineCost, ServerConfig, SimModel, StoreSizes
+from ca_jax.simulate.config import BELADY, MODELS, StoreSizes
 from ca_jax.simulate.results import SimCounts
 from ca_jax.simulate.server import Server
-from ca_jax.simulate.workload import Lengths, num_turns, poisson_sessions
+from ca_jax.simulate.workload import Lengths, num_turns
 
-GB = 1e9
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+flags.disclaim_key_flags()  # They are flags of `simulate`: its --help shows them.
+
 TB = 1e12
 
 NUM_DEVICES = {"llama-13b": 2, "llama-65b": 4, "llama-70b": 4, "falcon-40b": 4}
 """How many A100 of 80 GB each model runs on, which also says which models there are."""
 STORE = StoreSizes(dram_bytes=128 * GB, ssd_bytes=10 * TB)
 """Of all set-ups, where nothing else is said."""
-_USABLE_HBM = 0.9
+_NUM_SESSIONS = 9000
+_WARMUP_SHARE = 10 / 52
+_PAPERS: dict[str, Any] = {"color": "white", "edgecolor": VERMILION, "hatch": "////"}  # Bars of the paper.
 
 # Figures 13 to 17: of each model, in the order of NUM_DEVICES.
 _MODEL_ROWS: dict[str, tuple[str, str, tuple[float, ...]]] = {
@@ -59,11 +76,14 @@ _ARRIVALS: dict[float, tuple[float | None, ...]] = {  # Figure 25: hit rate, TTF
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prices:
-    """What things cost an hour, dollars. The paper's, of section 4.2."""
+    """What things cost an hour, dollars. The paper's, of section 4.2. Every field is a flag."""
 
     device: float = 5.0
+    """Figure 17: dollars an hour of an accelerator."""
     dram_gb: float = 0.0088
+    """Figure 17: dollars an hour of a gigabyte of memory."""
     ssd_gb: float = 0.000082
+    """Figure 17: dollars an hour of a gigabyte of SSD."""
 
     def of(self, hours: float, num_devices: int, store: StoreSizes | None) -> float:
         """Dollars for so many hours."""
@@ -73,79 +93,8 @@ class Prices:
         return hours * per_hour
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PaperConfig:
-    """What all figures share.
-
-    Raises:
-      ValueError: a number outside its range.
-    """
-
-    num_sessions: int = 9000
-    """Conversations."""
-    chars_per_token: float = 2.27
-    """Characters of a recorded text that make a token, for the reader of the conversations: with 2.27 as many of them
-    outgrow 2,048 and 4,096 tokens (47 and 29 %) as in the paper (47 and 30 %, section 2.4)."""
-    warmup_share: float = 10 / 52
-    """Share of the turns that come first and are not counted."""
-    arrival_rate: float = 1.0
-    """Sessions a second."""
-    think_s: float = 0.0
-    """Mean time between an answer and the next turn. The paper gives none."""
-    waits_for_answers: bool = True
-    """As in `poisson_sessions`."""
-    device: Device = DEVICES["a100-80"]
-    """Of all set-ups."""
-    flops_share: float = 0.085
-    """As in `RooflineCost`. The paper's TTFT come to so small a share; its 360 ms for 2,048 tokens would be 0.6."""
-    bytes_share: float = 0.7
-    """As in `RooflineCost`."""
-    step_s: float = 0.0
-    """As in `RooflineCost`."""
-    ssd_bytes_per_s: float = 5 * GB
-    """Of an SSD, each way."""
-    max_batch_size: int = 24
-    """Decode slots."""
-    prices: Prices = dataclasses.field(default_factory=Prices)
-    """For figure 17."""
-    seed: int = 0
-    """Of arrivals, and of the order of conversations."""
-
-    def __post_init__(self) -> None:
-        if self.num_sessions < 1:
-            raise ValueError(f"num_sessions must be at least 1, got {self.num_sessions}")
-        if self.max_batch_size < 1:
-            raise ValueError(f"max_batch_size must be at least 1, got {self.max_batch_size}")
-        if not 0 <= self.warmup_share < 1:
-            raise ValueError(f"warmup_share must be a share in [0, 1), got {self.warmup_share}")
-
-    def server(self, model: SimModel, num_devices: int, **others: Any) -> ServerConfig:
-        """A server of so many devices, by their data sheet, and of `others` of its fields.
-
-        Raises:
-          ValueError: the devices do not hold the weights.
-        """
-        free_bytes = num_devices * self.device.hbm_bytes * _USABLE_HBM - model.weight_bytes
-        if free_bytes <= 0:
-            raise ValueError(
-                f"num_devices must be as many {self.device.name} as hold the {model.weight_bytes / GB:.3g} GB of "
-                f"weights of {model.name}, got {num_devices}"
-            )
-        return ServerConfig(
-            model=model,
-            cost=RooflineCost(
-                model=model,
-                device=self.device,
-                num_devices=num_devices,
-                flops_share=self.flops_share,
-                bytes_share=self.bytes_share,
-                step_s=self.step_s,
-            ),
-            link_bytes_per_s=self.device.link_bytes_per_s,
-            hbm_tokens=free_bytes / model.token_bytes,
-            max_batch_size=self.max_batch_size,
-            **others,
-        )
+NAMES[Prices] = {field.name: f"price_{field.name}" for field in dataclasses.fields(Prices)}
+_PRICES = ConfigFlags(Prices())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,27 +123,32 @@ class PaperRuns:
     """Simulations, each done once however many figures ask for it.
 
     Args:
-      config: what they share.
+      config: what they share; of sessions and of the warm-up as the paper has them, unless it says otherwise.
       lengths: of the conversations.
+      prices: of figure 17.
       progress: told a run, its turns begun, and all of its turns.
     """
 
     def __init__(
         self,
-        config: PaperConfig,
+        config: SimulateConfig,
         lengths: Lengths,
+        prices: Prices | None = None,
         progress: Callable[[str, int, int], None] = lambda name, done, total: None,
     ) -> None:
-        self.config = config
+        warmup_share = _WARMUP_SHARE if config.warmup_share is None else config.warmup_share
+        num_sessions = config.num_sessions or _NUM_SESSIONS
+        self.config = dataclasses.replace(config, num_sessions=num_sessions, warmup_share=warmup_share)
+        self.prices = prices or Prices()
         self._lengths = lengths
         self._progress = progress
-        self._counts: dict[tuple[PaperConfig, str, StoreSizes | None, str], SimCounts] = {}
+        self._counts: dict[tuple[SimulateConfig, str, StoreSizes | None, str], SimCounts] = {}
         self.num_turns = 0
         """Turns simulated so far."""
 
     def __call__(
         self,
-        config: PaperConfig | None = None,
+        config: SimulateConfig | None = None,
         *,
         model: str = "llama-13b",
         store: StoreSizes | None = STORE,
@@ -213,18 +167,9 @@ class PaperRuns:
             self._counts[run] = self._simulate(*run)
         return self._counts[run]
 
-    def _simulate(self, config: PaperConfig, name: str, store: StoreSizes | None, method: str) -> SimCounts:
-        speed = config.ssd_bytes_per_s
-        sessions = list(
-            poisson_sessions(
-                self._lengths,
-                num_sessions=config.num_sessions,
-                arrival_rate=config.arrival_rate,
-                think_s=config.think_s,
-                waits_for_answers=config.waits_for_answers,
-                seed=config.seed,
-            )
-        )
+    def _simulate(self, config: SimulateConfig, name: str, store: StoreSizes | None, method: str) -> SimCounts:
+        speed = config.ssd_gb_per_s * GB
+        sessions = config.drawn_sessions(self._lengths)
         total = num_turns(sessions)
         server = Server(
             config.server(
@@ -232,7 +177,7 @@ class PaperRuns:
                 NUM_DEVICES[name],
                 store=store and dataclasses.replace(store, ssd_read_bytes_per_s=speed, ssd_write_bytes_per_s=speed),
                 overflow=OverflowConfig(method=method, keep_first_tokens=0),
-                warmup_turns=int(config.warmup_share * total),
+                warmup_turns=int((config.warmup_share or 0.0) * total),
             )
         )
         self.num_turns += total
@@ -270,7 +215,7 @@ _Row = tuple[str, str, str, float, float | None]  # Case, metric, unit, ours, th
 def _of_models(runs: PaperRuns, figure: str) -> Iterable[_Row]:
     """A figure of 13 to 17."""
     metric, unit, papers = _MODEL_ROWS[figure]
-    prices = runs.config.prices
+    prices = runs.prices
     for (model, num_devices), paper in zip(NUM_DEVICES.items(), papers, strict=True):
         stored = runs(model=model)
         if figure == "13":
@@ -342,3 +287,87 @@ def _arrivals(runs: PaperRuns) -> Iterable[_Row]:
         yield case, "TTFT", "s", counts.mean_prefill_s, ttft_s
         yield case, "prefilled", "tokens/s", counts.prefill_tokens_per_s, tokens_per_s
         yield case, "GPU time", "h", counts.gpu_s / 3600, hours
+
+
+# Tables and plots.
+
+
+def define_flags() -> None:
+    """Defines the flags that `simulate` has for figures alone."""
+    _PRICES.define()
+
+
+def simulate_figures(config: SimulateConfig, console: rich.console.Console, plot_dir: Path | None) -> dict[str, Any]:
+    """Simulates the figures that flags name, prints and draws them; what goes into the JSON."""
+    wanted: Sequence[str] = flags.FLAGS.figure
+    if unknown := sorted(set(wanted) - {*FIGURES, "all"}):
+        raise FlagError(f"figure must be one of {', '.join(FIGURES)}, all; got {', '.join(unknown)}")
+    figures = FIGURES if "all" in wanted else tuple(dict.fromkeys(wanted))
+    began_s = time.perf_counter()
+    with progress_bars() as progress:
+        runs = PaperRuns(config, config.lengths(), _PRICES.read(), progress)
+        rows = [row for figure in figures for row in figure_rows(figure, runs)]
+    elapsed_s = time.perf_counter() - began_s
+    print_figures(rows, console)
+    note(console, f"{runs.num_turns:,} turns simulated in {elapsed_s:.0f} s", None)
+    if plot_dir is not None:
+        for figure in figures:
+            plot_figure(plot_dir / f"figure_{figure}.png", [row for row in rows if row.figure == figure])
+    return {
+        "config": {**dataclasses.asdict(runs.config), "prices": dataclasses.asdict(runs.prices)},
+        "rows": [{**dataclasses.asdict(row), "ratio": row.ratio} for row in rows],
+        "num_turns": runs.num_turns,
+        "elapsed_s": elapsed_s,
+    }
+
+
+def print_figures(rows: Sequence[PaperRow], console: rich.console.Console) -> None:
+    """Prints figures of the paper, its numbers beside ours."""
+    cells: list[tuple[str, ...]] = []
+    for row in rows:
+        if cells and row.figure != cells[-1][0]:
+            cells.append(())
+        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+        numbers = (shown(row.ours, row.unit), shown(row.paper, row.unit), ratio)
+        cells.append((row.figure, row.case, row.metric, *numbers))
+    console.print(make_table((">figure", "case", "what", ">ours", ">paper", ">ratio"), cells))
+
+
+def shown(value: float | None, unit: str) -> str:
+    """A number with its unit; nothing for none."""
+    if value is None:
+        return ""
+    return f"{100 * value:.1f} {unit}" if unit in ("%", "points") else f"{format_number(value)} {unit}"
+
+
+def plot_figure(path: Path, rows: Sequence[PaperRow]) -> None:
+    """Draws a figure of the paper: bars of ours and, where it is known, of the paper's for each thing counted.
+
+    Args:
+      path: the PNG to write.
+      rows: of one figure.
+
+    Raises:
+      ValueError: no rows, or of several figures.
+    """
+    if len({row.figure for row in rows}) != 1:
+        raise ValueError(f"rows must be of one figure, got those of {sorted({row.figure for row in rows})}")
+    metrics = list(dict.fromkeys((row.metric, row.unit) for row in rows))
+    of_metric = [[row for row in rows if (row.metric, row.unit) == metric] for metric in metrics]
+    sizes = [len(each) + 1.5 for each in of_metric]
+    figure = new_figure(9, 0.7 + 0.34 * sum(sizes))
+    panels: Sequence[Axes] = np.ravel(figure.subplots(len(metrics), 1, height_ratios=sizes))  # type: ignore[assignment]
+    for (metric, unit), shown, axes in zip(metrics, of_metric, panels, strict=True):
+        scale, places = 100 if unit in ("%", "points") else 1, np.arange(len(shown))
+        axes.barh(places - 0.2, [scale * row.ours for row in shown], 0.38, color=BLUE)
+        papers = [np.nan if row.paper is None else scale * row.paper for row in shown]
+        axes.barh(places + 0.2, papers, 0.38, **_PAPERS)
+        axes.set_yticks(places, [row.case for row in shown], fontsize=8)
+        axes.invert_yaxis()
+        axes.set_xlabel(f"{metric} ({unit})", fontsize=9)
+    from matplotlib.patches import Patch
+
+    marks = [Patch(color=BLUE), Patch(**_PAPERS)]
+    figure.legend(marks, ["simulated", "paper"], loc="outside upper right", ncols=2, frameon=False, fontsize=9)
+    figure.suptitle(f"Figure {rows[0].figure} of the paper, simulated", x=0.01, ha="left", fontsize=11)
+    write_figure(figure, path, grid="x")

@@ -7,9 +7,9 @@ import re
 import numpy as np
 import pytest
 
-from ca_jax.simulate.replay.workload import ReplayError, TraceConfig, WorkloadConfig
-from ca_jax.simulate.traces.requests import TraceError
-from tests.simulate.traces_kit import lengths, lines_file, sharegpt_file, talk, workload
+from benchmarks.replay.workload import ReplayError, WorkloadConfig
+from ca_jax.simulate.traces.requests import TraceConfig, TraceError
+from tests.benchmarks.traces_kit import lengths, lines_file, sharegpt_file, talk, workload
 
 # Of the tiny model's template, whose special tokens and bytes are a token each.
 BEFORE_MESSAGE = len("Suser\n")

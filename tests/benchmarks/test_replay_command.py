@@ -7,12 +7,13 @@ import json
 import pytest
 import rich.console
 
-from ca_jax.launch import replay as script
-from ca_jax.simulate.replay.running import ReplayConfig
-from ca_jax.simulate.replay.serving import Sample
-from ca_jax.simulate.replay.workload import TraceConfig, WorkloadConfig
+from benchmarks.replay import main as script
+from benchmarks.replay.running import ReplayConfig
+from benchmarks.replay.serving import Sample
+from benchmarks.replay.workload import WorkloadConfig
+from ca_jax.simulate.traces.requests import TraceConfig
 from tests import engine_kit as kit
-from tests.simulate.traces_kit import lines_file, sharegpt_file, talk, workload
+from tests.benchmarks.traces_kit import lines_file, sharegpt_file, talk, workload
 
 
 @pytest.fixture
@@ -88,11 +89,11 @@ def test_progress_says_what_goes_on(sharegpt, is_terminal):
     assert ("compiling" in said) == is_terminal
 
 
-def test_bad_input_is_one_line_and_no_traceback(launch, tiny_model, tmp_path):
+def test_bad_input_is_one_line_and_no_traceback(command, tiny_model, tmp_path):
     rows = [{"timestamp": 5, "input_length": 9, "output_length": 2, "hash_ids": [1]}]
     rows.append({**rows[0], "timestamp": 1})
     path = lines_file(tmp_path / "unsorted.jsonl", *rows)
     flags = ("--trace_format=mooncake", f"--trace={path}", f"--model={tiny_model}", "--num_sessions=2")
-    ended = launch("replay", *flags)
+    ended = command(*flags, module="replay")
     assert ended.code == 1
     assert "unsorted.jsonl, line 2: `timestamp`" in ended.err
