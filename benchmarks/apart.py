@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import numpy as np
 
-from benchmarks.harness import BenchError
+from benchmarks.harness import BenchError, Sample
 from ca_jax.device.runner import LayerSource
 from ca_jax.device.transfer import to_host
 from ca_jax.engine import Engine
@@ -128,6 +128,12 @@ class ApartEngine:
           The likeliest first token, and seconds until it is on the host.
         """
         return self._prefill(lambda: history, history.num_tokens, new_ids)
+
+    def sample(self, session: Session, new_ids: list[int]) -> Sample:
+        """The first token of a turn, and seconds of its load and of its compute, each alone."""
+        with self.loaded(session) as history:
+            token, compute_s = self.prefill(history, new_ids)
+        return {"token": token, "compute_s": compute_s, "load_s": history.load_s}
 
     def blend(self, context: HistoryOnDevice, new_ids: list[int], ratio: float) -> tuple[int, float]:
         """Computes a turn over chunks that are on the device: what of them is computed anew, and the new tokens.

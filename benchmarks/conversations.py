@@ -18,7 +18,7 @@ from benchmarks.harness import BenchError
 from benchmarks.replay.workload import Script, recorded_script
 from ca_jax.engine import Engine
 from ca_jax.pretrained import LoadedModel
-from ca_jax.simulate.traces.sharegpt import Turn, dataset_path, load_sharegpt
+from ca_jax.simulate.traces.sharegpt import Conversation, dataset_path, load_sharegpt
 from ca_jax.turns.jobs import Job
 from ca_jax.turns.requests import Usage
 
@@ -36,7 +36,7 @@ class Scripts:
 def recorded_or_random(
     model: LoadedModel,
     num_scripts: int,
-    choose: Callable[[Iterable[Sequence[Turn]]], Iterator[Script]],
+    choose: Callable[[Iterable[Conversation]], Iterator[Script]],
     make: Callable[[np.random.Generator], Script],
     *,
     min_turns: int,
@@ -60,8 +60,7 @@ def recorded_or_random(
     if model.tokenizer is None or not is_installed():
         rng = np.random.default_rng(seed)
         return Scripts(source="random", each=tuple(make(rng) for _ in range(num_scripts)))
-    recorded = (conversation.turns for conversation in load_sharegpt(min_turns=min_turns))
-    found = tuple(itertools.islice(choose(recorded), num_scripts))
+    found = tuple(itertools.islice(choose(load_sharegpt(min_turns=min_turns)), num_scripts))
     if len(found) < num_scripts:
         raise BenchError(f"ShareGPT must have {num_scripts} conversations {wanted}, got {len(found)}")
     return Scripts(source="sharegpt", each=found)
@@ -76,12 +75,12 @@ def is_installed() -> bool:
     return True
 
 
-def answered_script(model: LoadedModel, turns: Sequence[Turn], max_turns: int, answer_tokens: int) -> Script:
+def answered_script(model: LoadedModel, recorded: Conversation, max_turns: int, answer_tokens: int) -> Script:
     """A recorded conversation's first turns that were answered.
 
     Args:
       model: whose tokenizer and chat template count.
-      turns: as recorded.
+      recorded: the conversation.
       max_turns: how many at most.
       answer_tokens: most tokens generated of an answer; the rest comes with the next message.
 
@@ -90,9 +89,7 @@ def answered_script(model: LoadedModel, turns: Sequence[Turn], max_turns: int, a
     """
     if model.tokenizer is None:
         raise ValueError(f"{model.name} must have a tokenizer, got none")
-    pairs = (pair for pair in itertools.pairwise(turns) if (pair[0].role, pair[1].role) == ("user", "assistant"))
-    texts = [(said.text, answered.text) for said, answered in itertools.islice(pairs, max_turns)]
-    return recorded_script(model, model.tokenizer, texts, answer_tokens)
+    return recorded_script(model, model.tokenizer, recorded.exchanges[:max_turns], answer_tokens)
 
 
 def num_tokens(script: Script) -> int:

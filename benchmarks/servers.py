@@ -16,7 +16,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.harness import BenchError
@@ -78,21 +78,41 @@ def serving(system: str, model: str, sizes: Sizes) -> Iterator[str]:
     Raises:
       BenchError: it cannot serve the model, or does not become ready.
     """
+    environment = {"OMP_NUM_THREADS": str(sizes.threads), "VLLM_CPU_KVCACHE_SPACE": str(sizes.dram_gib)}
+    with started(system, lambda port: _command(system, model, sizes, port), environment) as url:
+        yield f"{url}/v1"
+
+
+@contextlib.contextmanager
+def started(name: str, command: Callable[[int], Sequence[str]], environment: Mapping[str, str]) -> Iterator[str]:
+    """Starts a server by a command that is given a free port, waits until it is ready, and ends it.
+
+    Args:
+      name: of the server, for the error.
+      command: by the port.
+      environment: added to this process's.
+
+    Yields:
+      Its address, `http://127.0.0.1:PORT`.
+
+    Raises:
+      BenchError: it does not become ready.
+    """
     port = _free_port()
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            _command(system, model, sizes, port),
+            command(port),
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=os.environ | {"OMP_NUM_THREADS": str(sizes.threads), "VLLM_CPU_KVCACHE_SPACE": str(sizes.dram_gib)},
+            env={**os.environ, **environment},
         )
         try:
             if not _becomes_ready(process, f"http://127.0.0.1:{port}/health"):
                 log.seek(0)
                 lines = log.read().decode(errors="replace").splitlines()
-                raise BenchError(f"{system} must become ready, got: {' | '.join(lines[-5:]) or 'nothing'}")
-            yield f"http://127.0.0.1:{port}/v1"
+                raise BenchError(f"{name} must become ready, got: {' | '.join(lines[-5:]) or 'nothing'}")
+            yield f"http://127.0.0.1:{port}"
         finally:
             process.terminate()
             try:

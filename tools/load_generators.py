@@ -17,27 +17,26 @@ Not here: what the server adds to the engine (`server_overhead`), what these too
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.servers import started
 from ca_jax.launch.machine import describe_machine, describe_versions
 from ca_jax.models.checkpoint import load_checkpoint
 
 _PROMPT_TOKENS, _ANSWER_TOKENS = 128, 32
-_START_S, _TOOL_S = 300.0, 60.0  # Most that the server takes to be ready, and a tool beside its load.
+_TOOL_S = 60.0  # Most that a tool takes beside its load.
 _COUNTERS = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits")
 _TERMINAL = {"COLUMNS": "160", "NO_COLOR": "1", "TERM": "dumb"}
 
@@ -87,7 +86,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="load_generators_") as name:
         folder = Path(name)
         _write_tokenizer(args.model, folder)
-        with _serving(args.model, folder / "server.log") as url:
+        serve = [sys.executable, "-m", "ca_jax.launch.serve", f"--model={args.model}"]
+        with started("ca_jax", lambda port: [*serve, f"--port={port}"], {}) as url:
             for mode in MODES:
                 if args.mode and mode.name not in args.mode:
                     continue
@@ -213,36 +213,6 @@ def _of_turns(turns: Sequence[tuple[int, int]]) -> dict[str, Any]:
         "returning_turns": len(returning),
         "returning_turns_found": sum(cached > 0 for cached in returning) if returning else None,
     }
-
-
-@contextlib.contextmanager
-def _serving(model: str, log: Path) -> Iterator[str]:
-    """The server over a model, as a process, once it is ready."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "ca_jax.launch.serve", f"--model={model}", f"--port={port}"]
-    with log.open("w", encoding="utf-8") as written:
-        server = subprocess.Popen(command, stdout=written, stderr=written)
-    try:
-        give_up_s = time.monotonic() + _START_S
-        while not _is_ready(url):
-            if server.poll() is not None or time.monotonic() > give_up_s:
-                raise RuntimeError(f"the server did not begin to serve:\n{log.read_text(encoding='utf-8')[-2000:]}")
-            time.sleep(0.5)
-        yield url
-    finally:
-        server.send_signal(signal.SIGTERM)
-        server.wait()
-
-
-def _is_ready(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False
 
 
 def _counters(url: str) -> dict[str, float]:

@@ -81,7 +81,7 @@ def _ttft_row(
 
     def ways() -> Ways:
         new_ids = random_ids(rng, model, config.new_tokens)
-        return {"turn": partial(_turn, engine, session, new_ids), "apart": partial(_alone, apart, session, new_ids)}
+        return {"turn": partial(_turn, engine, session, new_ids), "apart": partial(apart.sample, session, new_ids)}
 
     rounds = harness.interleave(ways, config.repeats)
     session.close()
@@ -111,9 +111,3 @@ def _turn(engine: Engine, session: Session, new_ids: list[int]) -> Sample:
     usage = check_source("dram", session, len(new_ids), {"dram": num_history})
     take_back(engine, session, num_history)
     return {"token": token, "ttft_s": ttft_s, "load_stall_s": usage.load_stall_s}
-
-
-def _alone(apart: ApartEngine, session: Session, new_ids: list[int]) -> Sample:
-    with apart.loaded(session) as history:
-        token, compute_s = apart.prefill(history, new_ids)
-    return {"token": token, "compute_s": compute_s, "load_s": history.load_s}

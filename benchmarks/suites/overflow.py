@@ -39,7 +39,7 @@ from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.kv.layout import kv_layout
 from ca_jax.pretrained import LoadedModel
-from ca_jax.simulate.traces.sharegpt import Turn
+from ca_jax.simulate.traces.sharegpt import Conversation
 from ca_jax.telemetry.metrics import CompileCounter
 
 PAPER_HIT_RATE_DROPS = (17.6, 41.5, 18.1, 18.4)
@@ -85,17 +85,17 @@ def make_scripts(model: LoadedModel, config: OverflowBenchConfig) -> Scripts:
 
 
 def overflowing_scripts(
-    model: LoadedModel, config: OverflowBenchConfig, recorded: Iterable[Sequence[Turn]]
+    model: LoadedModel, config: OverflowBenchConfig, recorded: Iterable[Conversation]
 ) -> Iterator[Script]:
     """Scripts of those conversations that outgrow the window within their first turns.
 
     Turns that were answered are taken, at most `max_turns`, up to the first that would make more than
     `conversation_tokens` or does not fit in a window by itself.
     """
-    for turns in recorded:
+    for each in recorded:
         taken: list[Exchange] = []
         room = config.conversation_tokens
-        for turn in conversations.answered_script(model, turns, config.max_turns, config.max_answer_tokens):
+        for turn in conversations.answered_script(model, each, config.max_turns, config.max_answer_tokens):
             room -= turn.num_tokens
             if room < 0 or turn.num_tokens > config.context_window:
                 break

@@ -258,7 +258,7 @@ def _messages(config: ServingBenchConfig) -> tuple[Iterator[list[str]], str]:
     found = []
     wanted = 1 + sum(config.clients) * config.repeats
     for conversation in load_sharegpt(min_turns=2 * config.num_turns):
-        said = [turn.text for turn in conversation.turns if turn.role == "user"][: config.num_turns]
+        said = list(conversation.user_texts[: config.num_turns])
         if len(said) == config.num_turns and all(_LEAST_CHARS < len(text) < _MOST_CHARS for text in said):
             found.append(said)
         if len(found) == wanted:

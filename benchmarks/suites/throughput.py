@@ -27,7 +27,7 @@ from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.kv.layout import kv_layout
 from ca_jax.pretrained import LoadedModel
-from ca_jax.simulate.traces.sharegpt import Turn
+from ca_jax.simulate.traces.sharegpt import Conversation
 
 MODES = ("store", "recompute")
 """How conversations are served: KV of earlier turns is loaded, or all of a conversation is prefilled at every turn."""
@@ -108,12 +108,10 @@ def make_scripts(model: LoadedModel, config: ThroughputConfig) -> conversations.
     )
 
 
-def fitting_scripts(
-    model: LoadedModel, config: ThroughputConfig, recorded: Iterable[Sequence[Turn]]
-) -> Iterator[Script]:
+def fitting_scripts(model: LoadedModel, config: ThroughputConfig, recorded: Iterable[Conversation]) -> Iterator[Script]:
     """Scripts of those conversations that have enough turns that were answered, and stay within the window."""
-    for turns in recorded:
-        script = conversations.answered_script(model, turns, config.num_turns, config.answer_tokens)
+    for each in recorded:
+        script = conversations.answered_script(model, each, config.num_turns, config.answer_tokens)
         if len(script) == config.num_turns and conversations.num_tokens(script) < config.context_window:
             yield script
 

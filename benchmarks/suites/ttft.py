@@ -143,7 +143,7 @@ class _Bench:
         return {
             "dram": partial(self._turn, "dram", session, new_ids),
             "ssd_warm": partial(self._turn, "ssd_warm", session, new_ids),
-            "apart": partial(self._alone, session, new_ids),
+            "apart": partial(self.apart.sample, session, new_ids),
         }
 
     def _turn(self, source: str, session: Session, new_ids: list[int]) -> Sample:
@@ -160,8 +160,3 @@ class _Bench:
         if tier == "ssd":
             return {"token": token, "ttft_ssd_s": ttft_s, "fetch_ssd_s": usage.queued_s}
         return {"token": token, "ttft_dram_s": ttft_s, "load_stall_s": usage.load_stall_s}
-
-    def _alone(self, session: Session, new_ids: list[int]) -> Sample:
-        with self.apart.loaded(session) as history:
-            token, compute_s = self.apart.prefill(history, new_ids)
-        return {"token": token, "compute_s": compute_s, "load_s": history.load_s}

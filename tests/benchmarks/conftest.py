@@ -11,7 +11,7 @@ import benchmarks.suites
 from benchmarks.disk import can_drop
 from benchmarks.harness import SUITES, Run
 from ca_jax.pretrained import LoadedModel, load_model
-from ca_jax.simulate.traces.sharegpt import Turn
+from ca_jax.simulate.traces.sharegpt import Conversation, Turn
 from tests.launch.conftest import tiny_model
 from tests.scripts_kit import Ended, run_script
 
@@ -78,9 +78,10 @@ def steps(total: int) -> list[tuple[int, int]]:
     return [(done, total) for done in range(total + 1)]
 
 
-def recorded(*texts: str) -> tuple[Turn, ...]:
+def recorded(*texts: str) -> Conversation:
     """A conversation that the user begins."""
-    return tuple(Turn(role=("user", "assistant")[i % 2], text=text) for i, text in enumerate(texts))
+    turns = tuple(Turn(role=("user", "assistant")[i % 2], text=text) for i, text in enumerate(texts))
+    return Conversation(id=texts[0], turns=turns)
 
 
 @pytest.fixture

@@ -105,7 +105,7 @@ def test_command_says_what_was_wrong(command, tiny_model, tmp_path, arguments, m
     assert not out.exists()
 
 
-@pytest.mark.parametrize("module", ["bench", "demo", "evaluate", "gpu_bench"])
+@pytest.mark.parametrize("module", ["bench", "demo", "evaluate", "gpu_bench", "replay"])
 def test_a_package_without_its_checkout_says_where_benchmarks_are(command, tmp_path, monkeypatch, module):
     monkeypatch.setattr(ca_jax, "__file__", str(tmp_path / "ca_jax" / "__init__.py"))
     done = command(module=module)

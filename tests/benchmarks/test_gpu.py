@@ -11,11 +11,9 @@ import pytest
 from benchmarks import figures
 from benchmarks.gpu import model as models
 from benchmarks.gpu import paper, sections
-from benchmarks.gpu.model import RunnerBench, compute_bytes, prefill_flops
-from benchmarks.gpu.probes import measure_probes, probe_findings
+from benchmarks.gpu.model import compute_bytes, prefill_flops
 from benchmarks.gpu.report import make_report, to_markdown
-from benchmarks.gpu.rows import Findings, Floor, GpuBenchConfig, Probes, SectionResult
-from benchmarks.gpu.ttft import measure_ttft
+from benchmarks.gpu.rows import Findings, Floor, GpuBenchConfig, SectionResult
 from tests import engine_kit as kit
 
 TINY = dataclasses.replace(
@@ -38,17 +36,6 @@ TINY = dataclasses.replace(
     figure20_prompt_tokens=(40,),
     figure20_answer_tokens=2,
     repeats=1,
-)
-PROBES = Probes(
-    matmul_flops_per_s=1e12,
-    memory_read_bytes_per_s=1e11,
-    memory_copy_bytes_per_s=1e11,
-    to_device_bytes_per_s=1e10,
-    to_host_bytes_per_s=1e10,
-    to_device_mapped_bytes_per_s=None,
-    to_device_pageable_bytes_per_s=None,
-    to_host_pageable_bytes_per_s=None,
-    host_copy_bytes_per_s=1e10,
 )
 MACHINE = {"cpu": "a CPU", "cores": 2, "memory_gib": 8.0, "platform": "gpu", "num_devices": 1, "device": "a GPU"}
 
@@ -84,32 +71,51 @@ def test_a_config_that_cannot_be_is_refused(changes, match):
 # What is measured.
 
 
-def test_probes_are_rates(monkeypatch):
-    probes = measure_probes(TINY)
-    known = [rate for rate in dataclasses.asdict(probes).values() if rate is not None]
+@pytest.fixture(scope="module")
+def ran():
+    """All sections, run once: the bench, what each found, and the models that were made for it."""
+    made = []
+
+    def random_model(preset: str, **_: object):
+        made.append(preset)
+        return kit.tiny_model()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "random_model", random_model)
+        bench = sections.GpuBench(dataclasses.replace(TINY, overlap_preset="smollm2-360m"), ignore)
+        results = sections.run_sections(bench, sections.SECTIONS, budget_s=1e6, after_each=ignore)
+    assert [(result.name, result.status) for result in results] == [(each.name, "done") for each in sections.SECTIONS]
+    assert made == ["smollm2-135m", "smollm2-360m"], "one at a time"
+    return bench, {result.name: result.findings for result in results}
+
+
+def test_probes_are_rates(ran):
+    bench, found = ran
+    known = [rate for rate in dataclasses.asdict(bench.probes).values() if rate is not None]
     assert min(known) > 0
-    assert (probes.to_device_pageable_bytes_per_s is None) == (jax.default_backend() == "cpu")
-    rows = probe_findings(probes, TINY).rows
-    assert rows[0] == {"probe": "matmul", "rate": probes.matmul_flops_per_s / 1e12, "unit": "TFLOP/s"}
-    assert len(rows) == len(dataclasses.fields(probes))
+    assert (bench.probes.to_device_pageable_bytes_per_s is None) == (jax.default_backend() == "cpu")
+    rows = found["probes"].rows
+    assert rows[0] == {"probe": "matmul", "rate": bench.probes.matmul_flops_per_s / 1e12, "unit": "TFLOP/s"}
+    assert len(rows) == len(dataclasses.fields(bench.probes))
 
 
-def test_prefill_and_decode_are_of_what_was_asked_for():
-    bench = RunnerBench(kit.tiny_model(), TINY)
-    prefill, decode = bench.prefill(PROBES), bench.decode(PROBES)
-    (row,) = prefill.rows
+def test_prefill_and_decode_are_of_what_was_asked_for(ran):
+    bench, found = ran
+    (row,) = found["prefill"].rows
     assert row["new_tokens"] == 64
-    assert row["share_of_matmul_peak"] == pytest.approx(prefill_flops(kit.tiny_model(), 64) / row["prefill_s"] / 1e12)
-    (row,) = decode.rows
+    flops_per_s = prefill_flops(kit.tiny_model(), 64) / row["prefill_s"]
+    assert row["share_of_matmul_peak"] == pytest.approx(flops_per_s / bench.probes.matmul_flops_per_s)
+    (row,) = found["decode"].rows
     assert (row["rows"], row["context_tokens"], row["recompiles"]) == (2, 40 + 2 + 1 + 1, 0)
     kv_bytes = 2 * 44 * kit.TOKEN_BYTES
     assert row["kv_gb"] == kv_bytes / 1e9
-    assert row["roofline_s"] == pytest.approx((compute_bytes(kit.tiny_model()) + kv_bytes) / 1e11)
-    assert [len(findings.floors) for findings in (prefill, decode)] == [1, 1]
+    read_s = (compute_bytes(kit.tiny_model()) + kv_bytes) / bench.probes.memory_read_bytes_per_s
+    assert row["roofline_s"] == pytest.approx(read_s)
+    assert [len(found[name].floors) for name in ("prefill", "decode")] == [1, 1]
 
 
-def test_turns_load_what_they_say_and_floors_are_of_the_worst():
-    findings = measure_ttft(kit.tiny_model(), TINY, PROBES)
+def test_turns_load_what_they_say_and_floors_are_of_the_worst(ran):
+    findings = ran[1]["ttft"]
     assert [row["history_tokens"] for row in findings.rows] == [40, 70]
     assert all(row["same_tokens"] and not row["recompiles"] for row in findings.rows)
     assert [row["kv_gb"] for row in findings.rows] == [num * kit.TOKEN_BYTES / 1e9 for num in (40, 70)]
@@ -118,9 +124,8 @@ def test_turns_load_what_they_say_and_floors_are_of_the_worst():
     assert (ttft.value, ttft.is_ceiling) == (max(row["ttft_vs_bound"] for row in findings.rows), True)
 
 
-def test_the_papers_figures_have_a_row_for_each_of_its_bars(tmp_path):
-    model = kit.tiny_model()
-    rows = {name: getattr(paper, name)(model, TINY, ignore).rows for name in ("figure_18", "figure_19", "figure_20")}
+def test_the_papers_figures_have_a_row_for_each_of_its_bars(ran, tmp_path):
+    rows = {name: ran[1][name].rows for name in ("figure_18", "figure_19", "figure_20")}
     assert [row["read_buffer"] for row in rows["figure_18"]] == ["off", "0", "1", "all", "recompute"]
     changes = {row["read_buffer"]: (row["change"], row["paper_change"]) for row in rows["figure_19"]}
     assert changes["off"] == (0.0, None)
@@ -182,7 +187,7 @@ def report_of(*results: SectionResult, platform: str = "gpu") -> dict:
     return make_report(
         TINY,
         results,
-        PROBES,
+        None,
         {
             "machine": {**MACHINE, "platform": platform, "date": "today"},
             "versions": {"jax": "1", "gone": None},
@@ -229,22 +234,6 @@ def test_the_page_has_floors_tables_and_what_was_skipped():
     without = to_markdown(report_of(done, platform="cpu"))
     assert "at least" not in without
     assert "Without an accelerator" in without
-
-
-def test_the_sections_run_with_one_model_at_a_time(monkeypatch):
-    made = []
-
-    def random_model(preset: str, **_: object):
-        made.append(preset)
-        return kit.tiny_model()
-
-    monkeypatch.setattr(models, "random_model", random_model)
-    config = dataclasses.replace(TINY, overlap_preset="smollm2-360m")
-    chosen = sections.choose_sections(["prefill", "decode", "figure_19", "figure_20"])
-    bench = sections.GpuBench(config, ignore)
-    results = sections.run_sections(bench, chosen, budget_s=1e6, after_each=ignore)
-    assert [(result.name, result.status) for result in results] == [(each.name, "done") for each in chosen]
-    assert made == ["smollm2-135m", "smollm2-360m"]
 
 
 def test_the_command_writes_what_it_has(command, tmp_path):

@@ -20,7 +20,7 @@ from ca_jax.kv.layout import kv_layout
 from ca_jax.kv.rates import PrefillRate, Rates, TransferRate
 from ca_jax.storage.config import StoreConfig
 from tests import engine_kit as kit
-from tests.benchmarks.conftest import steps
+from tests.benchmarks.conftest import Measured, steps
 from tests.transfers_kit import ManualTimer
 
 ENGINE = EngineConfig(
@@ -53,42 +53,49 @@ MODEL = kit.tiny_model()
 TOKEN_BYTES = kv_layout(MODEL, ENGINE).token_bytes
 
 
+@dataclasses.dataclass
 class Recorded:
-    """What the suites have made and moved: engines' configs, and links with what went over them at which pace."""
+    """What a suite has left, made and moved: engines' configs, and links with what went over them at which pace."""
 
-    def __init__(self, monkeypatch):
-        self.configs: list[EngineConfig] = []
-        self.moved: list[tuple[float, Transfer]] = []
-        make, set_pace, submit = links.make_engine, AdjustableLink.set_pace, AdjustableLink.submit
-        paces: dict[AdjustableLink, float] = {}
-
-        def record_engine(model, config, **options):
-            self.configs.append(config)
-            return make(model, config, **options)
-
-        def record_pace(link, bytes_per_s=math.inf):
-            paces[link] = bytes_per_s
-            set_pace(link, bytes_per_s)
-
-        def record_transfer(link, transfer, copy):
-            self.moved.append((paces.get(link, math.inf), transfer))
-            return submit(link, transfer, copy)
-
-        monkeypatch.setattr(links, "make_engine", record_engine)
-        monkeypatch.setattr(AdjustableLink, "set_pace", record_pace)
-        monkeypatch.setattr(AdjustableLink, "submit", record_transfer)
+    found: Measured
+    configs: list[EngineConfig]
+    moved: list[tuple[float, Transfer]]
 
 
-@pytest.fixture
-def recorded(monkeypatch):
-    return Recorded(monkeypatch)
+def recorded(measure, suite, config):
+    """A suite that is run once."""
+    configs, moved, paces = [], [], {}
+    make, set_pace, submit = links.make_engine, AdjustableLink.set_pace, AdjustableLink.submit
+
+    def record_engine(model, config, **options):
+        configs.append(config)
+        return make(model, config, **options)
+
+    def record_pace(link, bytes_per_s=math.inf):
+        paces[link] = bytes_per_s
+        set_pace(link, bytes_per_s)
+
+    def record_transfer(link, transfer, copy):
+        moved.append((paces.get(link, math.inf), transfer))
+        return submit(link, transfer, copy)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(links, "make_engine", record_engine)
+        patch.setattr(AdjustableLink, "set_pace", record_pace)
+        patch.setattr(AdjustableLink, "submit", record_transfer)
+        return Recorded(measure(suite, config, MODEL), configs, moved)
 
 
 # preload
 
 
-def test_every_way_to_load_is_a_row(measure, recorded):
-    found = measure("preload", PRELOAD, MODEL)
+@pytest.fixture(scope="module")
+def preloaded(measure):
+    return recorded(measure, "preload", PRELOAD)
+
+
+def test_every_way_to_load_is_a_row(preloaded):
+    found = preloaded.found
     turns = [row for row in found.rows if isinstance(row, PreloadRow)]
     real, paced = ["off", "0", "all", "recompute"], ["off", "0", "1", "all", "auto"]
     assert [(row.link, row.load_ratio, row.history_tokens, row.new_tokens, row.read_buffer) for row in turns] == [
@@ -96,8 +103,8 @@ def test_every_way_to_load_is_a_row(measure, recorded):
         *(("paced", ratio, 90, 9, way) for ratio in (1, 2) for way in paced),
     ]
     assert found.told("preload") == steps(1 + 2 + 1 + 2 * (1 + 2))
-    assert [config.read_buffer for config in recorded.configs] == ["off", 0, "all", "all", "off", 0, 1, "all", "auto"]
-    assert {(config.max_batch_size, config.recompute_if_faster) for config in recorded.configs} == {(1, False)}
+    assert [config.read_buffer for config in preloaded.configs] == ["off", 0, "all", "all", "off", 0, 1, "all", "auto"]
+    assert {(config.max_batch_size, config.recompute_if_faster) for config in preloaded.configs} == {(1, False)}
     for row in turns:
         assert (row.same_tokens, row.recompiles) == (True, 0)
         assert row.head_start_s > 0
@@ -116,15 +123,14 @@ def test_every_way_to_load_is_a_row(measure, recorded):
         assert row.measured_best in (0, 1, 3)
 
 
-def test_paced_histories_come_over_a_link_as_slow_as_the_turns_own_compute_says(measure, recorded):
-    config = dataclasses.replace(PRELOAD, preload_history_tokens=())
-    rows = [row for row in measure("preload", config, MODEL).rows if isinstance(row, PreloadRow)]
+def test_paced_histories_come_over_a_link_as_slow_as_the_turns_own_compute_says(preloaded):
+    rows = [row for row in preloaded.found.rows if isinstance(row, PreloadRow) and row.link == "paced"]
     layer_bytes = 30 * TOKEN_BYTES  # Of 90 tokens in one of three layers; what measures rates is longer.
-    loads = collections.Counter(pace for pace, transfer in recorded.moved if transfer.num_bytes == layer_bytes)
-    assert {transfer.direction for _, transfer in recorded.moved} == {"load"}
-    of_compute = len(config.load_ratios) * (CALIBRATIONS + config.repeats)
+    loads = collections.Counter(pace for pace, transfer in preloaded.moved if transfer.num_bytes == layer_bytes)
+    assert {transfer.direction for _, transfer in preloaded.moved} == {"load"}
+    of_compute = len(PRELOAD.load_ratios) * (CALIBRATIONS + PRELOAD.repeats)
     assert loads.pop(math.inf) == 3 * (5 + of_compute), "all ways once, and those whose history is to be there"
-    assert list(loads.values()) == [3 * 5 * config.repeats] * 2
+    assert list(loads.values()) == [3 * 5 * PRELOAD.repeats] * 2
     load_s = dict.fromkeys(row.load_s for row in rows)
     assert [3 * layer_bytes / pace for pace in loads] == pytest.approx(list(load_s))
 
@@ -230,8 +236,13 @@ def test_preload_summary_by_hand():
 # save
 
 
-def test_every_prompt_and_ratio_is_a_row_and_so_is_the_stream(measure, recorded):
-    found = measure("save", SAVE, MODEL)
+@pytest.fixture(scope="module")
+def saves(measure):
+    return recorded(measure, "save", SAVE)
+
+
+def test_every_prompt_and_ratio_is_a_row_and_so_is_the_stream(saves):
+    found = saves.found
     *turns, stream = found.rows
     assert [(row.link, row.save_ratio, row.prompt_tokens, row.answer_tokens) for row in turns] == [
         ("real", None, 40, 4),
@@ -240,7 +251,7 @@ def test_every_prompt_and_ratio_is_a_row_and_so_is_the_stream(measure, recorded)
     ]
     assert found.told("save") == steps(1 + 3 + 1 + 2 * (1 + 3) + 1 + 3)
     three = [(False, True), (True, True), (True, False)]  # Whether there is a store, and saves beside the turn.
-    assert [(config.store.dram_gib > 0, config.async_save) for config in recorded.configs] == [
+    assert [(config.store.dram_gib > 0, config.async_save) for config in saves.configs] == [
         *three,
         *three,
         (False, True),
@@ -251,16 +262,15 @@ def test_every_prompt_and_ratio_is_a_row_and_so_is_the_stream(measure, recorded)
     assert (stream.prompt_tokens, stream.answer_tokens, stream.num_turns) == (30, 4, 5)
 
 
-def test_paced_saves_go_over_a_link_as_slow_as_the_turn_without_a_store_says(measure, recorded):
-    config = dataclasses.replace(SAVE, save_prompt_tokens=(), stream_turns=0)
-    rows = measure("save", config, MODEL).rows
+def test_paced_saves_go_over_a_link_as_slow_as_the_turn_without_a_store_says(saves):
+    rows = [row for row in saves.found.rows if getattr(row, "link", None) == "paced"]
     saved_bytes = (40 + 4 - 1) * TOKEN_BYTES
-    assert {transfer.direction for _, transfer in recorded.moved} == {"save"}
-    moved_bytes = dict.fromkeys((pace for pace, _ in recorded.moved), 0)
-    for pace, transfer in recorded.moved:
+    assert {transfer.direction for _, transfer in saves.moved} == {"save"}
+    moved_bytes = dict.fromkeys((pace for pace, _ in saves.moved), 0)
+    for pace, transfer in saves.moved:
         moved_bytes[pace] += transfer.num_bytes
     assert moved_bytes.pop(math.inf) == 2 * saved_bytes  # By the two ways that save, in the round for nothing.
-    assert list(moved_bytes.values()) == [2 * config.repeats * saved_bytes] * 2
+    assert list(moved_bytes.values()) == [2 * SAVE.repeats * saved_bytes] * 2
     assert [saved_bytes / pace for pace in moved_bytes] == pytest.approx([row.save_s for row in rows])
 
 

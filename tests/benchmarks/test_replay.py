@@ -1,11 +1,15 @@
 """Workloads through the real engine: the same answers however they are served, counts that add up, times that hold;
-and a replay beside its simulation."""
+a replay beside its simulation; and its command: tables, JSON, figure, progress, and what is said of bad input."""
 
 import dataclasses
+import io
+import json
 
 import numpy as np
 import pytest
+import rich.console
 
+from benchmarks.replay import main as script
 from benchmarks.replay.running import (
     ReplayConfig,
     agreement,
@@ -14,7 +18,7 @@ from benchmarks.replay.running import (
     replay,
     simulate,
 )
-from benchmarks.replay.serving import compare, serve, summarize
+from benchmarks.replay.serving import Sample, compare, serve, summarize
 from benchmarks.replay.workload import (
     Exchange,
     ReplayError,
@@ -259,21 +263,41 @@ def test_what_cannot_be_simulated_is_refused(tmp_path, talks):
 
 def replay_config(trace, **changes):
     engine = dataclasses.replace(kit.SMALL, share_prefixes=False, **changes.pop("engine", {}))
-    asked = WorkloadConfig(num_sessions=20, max_turns=2, max_answer_tokens=6, **changes.pop("workload", {}))
+    asked = WorkloadConfig(num_sessions=8, max_turns=2, max_answer_tokens=6, **changes.pop("workload", {}))
     return ReplayConfig(trace=trace, workload=asked, engine=engine, **changes)
 
 
-def test_a_replay_is_served_recomputed_and_simulated(trace):
+def test_a_replay_is_served_recomputed_and_simulated_and_leaves_tables_json_and_a_figure(trace, tmp_path):
     config = replay_config(trace, workload={"warmup_turns": 3}, recompute=True, simulate=True)
-    seen: list[str] = []
-    result = replay(kit.tiny_model(), config, lambda *what: None, lambda name, *what: seen.append(name))
-    assert [run.name for run in result.runs] == ["store", "recompute"] == sorted(set(seen), reverse=True)
+    output = io.StringIO()
+    json_out, plot_out = tmp_path / "made" / "replay.json", tmp_path / "made" / "replay.png"
+    result = script.run(
+        config,
+        lambda progress: kit.tiny_model(),
+        rich.console.Console(file=output, width=180),
+        command="python -m it",
+        json_out=json_out,
+        plot_out=plot_out,
+    )
     stored, recomputed = (run.summary for run in result.runs)
-    assert stored.prompt_tokens == recomputed.prompt_tokens
+    assert [run.name for run in result.runs] == ["store", "recompute"]
+    assert stored.prompt_tokens == recomputed.prompt_tokens == result.agreement["simulated_prompt_tokens"]
     assert (stored.hit_rate, recomputed.hit_rate) == (1.0, 0.0)
     assert [run.recompiles for run in result.runs] == [0, 0]
-    assert result.comparison["same_answers"] == result.comparison["comparable_answers"] == 40
-    assert result.agreement["simulated_prompt_tokens"] == stored.prompt_tokens
+    report = json.loads(json_out.read_text())
+    assert report["config"]["workload"] == dataclasses.asdict(config.workload)
+    assert report["workload"]["turns"] == 16
+    for run, found in zip(report["runs"], result.runs, strict=True):
+        turns = [dict(zip(report["turn_columns"], row, strict=True)) for row in run["turns"]]
+        assert [each["is_counted"] for each in turns] == [False] * 3 + [True] * 13
+        assert sum(each["answer_tokens"] for each in turns if each["is_counted"]) == run["summary"]["output_tokens"]
+        assert run["summary"]["hit_rate"] == found.summary.hit_rate
+        assert len(run["samples"][0]) == len(report["sample_columns"])
+    assert report["comparison"]["same_answers"] == report["comparison"]["comparable_answers"] == 16
+    assert report["agreement"]["simulated_hit_rate"] == 1.0
+    assert plot_out.read_bytes().startswith(b"\x89PNG")
+    for wanted in ("8 conversations, 16 turns", "hit rate", "100.0%", "the same answer in 16 of 16", "simulated: hit"):
+        assert wanted in output.getvalue()
 
 
 def test_a_replay_that_cannot_be_is_refused_before_it_begins(trace, tmp_path):
@@ -282,7 +306,43 @@ def test_a_replay_that_cannot_be_is_refused_before_it_begins(trace, tmp_path):
         ({"engine": {"store": kit.store_of(1)}}, r"dram_gib must be at least 0\.\d+ GiB, the KV of a conversation of"),
         ({"engine": {"store": kit.STORE_OFF}}, "dram_gib must be at least .*; got 0"),
         ({"engine": {"store": ssd}}, "ssd_gib must be at least"),
-        ({"workload": {"warmup_turns": 40}}, "warmup_turns must be fewer than the 40 turns, got 40"),
+        ({"workload": {"warmup_turns": 16}}, "warmup_turns must be fewer than the 16 turns, got 16"),
     ):
         with pytest.raises(ReplayError, match=message):
             replay(kit.tiny_model(), replay_config(trace, **changes), lambda *what: None)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_says_what_goes_on(talks, is_terminal):
+    sample = Sample(
+        time_s=20.0,
+        ended=5,
+        running=2,
+        waiting=3,
+        returning=4,
+        hits=3,
+        output_tokens=40,
+        prompt_tokens=160,
+        dram_share=0.5,
+        ssd_share=0.25,
+    )
+    output = io.StringIO()
+    console = rich.console.Console(file=output, force_terminal=is_terminal, width=160)
+    with script.replay_progress(console) as (progress, on_sample):
+        progress("compiling", 1, 1)
+        on_sample("store", talks, dataclasses.replace(sample, time_s=10.0, output_tokens=0, prompt_tokens=0))
+        on_sample("store", talks, sample)
+    said = output.getvalue()
+    assert "running 2 waiting 3 · hits 75% · DRAM 50% SSD 25% · 20 tokens/s" in said
+    assert "5/60" in said
+    assert ("compiling" in said) == is_terminal
+
+
+def test_bad_input_is_one_line_and_no_traceback(command, tiny_model, tmp_path):
+    rows = [{"timestamp": 5, "input_length": 9, "output_length": 2, "hash_ids": [1]}]
+    rows.append({**rows[0], "timestamp": 1})
+    path = lines_file(tmp_path / "unsorted.jsonl", *rows)
+    flags = ("--trace_format=mooncake", f"--trace={path}", f"--model={tiny_model}", "--num_sessions=2")
+    ended = command(*flags, module="replay")
+    assert ended.code == 1
+    assert "unsorted.jsonl, line 2: `timestamp`" in ended.err

@@ -13,7 +13,6 @@ from benchmarks.suites.throughput import MODES, ThroughputConfig, engine_config,
 from benchmarks.suites.throughput import measure as measured_of
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
-from ca_jax.simulate.traces.sharegpt import Conversation
 from ca_jax.turns.requests import SamplingParams, Usage
 from tests.benchmarks.conftest import recorded, steps
 
@@ -176,9 +175,8 @@ def sharegpt(monkeypatch):
     """Puts conversations in ShareGPT's place."""
 
     def put(*said):
-        found = [Conversation(id=str(i), turns=turns) for i, turns in enumerate(said)]
         monkeypatch.setattr(conversations, "dataset_path", lambda: None)
-        monkeypatch.setattr(conversations, "load_sharegpt", lambda min_turns: iter(found))
+        monkeypatch.setattr(conversations, "load_sharegpt", lambda min_turns: iter(said))
 
     return put
 
