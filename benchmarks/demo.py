@@ -238,7 +238,7 @@ def write_report(report: Report, directory: Path) -> tuple[Path, Path]:
 
 
 def plot_turns(
-    path: Path, turns: Sequence[Mapping[str, Any]], *, title: str, caption: str, restarted_before: int | None = None
+    path: Path, turns: Sequence[Mapping[str, Any]], *, title: str, caption: str, restarted_before: int
 ) -> None:
     """Draws TTFT of each turn, recomputed and reused, above what each turn was conditioned on.
 
@@ -248,15 +248,8 @@ def plot_turns(
       title: of the figure.
       caption: what it was measured on, small print below.
       restarted_before: the turn, from 1, before which the process was restarted, so that its history came from SSD.
-
-    Raises:
-      ValueError: there are no turns, or none of the number `restarted_before`.
     """
     numbers = list(range(1, len(turns) + 1))
-    if not turns:
-        raise ValueError("turns must be at least one, got none")
-    if restarted_before is not None and restarted_before not in numbers:
-        raise ValueError(f"restarted_before must be one of the turns 1 to {len(turns)}, got {restarted_before}")
     recompute_s, reuse_s, history_tokens, new_tokens = (
         [turn[name] for turn in turns] for name in ("ttft_recompute_s", "ttft_reuse_s", "history_tokens", "new_tokens")
     )
@@ -268,13 +261,12 @@ def plot_turns(
     for number, slow_s, fast_s in zip(numbers, recompute_s, reuse_s, strict=True):
         ratio = f"{slow_s / fast_s:.1f}\N{MULTIPLICATION SIGN}"
         latency.annotate(ratio, (number, slow_s), xytext=(-5, 6), fontsize=9, **small)
-    if restarted_before is not None:
-        at, where = (restarted_before - 0.5, 1), ("data", "axes fraction")
-        latency.axvline(at[0], color=GREY, linestyle=":", linewidth=1)
-        latency.annotate("process restarts", at, xycoords=where, xytext=(-4, -2), va="top", fontsize=8, **small)
-        ssd_s = reuse_s[restarted_before - 1]
-        marked: dict[str, Any] = {"markersize": 9, "fillstyle": "none", "label": "of that, history from SSD"}
-        latency.plot([restarted_before], [ssd_s], "D", color=BLUE, **marked)
+    at, where = (restarted_before - 0.5, 1), ("data", "axes fraction")
+    latency.axvline(at[0], color=GREY, linestyle=":", linewidth=1)
+    latency.annotate("process restarts", at, xycoords=where, xytext=(-4, -2), va="top", fontsize=8, **small)
+    ssd_s = reuse_s[restarted_before - 1]
+    marked: dict[str, Any] = {"markersize": 9, "fillstyle": "none", "label": "of that, history from SSD"}
+    latency.plot([restarted_before], [ssd_s], "D", color=BLUE, **marked)
     latency.set_ylabel("time to first token (s)")
     latency.set_ylim(0, max(*recompute_s, *reuse_s) * 1.15)
     latency.set_title(title, loc="left", fontsize=11)

@@ -17,7 +17,6 @@ Line = Mapping[str, Any]
 _QUIET_LOAD_SHARE = 0.1  # Of all CPU time; what an idle machine's own housekeeping stays well under.
 _MOST_ITEMS = 6  # Of a mapping that has a cell; longer ones, and lists, are in the JSON alone.
 _LAST = ("same_tokens", "recompiles")
-_OF_SUITES = ("measured", "spread", "source")
 _TIMES = ("speedup", "ratio", "_over_ideal", "over_ideal", "_vs_bound")
 _SHARES = ("share", "hit_rate", "hidden", "vs_belady", "over_capacity", "queue_depth")
 _CHANGES = ("change", "overhead", "async_gain")

@@ -48,7 +48,6 @@ from ca_jax.storage.tokens import SsdCopy, TokenPlaces, prefix_hashes
 
 _DRAM_SHARE = 10  # One of so many sessions is in DRAM too.
 _MAX_BLOCKS = 31  # Of a session; sizes are even between 1 and this: 2,000 tokens on average.
-_RESERVE_SHARE = 10  # One of so many blocks of DRAM is kept free.
 _PARTS = ("queue", "lookup", "plan", "victims")
 
 # The smallest blocks there are: of the start-up only the catalog is real, and its size does not depend on them.

@@ -87,6 +87,12 @@ class HistoryConfig(ServingConfig):
         """Tokens of the longest row whose KV is stored."""
         return max(self.history_tokens) + max(self.new_tokens)
 
+    def engine_config(self) -> EngineConfig:
+        """The engine of one slot with a window for the longest row; the sizes of its store are still to be set."""
+        return dataclasses.replace(
+            self.engine, context_window=self.max_tokens + 1, max_batch_size=1, recompute_if_faster=False
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReuseConfig(HistoryConfig, OneEngineConfig):

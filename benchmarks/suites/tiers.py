@@ -48,14 +48,8 @@ class TiersConfig(HistoryConfig):
     """How KV is kept on SSD."""
 
     def engine_config(self) -> EngineConfig:
-        """The engine that has room for the longest row; the sizes of its store are still to be set."""
-        return dataclasses.replace(
-            self.engine,
-            context_window=self.max_tokens + 1,
-            max_batch_size=1,
-            recompute_if_faster=False,
-            store=StoreConfig(ssd_driver=self.ssd_driver),
-        )
+        """See `HistoryConfig`; with this driver."""
+        return dataclasses.replace(super().engine_config(), store=StoreConfig(ssd_driver=self.ssd_driver))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

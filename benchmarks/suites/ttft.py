@@ -90,12 +90,9 @@ def ttft(run: Run[TtftConfig]) -> Iterator[TtftRow]:
     """A turn's TTFT from DRAM and from SSD against its compute and its load alone."""
     config, recorder = run.config, run.recorder or Recorder()
     max_tokens = config.max_tokens
-    sized = dataclasses.replace(
-        config.engine, context_window=max_tokens + 1, max_batch_size=1, recompute_if_faster=False
-    )
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(scratch_directory(config.ssd_dir))
-        sized = one_session_config(sized, run.model, directory, max_tokens=max_tokens)
+        sized = one_session_config(config.engine_config(), run.model, directory, max_tokens=max_tokens)
         engine, store = engine_and_store(run.model, sized, suite="ttft", timeline=recorder.timeline)
         served = OneSessionEngine(engine, suite="ttft", max_tokens=max_tokens, seed=config.seed)
         stack.callback(served.close)

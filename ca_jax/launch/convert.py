@@ -56,7 +56,7 @@ def main(_: Sequence[str]) -> None:
     logging.set_verbosity(logging.ERROR)  # orbax reports every step.
     if FLAGS.dry_run:
         refuse(("model", "output_dir"), "a dry run")
-        plan.run()
+        plan.main()
         return
     refuse(set(plan.flag_names()) - {"dtype"}, "a conversion")
     if FLAGS.model is None or FLAGS.output_dir is None:

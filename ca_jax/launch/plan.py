@@ -22,8 +22,7 @@ from ca_jax.config import EngineConfig
 from ca_jax.device.buckets import history_buckets, slot_tokens
 from ca_jax.kv.layout import kept_window, rest_layout, wanted_bytes
 from ca_jax.launch.flags import DTYPES, NAMES, ConfigFlags, refuse
-from ca_jax.launch.script import make_table, note
-from ca_jax.launch.script import run as run_script
+from ca_jax.launch.script import make_table, note, run
 from ca_jax.models.attention import SLOT_BLOCK
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.presets import PRESETS
@@ -273,7 +272,7 @@ def flag_names() -> list[str]:
     return list(values)
 
 
-def run() -> None:
+def main(_: Sequence[str] = ()) -> None:
     """Makes the plan that parsed flags ask for, and prints it.
 
     Raises:
@@ -295,11 +294,6 @@ def run() -> None:
     print_plan(plan, f"{values.model_preset} in {dtype}", rich.console.Console(soft_wrap=True))
 
 
-def main(_: Sequence[str]) -> None:
-    """Runs from the command line."""
-    run()
-
-
 if __name__ == "__main__":
     define()
-    run_script(main, errors=(ValueError,))
+    run(main, errors=(ValueError,))
