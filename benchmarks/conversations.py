@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.engines import answer_of
 from benchmarks.harness import BenchError
-from benchmarks.replay.workload import Script, recorded_script
+from benchmarks.replay.workload import Script
 from ca_jax.engine import Engine
 from ca_jax.pretrained import LoadedModel
 from ca_jax.simulate.traces.sharegpt import Conversation, dataset_path, load_sharegpt
@@ -73,23 +73,6 @@ def is_installed() -> bool:
     except FileNotFoundError:
         return False
     return True
-
-
-def answered_script(model: LoadedModel, recorded: Conversation, max_turns: int, answer_tokens: int) -> Script:
-    """A recorded conversation's first turns that were answered.
-
-    Args:
-      model: whose tokenizer and chat template count.
-      recorded: the conversation.
-      max_turns: how many at most.
-      answer_tokens: most tokens generated of an answer; the rest comes with the next message.
-
-    Raises:
-      ValueError: the model has no tokenizer.
-    """
-    if model.tokenizer is None:
-        raise ValueError(f"{model.name} must have a tokenizer, got none")
-    return recorded_script(model, model.tokenizer, recorded.exchanges[:max_turns], answer_tokens)
 
 
 def num_tokens(script: Script) -> int:

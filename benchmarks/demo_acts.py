@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import rich.console
 
+from benchmarks.engines import without_store
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.errors import CaJaxError
@@ -195,8 +196,7 @@ def serve_with_and_without(
             engine.session(session_id=session_id).close()
             session = engine.session(session_id=session_id)
             reused = serve(engine, session, messages, max_tokens=max_tokens, console=console)
-        store = dataclasses.replace(engine_config.store, dram_gib=0.0, ssd_dir=None, ssd_url=None)
-        with Engine(loaded, dataclasses.replace(engine_config, store=store)) as storeless:
+        with Engine(loaded, without_store(engine_config)) as storeless:
             console.rule("recompute: history and message are prefilled, nothing is stored")
             recomputed = serve(storeless, storeless.session(), messages, max_tokens=max_tokens, console=console)
     rows = [

@@ -103,6 +103,12 @@ def sized_config(
     return dataclasses.replace(config, store=store)
 
 
+def without_store(config: EngineConfig) -> EngineConfig:
+    """Returns the same engine's config, which stores nothing."""
+    store = dataclasses.replace(config.store, dram_gib=0.0, ssd_dir=None, ssd_url=None)
+    return dataclasses.replace(config, store=store)
+
+
 def engine_for(
     config: EngineConfig, model: LoadedModel, stored_tokens: Sequence[int], *, context_window: int
 ) -> EngineConfig:

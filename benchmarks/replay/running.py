@@ -12,6 +12,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 
+from benchmarks.engines import without_store
 from benchmarks.replay.serving import Sample, Served, Summary, compare, serve, summarize
 from benchmarks.replay.workload import ReplayError, Workload, WorkloadConfig, make_workload
 from ca_jax.config import EngineConfig
@@ -137,12 +138,6 @@ def replay(
         comparison=compare(runs[0].served, runs[1].served) if config.recompute else None,
         agreement=agreed,
     )
-
-
-def without_store(config: EngineConfig) -> EngineConfig:
-    """Returns the same engine's config, which stores nothing."""
-    store = dataclasses.replace(config.store, dram_gib=0.0, ssd_dir=None, ssd_url=None)
-    return dataclasses.replace(config, store=store)
 
 
 def _check_store(config: EngineConfig, layout: KVLayout, num_tokens: int) -> None:

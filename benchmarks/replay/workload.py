@@ -218,18 +218,18 @@ def make_workload(
     )
 
 
-def recorded_script(
-    model: LoadedModel, tokenizer: Tokenizer, texts: Sequence[tuple[str, str]], most_answer_tokens: int
-) -> Script:
+def recorded_script(model: LoadedModel, texts: Sequence[tuple[str, str]], most_answer_tokens: int) -> Script:
     """Makes a script of a recorded conversation, in the model's template; generates only the beginnings of answers.
 
     Args:
-      model: whose chat template.
-      tokenizer: the model's.
+      model: whose tokenizer and chat template.
       texts: what the user said and what was answered, of each turn.
       most_answer_tokens: generated of an answer.
+
+    Raises:
+      ReplayError: the model has no tokenizer.
     """
-    turns = []
+    tokenizer, turns = _tokenizer(model), []
     answer_ids: list[int] = []  # Of the turn before: stands for the conversation so far, which is not tokenised again.
     messages: list[dict[str, str]] = []
     for said, answered in texts:
@@ -259,10 +259,9 @@ def _recorded(model: LoadedModel, trace: TraceConfig, config: WorkloadConfig, ba
     path = None if trace.trace is None else Path(trace.trace).expanduser()
     most_turns, most_answer_tokens = config.max_turns, config.max_answer_tokens
     if path is None or trace.trace_format == "sharegpt":
-        tokenizer = _tokenizer(model)
         for conversation in load_sharegpt(path):
             if texts := conversation.exchanges[:most_turns]:
-                script = recorded_script(model, tokenizer, texts, most_answer_tokens)
+                script = recorded_script(model, texts, most_answer_tokens)
                 yield conversation.id, script, (0.0,) * len(script)
     elif trace.trace_format == "agents":
         encode = functools.partial(_tokenizer(model).encode, add_bos=False)

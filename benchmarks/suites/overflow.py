@@ -34,7 +34,7 @@ from benchmarks.overflow_rows import (
     OverflowRow,
 )
 from benchmarks.overflow_store import measure_bookkeeping
-from benchmarks.replay.workload import Exchange, Script
+from benchmarks.replay.workload import Exchange, Script, recorded_script
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.kv.layout import kv_layout
@@ -95,7 +95,7 @@ def overflowing_scripts(
     for each in recorded:
         taken: list[Exchange] = []
         room = config.conversation_tokens
-        for turn in conversations.answered_script(model, each, config.max_turns, config.max_answer_tokens):
+        for turn in recorded_script(model, each.exchanges[: config.max_turns], config.max_answer_tokens):
             room -= turn.num_tokens
             if room < 0 or turn.num_tokens > config.context_window:
                 break

@@ -22,7 +22,7 @@ from benchmarks.conversations import ServedRound
 from benchmarks.engines import make_engine, sized_config
 from benchmarks.harness import Row, Run, Sample, Ways
 from benchmarks.recording import Recorder
-from benchmarks.replay.workload import LEAST_ANSWER_TOKENS, Exchange, Script
+from benchmarks.replay.workload import LEAST_ANSWER_TOKENS, Exchange, Script, recorded_script
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.kv.layout import kv_layout
@@ -111,7 +111,7 @@ def make_scripts(model: LoadedModel, config: ThroughputConfig) -> conversations.
 def fitting_scripts(model: LoadedModel, config: ThroughputConfig, recorded: Iterable[Conversation]) -> Iterator[Script]:
     """Scripts of those conversations that have enough turns that were answered, and stay within the window."""
     for each in recorded:
-        script = conversations.answered_script(model, each, config.num_turns, config.answer_tokens)
+        script = recorded_script(model, each.exchanges[: config.num_turns], config.answer_tokens)
         if len(script) == config.num_turns and conversations.num_tokens(script) < config.context_window:
             yield script
 

@@ -10,9 +10,13 @@ import matplotlib.image
 import pytest
 
 import ca_jax
+from benchmarks.suites import ttft
 from benchmarks.suites.reuse import DecodeConfig, DecodeRow
 from benchmarks.suites.ttft import TtftConfig, TtftRow
+from ca_jax.testing import tiny
 from tests.scripts_kit import Ended
+
+_OF_LAYERS = ("load", "compute")
 
 
 def names(kind):
@@ -55,7 +59,9 @@ def test_decode_leaves_json_and_a_table(tiny_model, tmp_path):
         assert part in text
 
 
-def test_ttft_shows_one_turn(command, tiny_model, tmp_path):
+def test_ttft_shows_one_turn_of_a_round_that_does_not_count(command, tiny_model, tmp_path, monkeypatch):
+    rounds, ways = [], ttft._Bench._ways
+    monkeypatch.setattr(ttft._Bench, "_ways", lambda *arguments: (rounds.append(arguments), ways(*arguments))[1])
     trace, plot = tmp_path / "new" / "trace.json", tmp_path / "new" / "turn.png"
     sizes = ["--history_tokens=150", "--new_tokens=9", "--repeats=1", "--read_buffer=1"]
     files = [f"--trace_out={trace}", f"--plot_out={plot}"]
@@ -67,7 +73,17 @@ def test_ttft_shows_one_turn(command, tiny_model, tmp_path):
     assert report["summary"].keys() == {"ratio_dram", "ratio_ssd", "ratio_ideal", "same_tokens", "recompiles"}
     assert report["startup"]["engine_start_s"] is None
     assert "ratio_ideal" in text
-    assert json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    assert len(rounds) == 1 + 1 + 1, "for nothing, measured, recorded"
+    events = [event for event in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"] if event["ph"] == "X"]
+    turns = [event for event in events if "tokens over" in event["name"]]
+    assert [turn["name"] for turn in turns] == ["9 tokens over 150 from dram", "9 tokens over 150 from ssd_warm"]
+    layers = list(range(tiny.tiny_config().num_layers))
+    for turn, num_fetches in zip(turns, (0, 1), strict=True):
+        begin, end = turn["ts"], turn["ts"] + turn["dur"]
+        within = [event for event in events if begin <= event["ts"] and event["ts"] + event["dur"] <= end + 1]
+        by_track = {track: [each["args"]["layer"] for each in within if each["cat"] == track] for track in _OF_LAYERS}
+        assert (sorted(by_track["load"]), sorted(set(by_track["compute"]))) == (layers, layers)
+        assert sum(each["cat"] == "fetch" for each in within) == num_fetches
     assert matplotlib.image.imread(plot).ndim == 3
 
 

@@ -2,9 +2,7 @@
 
 import contextlib
 import dataclasses
-import json
 
-import matplotlib.image
 import numpy as np
 import pytest
 
@@ -12,7 +10,6 @@ from benchmarks.apart import ApartEngine
 from benchmarks.engines import OneSessionEngine, send_turn
 from benchmarks.harness import BenchError
 from benchmarks.recording import Recorder
-from benchmarks.suites import ttft as suite
 from benchmarks.suites.ttft import TtftConfig
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
@@ -57,29 +54,6 @@ def test_a_history_that_did_not_come_from_ssd_is_no_row(measure, model, monkeypa
     monkeypatch.setattr(OneSessionEngine, "push_out", lambda _: None)
     with pytest.raises(BenchError, match=r"ssd_warm of 150 \+ 9 .* must load 150 tokens from ssd, got 150 tokens from"):
         measure("ttft", ONE_ROW, model)
-
-
-def test_one_more_round_is_recorded(measure, model, tmp_path, monkeypatch):
-    rounds = []
-    ways = suite._Bench._ways
-    monkeypatch.setattr(suite._Bench, "_ways", lambda *arguments: (rounds.append(arguments), ways(*arguments))[1])
-    trace_out, plot_out = tmp_path / "new" / "trace.json", tmp_path / "turn.png"
-    recorder = Recorder(trace_out=trace_out, plot_out=plot_out)
-    measure("ttft", ONE_ROW, model, recorder=recorder)
-    assert len(rounds) == 1 + ONE_ROW.repeats + 1
-    recorder.write(title="tiny", caption="here")
-    events = [event for event in json.loads(trace_out.read_text())["traceEvents"] if event["ph"] == "X"]
-    turns = [event for event in events if "tokens over" in event["name"]]
-    assert [turn["name"] for turn in turns] == ["9 tokens over 150 from dram", "9 tokens over 150 from ssd_warm"]
-    num_layers = model.config.num_layers
-    for turn, num_fetches in zip(turns, (0, 1), strict=True):
-        begin, end = turn["ts"], turn["ts"] + turn["dur"]
-        within = [event for event in events if begin <= event["ts"] and event["ts"] + event["dur"] <= end + 1]
-        by_track = {track: [each["args"] for each in within if each["cat"] == track] for track in ("load", "compute")}
-        assert sorted(args["layer"] for args in by_track["load"]) == list(range(num_layers))
-        assert {args["layer"] for args in by_track["compute"]} == set(range(num_layers))
-        assert sum(each["cat"] == "fetch" for each in within) == num_fetches
-    assert matplotlib.image.imread(plot_out).ndim == 3
 
 
 def test_a_profile_is_of_the_round_and_needs_no_spans(tmp_path):
