@@ -5,12 +5,11 @@ Not here: what is measured over them (`suites.preload`, `suites.save`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import cast
 
 from benchmarks.engines import make_engine
-from benchmarks.paced import ControlledStore, Future, PacedLink, Result, Timer, TimerThread, Transfer
+from benchmarks.paced import ControlledStore, Future, PacedLink, Result, Timer, Transfer
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.pretrained import LoadedModel
@@ -20,8 +19,8 @@ CALIBRATIONS = 3
 """Samples of compute alone that a link's pace is set by."""
 
 
-class AdjustableLink:
-    """A `PacedLink` whose pace can be set while nothing moves on it, and that hardly uses the CPU; endless at first.
+class AdjustableLink(PacedLink):
+    """A `PacedLink` that hardly uses the CPU; endless at first.
 
     A load whose bytes the same load has put there before, and no other since, takes its time and copies nothing: a
     device's copy engine would not take cores from what computes either. What is stored must stay the same meanwhile.
@@ -31,39 +30,20 @@ class AdjustableLink:
     """
 
     def __init__(self, timer: Timer | None = None) -> None:
-        self._timer = timer or TimerThread()
+        super().__init__(timer=timer, copies_early=True)
         self._present: dict[tuple[int, int], Transfer] = {}  # What lies where.
-        self._link = PacedLink(timer=self._timer, copies_early=True)
-
-    def set_pace(self, bytes_per_s: float = math.inf) -> None:
-        """Makes what is submitted from now on take its time at that bandwidth.
-
-        Raises:
-          ValueError: a bandwidth that is not positive.
-        """
-        self._link = PacedLink(bytes_per_s, timer=self._timer, copies_early=True)
 
     def submit(self, transfer: Transfer, copy: Callable[[], Result]) -> Future[Result]:
         """See `Transfers`."""
         if transfer.memory is None:
-            return self._link.submit(transfer, copy)
+            return super().submit(transfer, copy)
         if self._present.get(transfer.memory) == transfer:
-            return self._link.submit(transfer, cast(Callable[[], Result], lambda: None))
+            return super().submit(transfer, cast(Callable[[], Result], lambda: None))
         start, stop = transfer.memory
         for each in [each for each in self._present if each[0] < stop and start < each[1]]:
             del self._present[each]
         self._present[transfer.memory] = transfer
-        return self._link.submit(transfer, copy)
-
-    def close(self) -> None:
-        """Waits until what was submitted has ended."""
-        self._timer.close()
-
-    def __enter__(self) -> AdjustableLink:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        return super().submit(transfer, copy)
 
 
 def paced_engine(

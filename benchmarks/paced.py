@@ -18,7 +18,7 @@ import sched
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -135,11 +135,9 @@ class PacedLink:
         timer: Timer | None = None,
         copies_early: bool = False,
     ) -> None:
-        if not bytes_per_s > 0:
-            raise ValueError(f"bytes_per_s must be a positive number, got {bytes_per_s}")
         if not 0 <= layer_s < math.inf:
             raise ValueError(f"layer_s must be at least 0, got {layer_s}")
-        self._bytes_per_s = bytes_per_s
+        self.set_pace(bytes_per_s)
         self._layer_s = layer_s
         self._copies_early = copies_early
         self._timer = timer or TimerThread()
@@ -147,6 +145,16 @@ class PacedLink:
         self._free_at_s = -math.inf
         self.busy_s = 0.0
         """Seconds that the transfers submitted so far take."""
+
+    def set_pace(self, bytes_per_s: float = math.inf) -> None:
+        """Makes what is submitted from now on take its time at that bandwidth. Nothing may move meanwhile.
+
+        Raises:
+          ValueError: a bandwidth that is not positive.
+        """
+        if not bytes_per_s > 0:
+            raise ValueError(f"bytes_per_s must be a positive number, got {bytes_per_s}")
+        self._bytes_per_s = bytes_per_s
 
     def seconds(self, transfer: Transfer) -> float:
         """Returns what a transfer takes."""
@@ -169,7 +177,7 @@ class PacedLink:
         """Waits until what was submitted has ended."""
         self._timer.close()
 
-    def __enter__(self) -> PacedLink:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

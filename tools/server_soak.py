@@ -16,10 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
 from ca_jax.launch.machine import describe_machine, describe_versions, summarize_machine
+from ca_jax.launch.plots import BLUE, VERMILION, new_figure, write_figure
 from tests import server_kit as sk
 from tests.server import soak
 
@@ -75,18 +73,15 @@ def figures(report: soak.Report) -> dict[str, Any]:
 
 
 def _plot(path: Path, found: soak.Report, title: str) -> None:
-    figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8, 5)
     memory, first = figure.subplots(1, 2)
-    memory.plot([at for at, _ in found.rss], [size / 2**20 for _, size in found.rss], color="#0072B2")
+    memory.plot([at for at, _ in found.rss], [size / 2**20 for _, size in found.rss], color=BLUE)
     memory.set(xlabel="seconds", ylabel="resident memory of the server [MiB]", ylim=(0, None))
     ordered = sorted(found.ttft_s)
-    first.plot(ordered, [(rank + 1) / len(ordered) for rank in range(len(ordered))], color="#D55E00")
+    first.plot(ordered, [(rank + 1) / len(ordered) for rank in range(len(ordered))], color=VERMILION)
     first.set(xlabel="time to the first token [s]", ylabel="share of answers", xscale="log", ylim=(0, 1))
-    for axes in (memory, first):
-        axes.grid(alpha=0.3)
     figure.suptitle(title)
-    figure.savefig(path)
+    write_figure(figure, path, grid="both")
 
 
 if __name__ == "__main__":
