@@ -249,15 +249,35 @@ def test_without_flags_every_suite_has_its_own_defaults(suite):
     assert config_of("bench", f"--suite={suite}") == SUITES[suite].config()
 
 
+def typed(values):
+    """Values of fields as flags of their names."""
+    return " ".join(
+        f"--{name}={','.join(map(str, each)) if type(each) is tuple else each}" for name, each in values.items()
+    )
+
+
 METHODS_OF = {"truncation_ratio": 0.25, "keep_first_tokens": 0, "anchor_tokens": 4, "repair_ratio": 0.1}
+TTFT = {"history_tokens": (1000, 2000), "new_tokens": (50,), "repeats": 2}
+MMLU = {"data": "dev", "max_tokens": 700, "num_shots": 0, "max_items": 3, "preamble": "a.txt", "seed": 7}
+CHUNKING = {"data": "a", "num_chunks": 4, "chunk_tokens": 64, "max_items": 3, "instruction": "?{question}"}
+BLENDS = {
+    "ratios": (0.1, 0.2),
+    "selections": ("first", "hkvd"),
+    "other_ratios": (0.2,),
+    "check_layers": 2,
+    "positions": 1,
+}
+RAG = {
+    **{"baselines": ("reuse",), "answer_tokens": 0, "summary_tokens": 9, "figure": 17, "timed_items": 2, "repeats": 1},
+    **{"chunk_counts": (2, 4), "chunk_lengths": (8,), "storage_gb_s": (0.5,)},
+}
+TRACE = {"trace_format": "mooncake", "trace": "x.jsonl", "skip_bad_rows": True}
+WORKLOAD = {"num_sessions": 7, "arrival_rate": 2.0, "think_time_s": 3.0}
+GATE = {"max_kl": 0.2, "max_kl_share": 1.0}
 FIELDS = [
     (
-        "bench --suite=ttft --history_tokens=1000,2000 --new_tokens=50 --repeats=2",
-        TtftConfig(history_tokens=(1000, 2000), new_tokens=(50,), repeats=2),
-    ),
-    (
-        "bench --suite=ttft --read_buffer=3 --max_tpot_ms=50 --noasync_save",
-        TtftConfig(engine=EngineConfig(read_buffer=3, max_tpot_ms=50.0, async_save=False)),
+        f"bench --suite=ttft {typed(TTFT)} --read_buffer=3 --max_tpot_ms=50 --noasync_save",
+        TtftConfig(**TTFT, engine=EngineConfig(read_buffer=3, max_tpot_ms=50.0, async_save=False)),
     ),
     (
         "bench --suite=overflow --overflow_methods=ca,tt --gap_methods= --truncation_ratio=0.25 --keep_first_tokens=8",
@@ -275,45 +295,32 @@ FIELDS = [
         ),
     ),
     (
-        "evaluate --task=mmlu --data=dev --method=of,ca --window=512 --step_tokens=64 --max_tokens=700 --num_shots=0 "
-        "--max_items=3 --preamble=a.txt --seed=7 --truncation_ratio=0.25 --keep_first_tokens=0 "
-        "--overflow_anchor_tokens=4 --overflow_repair_ratio=0.1",
+        f"evaluate --task=mmlu --method=of,ca --window=512 --step_tokens=64 {typed(MMLU)} --truncation_ratio=0.25 "
+        "--keep_first_tokens=0 --overflow_anchor_tokens=4 --overflow_repair_ratio=0.1",
         MmluConfig(
             comparison=Comparison(
                 methods=tuple(ComparedOverflow(method=name, **METHODS_OF) for name in ("of", "ca")),
                 window=512,
                 step_tokens=64,
             ),
-            **{"data": "dev", "max_tokens": 700, "num_shots": 0, "max_items": 3, "preamble": "a.txt", "seed": 7},
+            **MMLU,
         ),
     ),
     ("evaluate --task=rag", RagConfig()),
     (
-        "evaluate --task=rag --data=a --num_chunks=4 --chunk_tokens=64 --max_items=3 --instruction=?{question} "
-        "--ratios=0.1,0.2 --selections=first,hkvd --other_ratios=0.2 --check_layers=2 --positions=1 --seed=5 "
-        "--baselines=reuse --answer_tokens=0 --summary_tokens=9 --figure=17 --timed_items=2 --repeats=1 "
-        "--chunk_counts=2,4 --chunk_lengths=8 --storage_gb_s=0.5",
-        RagConfig(
-            chunking=Chunking(data="a", num_chunks=4, chunk_tokens=64, max_items=3, instruction="?{question}"),
-            blends=Blends(
-                **{"ratios": (0.1, 0.2), "selections": ("first", "hkvd"), "other_ratios": (0.2,)},
-                **{"check_layers": 2, "positions": 1, "seed": 5},
-            ),
-            **{"baselines": ("reuse",), "answer_tokens": 0, "summary_tokens": 9, "figure": 17, "timed_items": 2},
-            **{"repeats": 1, "chunk_counts": (2, 4), "chunk_lengths": (8,), "storage_gb_s": (0.5,)},
-        ),
+        f"evaluate --task=rag {typed(CHUNKING)} {typed(BLENDS)} {typed(RAG)}",
+        RagConfig(chunking=Chunking(**CHUNKING), blends=Blends(**BLENDS), **RAG),
     ),
     (
-        "replay --trace_format=mooncake --trace=x.jsonl --skip_bad_rows --num_sessions=7 --arrival_rate=2 "
-        "--think_time_s=3 --eviction_policy=lru --recompute",
+        f"replay {typed(TRACE)} {typed(WORKLOAD)} --eviction_policy=lru --recompute",
         ReplayConfig(
-            trace=TraceConfig(trace_format="mooncake", trace="x.jsonl", skip_bad_rows=True),
-            workload=WorkloadConfig(num_sessions=7, arrival_rate=2.0, think_time_s=3.0),
+            trace=TraceConfig(**TRACE),
+            workload=WorkloadConfig(**WORKLOAD),
             engine=EngineConfig(share_prefixes=False, store=StoreConfig(eviction_policy="lru")),
             recompute=True,
         ),
     ),
-    ("evaluate --task=blend_gate --max_kl=0.2 --max_kl_share=1", GateConfig(max_kl=0.2, max_kl_share=1.0)),
+    (f"evaluate --task=blend_gate {typed(GATE)}", GateConfig(**GATE)),
 ]
 
 

@@ -7,6 +7,7 @@ import pytest
 import ca_jax
 from benchmarks.paper_figures import FIGURES, PaperRuns, figure_rows
 from ca_jax.launch.simulate_flags import SimulateConfig, read_trace
+from tests.benchmarks.traces_kit import lines_file, sharegpt_file, talk
 
 LENGTHS = [((30 + 40 * (i % 7), 60 + 90 * (i % 11)),) * (1 + i % 8) for i in range(12)]
 
@@ -23,31 +24,17 @@ def run(launch):
 
 @pytest.fixture
 def sharegpt(tmp_path):
-    def piece(index):
-        turns = [
-            {"from": "human" if i % 2 == 0 else "gpt", "value": "word " * (20 + 9 * i)} for i in range(2 + 2 * index)
-        ]
-        return {"id": f"c{index}_0", "conversations": turns}
-
-    path = tmp_path / "sharegpt.json"
-    path.write_text(json.dumps([piece(index) for index in range(5)]))
-    return path
+    return sharegpt_file(tmp_path / "sharegpt.json", *(talk(1 + index, index) for index in range(5)))
 
 
 @pytest.fixture
 def mooncake(tmp_path):
     def row(second, *hash_ids):
-        return {
-            "timestamp": 1000 * second,
-            "input_length": 512 * len(hash_ids),
-            "output_length": 9,
-            "hash_ids": hash_ids,
-        }
+        size = 512 * len(hash_ids)
+        return {"timestamp": 1000 * second, "input_length": size, "output_length": 9, "hash_ids": hash_ids}
 
-    path = tmp_path / "trace.jsonl"
     rows = [row(0, 1), row(1, 2), row(20, 1, 3), row(21, 2, 4), row(40, 1, 3, 5)]
-    path.write_text("\n".join(json.dumps(each) for each in rows) + "\n")
-    return path
+    return lines_file(tmp_path / "trace.jsonl", *rows)
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +128,7 @@ def test_agents_and_arrivals_are_read_too(tmp_path):
     calls = [
         {"timestamp": 1000000 * t, "input": "abcd" * (t + 1), "output": "x" * 8, "session_id": "a"} for t in range(2)
     ]
-    (tmp_path / "calls.jsonl").write_text("\n".join(map(json.dumps, calls)))
+    lines_file(tmp_path / "calls.jsonl", *calls)
     source = SimulateConfig(trace_format="agents", trace=tmp_path, chars_per_token=4.0)
     (session,) = read_trace(source).sessions
     assert [(turn.user_tokens, turn.kept_tokens, turn.answer_tokens) for turn in session.turns] == [
