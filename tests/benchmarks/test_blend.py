@@ -17,7 +17,7 @@ from benchmarks.suites.blend_throughput import BlendThroughputConfig, stream_tur
 from ca_jax.config import BLEND_MODES, BlendConfig, EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.storage.config import StoreConfig
-from tests.benchmarks.conftest import steps
+from tests.benchmarks.conftest import check_spread, steps
 
 ENGINE = EngineConfig(
     compile_cache_dir=None, max_batch_size=2, prefill_chunk_tokens=64, store=StoreConfig(block_tokens=16)
@@ -168,8 +168,7 @@ def test_every_mode_serves_the_same_stream(measure, wordless, monkeypatch):
     by_mode = {row.mode: row for row in result.rows}
     for row in result.rows:
         assert (row.turns, row.dram_share, row.ssd_share) == (3, 1.5, 2.5)
-        for name, (least, largest) in row.spread.items():
-            assert 0 <= least <= getattr(row, name) <= largest
+        check_spread(row)
         assert 0 < row.ttft_p50_s <= row.ttft_p95_s
         assert (row.recompute_ratio, row.selection) == ((0.6, "hkvd") if row.mode == "blend" else (None, None))
     recompute, reuse = by_mode["recompute"], by_mode["reuse"]

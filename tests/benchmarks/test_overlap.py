@@ -20,7 +20,7 @@ from ca_jax.kv.layout import kv_layout
 from ca_jax.kv.rates import PrefillRate, Rates, TransferRate
 from ca_jax.storage.config import StoreConfig
 from tests import engine_kit as kit
-from tests.benchmarks.conftest import Measured, steps
+from tests.benchmarks.conftest import Measured, check_spread, steps
 from tests.transfers_kit import ManualTimer
 
 ENGINE = EngineConfig(
@@ -108,8 +108,7 @@ def test_every_way_to_load_is_a_row(preloaded):
     for row in turns:
         assert (row.same_tokens, row.recompiles) == (True, 0)
         assert row.head_start_s > 0
-        for name, (least, largest) in row.spread.items():
-            assert least <= getattr(row, name) <= largest
+        check_spread(row)
         if row.read_buffer == "recompute":
             assert (row.ideal_s, row.ratio, row.hidden) == (None, None, None)
         else:

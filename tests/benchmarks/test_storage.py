@@ -15,7 +15,7 @@ from benchmarks.suites.store import StoreBenchConfig
 from ca_jax.errors import CaJaxError
 from ca_jax.storage.config import GIB
 from ca_jax.storage.tiers.formats import FORMATS, RawTier
-from tests.benchmarks.conftest import steps
+from tests.benchmarks.conftest import check_spread, steps
 
 STORE_SIZES = {
     "num_layers": 3,
@@ -72,8 +72,7 @@ def test_store_measures_every_move_of_every_driver_and_leaves_nothing(measure, d
         if row.driver:
             assert row.plain_gb_per_s == max(row.plain_gb_per_s_of.values())
             assert len(row.plain_gb_per_s_of) == 2
-        for name, (least, largest) in row.spread.items():
-            assert 0 <= least <= getattr(row, name) <= largest
+        check_spread(row)
     dram, *ssd, crc32c = rows
     zarr3, raw = ({row.measured: row for row in ssd if row.driver == driver} for driver in ("zarr3", "raw"))
     beside = {"ssd_read_cold": "preadv", "ssd_read_warm": "preadv", "ssd_write": "plain"}

@@ -14,7 +14,7 @@ from benchmarks.suites.ttft import TtftConfig
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.storage.config import StoreConfig
-from tests.benchmarks.conftest import steps
+from tests.benchmarks.conftest import check_spread, steps
 
 ENGINE = EngineConfig(compile_cache_dir=None, prefill_chunk_tokens=64)
 ONE_ROW = TtftConfig(history_tokens=(150,), new_tokens=(9,), engine=ENGINE, repeats=1)
@@ -35,8 +35,7 @@ def test_every_pair_of_lengths_is_a_row_without_recompiles(measure, model, tmp_p
     assert [(row.same_tokens, row.recompiles) for row in rows] == [(True, 0)] * 2
     for row in rows:
         assert row.spread.keys() == MEASURED
-        for name, (least, largest) in row.spread.items():
-            assert 0 <= least <= getattr(row, name) <= largest
+        check_spread(row)
         assert 0 < row.fetch_ssd_s < row.ttft_ssd_s
         assert row.ratio_dram == pytest.approx(row.ttft_dram_s / row.compute_s)
         assert row.ratio_ssd == pytest.approx(row.ttft_ssd_s / row.compute_s)
