@@ -160,9 +160,9 @@ def test_a_rate_of_arrival_takes_the_place_of_the_trace_s_times(tmp_path):
     ("distribution", "spread"), [("constant", 0.0), ("exponential", 2.0), ("lognormal", 2.0 * np.sqrt(np.e - 1))]
 )
 def test_think_times_have_their_mean_and_come_between_turns(tmp_path, distribution, spread):
-    path = sharegpt_file(tmp_path / "many.json", *([("a", "b")] * 40 for _ in range(60)))
+    path = sharegpt_file(tmp_path / "many.json", *([("a", "b")] * 20 for _ in range(40)))
     made = workload(
-        TraceConfig(trace=str(path)), num_sessions=60, think_time_s=2.0, think_time_distribution=distribution
+        TraceConfig(trace=str(path)), num_sessions=40, think_time_s=2.0, think_time_distribution=distribution
     )
     assert all(session.turns[0].think_s == 0 for session in made.sessions)
     pauses_s = [turn.think_s for session in made.sessions for turn in session.turns[1:]]
