@@ -17,9 +17,9 @@ from benchmarks.engines import answer_of
 from benchmarks.harness import BenchError
 from ca_jax.engine import Engine
 from ca_jax.pretrained import LoadedModel
+from ca_jax.session import Job
 from ca_jax.simulate.replay.workload import Script, recorded_script
 from ca_jax.simulate.traces.sharegpt import Turn, dataset_path, load_sharegpt
-from ca_jax.turns.jobs import Job
 from ca_jax.turns.requests import Usage
 
 

@@ -56,7 +56,7 @@ class Scene:
             prefilling = self.engine._batch._prefilling
             if prefilling is None or prefilling.job is not answer.job:
                 return False
-            return len(prefilling._prefill.tokens) - prefilling.num_left == num_done
+            return prefilling.prefill.num_done == num_done
 
         overlap_kit.step_until(self.engine, reached)
         return answer

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ca_jax.serving.scheduler import Scheduler
-from ca_jax.turns.jobs import Job
+from ca_jax.session import Job
 from ca_jax.turns.requests import SamplingParams
 from ca_jax.turns.text import TextOutput
 

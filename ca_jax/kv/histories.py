@@ -25,13 +25,13 @@ from ca_jax.kv.chunk_kv import ChunkKV, FusedTicket
 from ca_jax.kv.layout import kept_window
 from ca_jax.kv.load import LayerLoad, LayerLoader
 from ca_jax.kv.rates import RateMeter
+from ca_jax.session import Job
 from ca_jax.storage.config import GIB
 from ca_jax.storage.records import MissReason, Residency
 from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tickets import LoadTicket, TicketState
-from ca_jax.turns.chunks import ChunkSpan
 from ca_jax.turns.conversations import Conversation
-from ca_jax.turns.jobs import Job
+from ca_jax.turns.text import ChunkSpan
 
 _LOG = logging.getLogger(__name__)
 _MIN_GAIN = 0.1  # What recomputing must save to be chosen: rates are measured, and loading leaves the device free.

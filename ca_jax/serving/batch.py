@@ -24,7 +24,7 @@ import numpy as np
 
 from ca_jax.device.buckets import pad_to
 from ca_jax.device.processes import all_agree, least
-from ca_jax.device.runner import Runner
+from ca_jax.device.runner import Prefill, Runner
 from ca_jax.device.runtime import Runtime
 from ca_jax.device.sampler import Draw, Drawn, Sampler
 from ca_jax.device.transfer import to_host, to_host_memory
@@ -34,37 +34,21 @@ from ca_jax.kv.session_kv import SessionKV
 from ca_jax.recompute.plan import blend_plan
 from ca_jax.recompute.recomputer import warm_up
 from ca_jax.serving.prefilling import Prefilling
-from ca_jax.serving.scheduler import Scheduler, StepPlan
+from ca_jax.serving.scheduler import Scheduler
 from ca_jax.serving.truncator import Truncator
-from ca_jax.turns.chunks import ChunkSpan
+from ca_jax.session import Job
 from ca_jax.turns.conversations import padded
-from ca_jax.turns.jobs import Job
 from ca_jax.turns.requests import FinishReason
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodeRow:
-    """One job's next token."""
-
-    job_id: int
-    """Whose."""
-    slot: int
-    """Where its KV is."""
-    token: int
-    """The last token, whose KV this step computes."""
-    length: int
-    """Tokens already in the slot."""
-    num_dropped: int = 0
-    """Tokens that have left it: a draw is by how many tokens there were, and must not be the same again."""
+from ca_jax.turns.text import ChunkSpan
 
 
 @dataclasses.dataclass(frozen=True)
 class _Flight:
     """A step that has been dispatched."""
 
-    batch: tuple[tuple[int, int, int], ...]  # job, slot, length
+    batch: tuple[tuple[int, int, int], ...]  # Slot, job, and tokens in the slot.
     lengths: np.ndarray
-    dropped: np.ndarray
+    num_gone: np.ndarray
     logits: jax.Array
     draw: Draw | None  # None: it depends on the last step's tokens.
     kv: jax.Array
@@ -80,39 +64,35 @@ class Decoder:
         self._ahead: _Flight | None = None
 
     def step(
-        self, rows: list[DecodeRow], run_ahead: bool, on_dispatched: Callable[[], None] = lambda: None
+        self, jobs: Sequence[Job], run_ahead: bool, on_dispatched: Callable[[], None]
     ) -> tuple[Drawn, jax.Array, np.ndarray | None]:
-        """Decodes one token for each row, and waits for them.
+        """Decodes one token for each job, and waits for them.
 
         Args:
-          rows: at least one, each of another slot.
-          run_ahead: whether all rows are likely to want another token, and nobody else may begin before that.
+          jobs: at least one, each in a slot; the KV of its last token is computed, and is not in the slot yet.
+          run_ahead: whether all are likely to want another token, and nobody else may begin before that.
           on_dispatched: called once all is dispatched, before it is waited for.
 
         Returns:
-          Drawn tokens by slot, the unrotated KV of the rows' last tokens `[L, 2, n, K, H]`, and the
+          Drawn tokens by slot, the unrotated KV of the jobs' last tokens `[L, 2, n, K, H]`, and the
           attention that tokens of each slot received, f32 `[n, C]`; None where the runner does not measure it.
         """
-        batch = tuple((row.job_id, row.slot, row.length) for row in rows)
+        rows = {job.slot: job for job in jobs if job.slot is not None}
+        batch = tuple((slot, job.job_id, job.num_tokens - 1) for slot, job in rows.items())
         flight, self._ahead = self._ahead, None
         if flight is None or flight.batch != batch:
-            num_rows = pad_to(self._runner.batch_buckets, 1 + max(row.slot for row in rows))
-            tokens, lengths, dropped = (np.zeros(num_rows, np.int32) for _ in range(3))
-            for row in rows:
-                tokens[row.slot], lengths[row.slot], dropped[row.slot] = row.token, row.length, row.num_dropped
-            flight = self._dispatch(batch, tokens, lengths, dropped)
-        draw = flight.draw or self._draw(flight.logits, flight.lengths, flight.dropped)
+            num_rows = pad_to(self._runner.batch_buckets, 1 + max(rows))
+            tokens, lengths, num_gone = (np.zeros(num_rows, np.int32) for _ in range(3))
+            for slot, job in rows.items():
+                tokens[slot], lengths[slot], num_gone[slot] = job.output_ids[-1], job.num_tokens - 1, job.num_gone
+            flight = self._dispatch(batch, tokens, lengths, num_gone)
+        draw = flight.draw or self._draw(flight.logits, flight.lengths, flight.num_gone)
         if run_ahead:
             lengths = flight.lengths.copy()
-            for row in rows:
-                lengths[row.slot] += 1
-            self._ahead = self._dispatch(
-                tuple((job, slot, length + 1) for job, slot, length in batch),
-                draw.tokens,
-                lengths,
-                flight.dropped,
-                draws=not self._sampler.has_penalties,
-            )
+            lengths[list(rows)] += 1
+            ahead = tuple((slot, job_id, length + 1) for slot, job_id, length in batch)
+            draws = not self._sampler.has_penalties
+            self._ahead = self._dispatch(ahead, draw.tokens, lengths, flight.num_gone, draws=draws)
         on_dispatched()
         received = None if flight.received is None else to_host(flight.received)
         return draw.wait(), flight.kv, received
@@ -122,16 +102,17 @@ class Decoder:
         batch: tuple[tuple[int, int, int], ...],
         tokens: np.ndarray | jax.Array,
         lengths: np.ndarray,
-        dropped: np.ndarray,
+        num_gone: np.ndarray,
         *,
         draws: bool = True,
     ) -> _Flight:
         logits, kv, received = self._runner.slots.decode(tokens, lengths)
-        draw = self._draw(logits, lengths, dropped) if draws else None
-        return _Flight(batch, lengths, dropped, logits, draw, kv, received)
+        draw = self._draw(logits, lengths, num_gone) if draws else None
+        return _Flight(batch, lengths, num_gone, logits, draw, kv, received)
 
-    def _draw(self, logits: jax.Array, lengths: np.ndarray, dropped: np.ndarray) -> Draw:
-        return self._sampler.start(logits, lengths + dropped + 1)
+    def _draw(self, logits: jax.Array, lengths: np.ndarray, num_gone: np.ndarray) -> Draw:
+        """By how many tokens there were: the same number must not come again when some have left."""
+        return self._sampler.start(logits, lengths + num_gone + 1)
 
 
 _QUESTION_TOKENS = 64  # Behind a context that is warmed up for: rates say by them what ratio it will have.
@@ -150,6 +131,7 @@ class Batch:
         runtime: Runtime,
     ) -> None:
         self._runtime = runtime
+        self._processes = runtime.processes
         self._scheduler = scheduler
         self._runner = runner
         self._sampler = sampler
@@ -178,7 +160,11 @@ class Batch:
         """Plans a step and does it; whether there was anything to do."""
         self.settle()
         plan = self._scheduler.schedule(self._kv.ready, self._admits)
-        self._begin_loads(plan)
+        if plan.prefill is not None:
+            self._begin_prefill(plan.prefill)
+        if plan.preload is not None and plan.preload.session is not None:
+            with self._ending(plan.preload):  # Least of all may it end the job whose caller runs the engine now.
+                self._kv.preload(plan.preload, plan.preload.session)
         if plan.decode:
             self._decode(list(plan.decode))
         if plan.prefill is not None and not plan.prefill.done:  # Last, so that a first token goes out at once.
@@ -193,19 +179,11 @@ class Batch:
             for orphan in self._kv.chunks.orphans(job):
                 self.cancel(orphan)
 
-    def _begin_loads(self, plan: StepPlan) -> None:
-        """Begins to load what is prefilled in this step, and what is likely to be next."""
-        if plan.prefill is not None:
-            self._begin_prefill(plan.prefill)
-        if plan.preload is not None and plan.preload.session is not None:
-            with self._ending(plan.preload):  # Least of all may it end the job whose caller runs the engine now.
-                self._kv.preload(plan.preload, plan.preload.session)
-
     def _admits(self, job: Job) -> bool:
         if job.session is None and job.chunk is None:
             return True
         num_tokens = min(len(job.prompt_ids), self._runner.chunk_tokens)
-        return all_agree(self._runtime.processes, "admits", self._kv.write_buffer.admits(num_tokens))
+        return all_agree(self._processes, "admits", self._kv.write_buffer.admits(num_tokens))
 
     def _begin_prefill(self, job: Job) -> None:
         """Begins to load a job's history, if this is its first step."""
@@ -213,19 +191,17 @@ class Batch:
             return
         job.started_s = time.perf_counter()
         with self._ending(job):
-            if job.slot is None:
-                raise RuntimeError(f"job {job.job_id} was planned without a slot")
-            self._sampler.set_slot(job.slot, job.params, job.prompt_ids, job.stop_ids)
             self._prefilling = Prefilling(job, self._runner, self._kv, self._truncator, self._runtime)
+            self._sampler.set_slot(self._prefilling.prefill.slot, job.params, job.prompt_ids, job.stop_ids)
             self._prefilling.begin()
 
     def _run_pass(self, job: Job, is_alone: bool) -> None:
         """Runs a pass of the prefill; with the last one, draws the first token."""
         prefilling = self._prefilling
-        if prefilling is None or job.slot is None:
+        if prefilling is None:
             raise RuntimeError(f"job {job.job_id} has no prefill to go on with")
         with self._ending(job):
-            logits = prefilling.run_pass(self._pass_tokens(prefilling, is_alone), is_alone)
+            logits = prefilling.run_pass(self._pass_tokens(prefilling.prefill, is_alone), is_alone)
             if logits is None:
                 return
             if job.chunk is not None:  # It is on its way to the store, and that is all.
@@ -234,7 +210,8 @@ class Batch:
                 self._release(job)
                 job.finished_s, job.finish_reason = time.perf_counter(), FinishReason.LENGTH
                 return
-            drawn = self._sampler.draw(logits, np.array([len(job.prompt_ids) + job.num_gone]), job.slot)
+            num_before = np.array([len(job.prompt_ids) + job.num_gone])
+            drawn = self._sampler.draw(logits, num_before, prefilling.prefill.slot)
             prefilling.finish()
             if prefilling.saver is not None:
                 self._savers[job] = prefilling.saver
@@ -244,21 +221,22 @@ class Batch:
             self._scheduler.prefilled(job)
             self._accept(job, drawn, 0)
 
-    def _pass_tokens(self, prefilling: Prefilling, is_alone: bool) -> int:
+    def _pass_tokens(self, prefill: Prefill, is_alone: bool) -> int:
         """How many tokens the next pass takes: fewer than a chunk where others would wait too long for it."""
         most = self._runner.chunk_tokens
         rates = self._kv.meter.rates
         if not is_alone and self._config.max_tpot_ms is not None:
             if rates is not None:
                 budget_s = self._config.max_tpot_ms / 1e3 - self._decode_s
-                most = costs.largest_pass(rates, prefilling.num_before, self._runner.pass_sizes, budget_s)
-            [most] = least(self._runtime.processes, "tokens of a pass", [most])
-        return min(most, prefilling.num_left)
+                num_before = prefill.history_length + prefill.num_done
+                most = costs.largest_pass(rates, num_before, self._runner.pass_sizes, budget_s)
+            [most] = least(self._processes, "tokens of a pass", [most])
+        return min(most, prefill.num_left)
 
     def settle(self) -> None:
         """Moves the last prefill into its decode slot: what was put off so that its first token did not wait."""
         prefilling = self._prefilling
-        if prefilling is not None and prefilling.is_complete:
+        if prefilling is not None and prefilling.prefill.logits is not None:
             with self._ending(prefilling.job):  # With its slot half filled it must not decode.
                 prefilling.insert()
                 self._prefilling = None
@@ -266,20 +244,17 @@ class Batch:
 
     def _decode(self, jobs: list[Job]) -> None:
         for job in jobs:
-            self._make_room(job)
+            if not job.done and job.num_tokens >= self._window:
+                with self._ending(job):  # A discarder may be anybody's.
+                    self._truncator.cut_running(job, self._savers.get(job))
         jobs = [job for job in jobs if not job.done]
         if not jobs:
             return
-        rows = [
-            DecodeRow(job.job_id, job.slot, job.output_ids[-1], job.num_tokens - 1, job.num_gone)
-            for job in jobs
-            if job.slot is not None
-        ]
         more = all(
             len(job.output_ids) + 1 < job.params.max_tokens and job.num_tokens + 1 < self._window for job in jobs
         )
         is_alone = self._scheduler.prefilling is None and not self._scheduler.may_take
-        self._kv.write_buffer.make_room(len(rows))
+        self._kv.write_buffer.make_room(len(jobs))
         started_s = time.perf_counter()
 
         def await_pass() -> None:
@@ -291,8 +266,8 @@ class Batch:
                         started_s = time.perf_counter()
 
         try:
-            with self._timeline.annotate("engine", "decode", rows=len(rows)):
-                drawn, kv, received = self._decoder.step(rows, run_ahead=more and is_alone, on_dispatched=await_pass)
+            with self._timeline.annotate("engine", "decode", rows=len(jobs)):
+                drawn, kv, received = self._decoder.step(jobs, more and is_alone, await_pass)
             if self._savers:
                 kv = to_host_memory(kv)  # Once for all of its rows.
         except Exception as error:  # Of all rows alike.
@@ -300,24 +275,18 @@ class Batch:
                 self._fail(job, error)
             return
         self._decode_s = time.perf_counter() - started_s
-        self._timeline.add("compute", "decode", started_s, started_s + self._decode_s, rows=len(rows))
+        self._timeline.add("compute", "decode", started_s, started_s + self._decode_s, rows=len(jobs))
         self._metrics.decode_steps += 1
         self._metrics.decode_s += self._decode_s
-        for row, job in zip(rows, jobs, strict=True):
-            if job.done:  # It was lost with the slots, when another broke.
+        for job in jobs:
+            if job.done or job.slot is None:  # It was lost with the slots, when another broke.
                 continue
             with self._ending(job):
                 if received is not None and job.attention is not None:
-                    job.attention = padded(job.attention, row.length + 1) + received[row.slot, : row.length + 1]
+                    job.attention = padded(job.attention, job.num_tokens) + received[job.slot, : job.num_tokens]
                 if job in self._savers:
-                    self._savers[job].add_decoded(row.token, kv, row.slot)
-                self._accept(job, drawn, row.slot)
-
-    def _make_room(self, job: Job) -> None:
-        """Drops tokens of a job whose context is full."""
-        if not job.done and job.num_tokens >= self._window:
-            with self._ending(job):  # A discarder may be anybody's.
-                self._truncator.cut_running(job, self._savers.get(job))
+                    self._savers[job].add_decoded(job.output_ids[-1], kv, job.slot)
+                self._accept(job, drawn, job.slot)
 
     def _accept(self, job: Job, drawn: Drawn, row: int) -> None:
         """Takes the token that was drawn for a row and ends the job if it is the last."""

@@ -95,14 +95,9 @@ class EngineCore:
         self.runner = Runner(model.config, model.params, sizes, timeline=timeline, sharding=model.sharding)
         layout = kv_layout(model, config)
         check_buffers(config, layout, self.runner)
-        self._watch = ComputeWatch(timeline)
+        self._watch = watch = ComputeWatch(timeline)
         runtime = Runtime(
-            config=config,
-            metrics=self.metrics,
-            timeline=timeline,
-            watch=self._watch,
-            processes=processes,
-            wake=wake,
+            config=config, metrics=self.metrics, timeline=timeline, watch=watch, processes=processes, wake=wake
         )
         # KV of other weights, and of other rotary frequencies where those are the window's, is other KV.
         is_steady = window <= model.config.steady_positions

@@ -14,7 +14,7 @@ import time
 import jax
 
 from ca_jax.device.processes import least
-from ca_jax.device.runner import JOINED_TOKENS, Prefill, Runner
+from ca_jax.device.runner import JOINED_TOKENS, Runner
 from ca_jax.device.runtime import Runtime
 from ca_jax.errors import ProcessesError
 from ca_jax.kv.histories import History
@@ -24,18 +24,18 @@ from ca_jax.kv.session_kv import SessionKV
 from ca_jax.recompute.plan import blend_plan
 from ca_jax.recompute.recomputer import RecomputedHistory
 from ca_jax.serving.truncator import Truncator
+from ca_jax.session import Job, Session
 from ca_jax.turns.conversations import padded
-from ca_jax.turns.jobs import Job, TurnSession
 
 _LOG = logging.getLogger(__name__)
 _NO_STALL = 0.02  # Of a prefill: it waited for less than that, so that what it took is compute.
 
 
 class SharedLoad:
-    """This process's share of a history that several load at once, each its own heads: what breaks on one stops none.
+    """This process's share of a history that several load at once, each its own heads; a `runner.LayerSource`.
 
     All have to dispatch the same layers. Where a layer cannot be read the pass goes on over zeros, and its end tells
-    the others: then nobody uses what it gave. To a prefill it is a `runner.LayerSource` like any other.
+    the others: then nobody uses what it gave.
     """
 
     def __init__(self, load: LayerLoad, runner: Runner) -> None:
@@ -52,8 +52,7 @@ class SharedLoad:
             except Exception as error:  # For `_check_load`: raised now, the others would wait for this process forever.
                 _LOG.warning("layer %d of a history could not be loaded", layer, exc_info=True)
                 self.error = error
-        empty = self._runner.empty_kv(self._runner.padded_history(self._load.ticket.num_tokens))
-        return self._runner.at_rest(empty)
+        return self._runner.at_rest(self._runner.empty_kv(self._runner.padded_history(self._load.ticket.num_tokens)))
 
     def computed(self, layer: int, result: jax.Array) -> None:
         """See `runner.LayerSource`."""
@@ -76,7 +75,8 @@ class Prefilling:
         """Whose."""
         self.saver: TurnSaver | None = None
         """What of the turn is to be saved; None for a job without a session."""
-        self._slot = job.slot
+        self.prefill = runner.start_prefill(job.slot, job.prompt_ids, 0)
+        """How far it is."""
         self._runner = runner
         self._kv = kv
         self._metrics = runtime.metrics
@@ -91,7 +91,6 @@ class Prefilling:
         self._computing_s = 0.0
         self._dispatched_s: float | None = None  # When a pass was that has not been waited for.
         self._layer_since_s = 0.0
-        self._prefill = self._start(0)
 
     def begin(self) -> None:
         """Begins to load what of the job's history is stored. If that raises, `release` lets go of what was begun."""
@@ -107,42 +106,7 @@ class Prefilling:
                 self._mended = self._recomputed(job.session, history, self._load)
             if self._mended is None:
                 self.saver = self._kv.begin_saving(job.session, history.num_stored)
-            self._prefill = self._start(history.num_places)
-
-    def _recomputed(
-        self, session: TurnSession, history: History, load: LayerLoad | SharedLoad
-    ) -> RecomputedHistory | None:
-        """A history as its prefill should read it; None: as it is stored."""
-        num_own = history.num_stored if history.chunks else history.num_places
-        repair, blend = self._truncator.repair_of(session, num_own, history.num_places), None
-        if history.chunks:
-            blend = blend_plan(
-                self._blend_config,
-                self._runner.config.num_layers,
-                history.num_places,
-                num_own,
-                history.chunks,
-                self.job.recompute_ratio,
-            )
-        if repair is None and blend is None:
-            return None
-        token_ids = self.job.prompt_ids[: history.num_places]
-        return RecomputedHistory(load, token_ids, self._runner, repair=repair, blend=blend)
-
-    @property
-    def num_left(self) -> int:
-        """Tokens that are to be dispatched."""
-        return self._prefill.num_left
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all tokens were dispatched, so that the logits are there."""
-        return self._prefill.logits is not None
-
-    @property
-    def num_before(self) -> int:
-        """Tokens before those."""
-        return self._prefill.history_length + self._prefill.num_done
+            self._start(history.num_places)
 
     def run_pass(self, num_tokens: int, is_alone: bool) -> jax.Array | None:
         """Dispatches some of the tokens that are left.
@@ -159,11 +123,11 @@ class Prefilling:
         self._was_alone &= is_alone
         started_s = time.perf_counter()
         history = self._history
-        if history is None or history.load is None or self._prefill.num_done:
+        if history is None or history.load is None or self.prefill.num_done:
             self._dispatch(num_tokens)
         else:
             try:
-                history.load.begin(lambda layer: self._runner.insert_past(self._prefill, layer))
+                history.load.begin(lambda layer: self._runner.insert_past(self.prefill, layer))
                 self._dispatch(num_tokens)
                 self._check_load()
                 self._kv.histories.complete(self.job, history)
@@ -171,15 +135,16 @@ class Prefilling:
                     self._save_mended(self._mended)
             except LoadError:
                 _LOG.warning("the load of job %d broke: it begins anew without", self.job.job_id, exc_info=True)
-                self._begin_anew()
-                return self.run_pass(min(self.num_left, self._runner.chunk_tokens), is_alone)
+                self._begin_anew(history)
+                return self.run_pass(min(self.prefill.num_left, self._runner.chunk_tokens), is_alone)
         self._metrics.prefill_passes += 1
-        if self._prefill.logits is not None:
+        is_last = self.prefill.logits is not None
+        if is_last:
             self._wait()
         now_s = time.perf_counter()
         self._computing_s += now_s - started_s
-        self._dispatched_s = None if self.is_complete else now_s
-        return self._prefill.logits
+        self._dispatched_s = None if is_last else now_s
+        return self.prefill.logits
 
     def await_pass(self) -> bool:
         """Waits for the last pass, if nobody has; whether it did. What is dispatched behind it computes from then on.
@@ -188,37 +153,34 @@ class Prefilling:
         """
         if self._dispatched_s is None:
             return False
-        jax.block_until_ready(self._prefill.outputs)
+        jax.block_until_ready(self.prefill.outputs)
         self._computing_s += time.perf_counter() - self._dispatched_s
         self._dispatched_s = None
         return True
 
     def finish(self) -> None:
         """Measures what it took. Its logits were waited for."""
+        job, prefill, history = self.job, self.prefill, self._history
         self._metrics.prefill_steps += 1
         self._metrics.prefill_s += self._computing_s
-        self.job.prefill_s = self._computing_s
-        if self._prefill.received:
-            known = self.job.attention if self._prefill.history_length else None  # What is computed anew receives anew.
-            received = padded(() if known is None else known, len(self.job.prompt_ids))
-            for each in self._prefill.received:
-                each.add_to(received)
-            self.job.attention = received
-        new_tokens = len(self._prefill.tokens)
-        was_mended = self.job.repaired_tokens or (self._history is not None and bool(self._history.chunks))
-        if not self._was_alone or new_tokens > self._runner.chunk_tokens or was_mended:
+        job.prefill_s = self._computing_s
+        if prefill.received:
+            known = job.attention if prefill.history_length else None  # What is computed anew receives anew.
+            job.attention = padded(() if known is None else known, len(job.prompt_ids))
+            for each in prefill.received:
+                each.add_to(job.attention)
+        num_new = len(prefill.tokens)
+        was_mended = job.repaired_tokens or (history is not None and history.chunks)
+        if not self._was_alone or num_new > self._runner.chunk_tokens or was_mended:
             return
-        load = None if self._history is None else self._history.load
-        padded_history, padded_new = self._runner.padded(self._prefill.history_length, new_tokens)
-        if load is None or load.stall_s < _NO_STALL * self._computing_s:
-            self._kv.meter.add_prefill(padded_history, padded_new, self._computing_s)
-        predicted_s = None if self._history is None else self._history.predicted_s
-        if predicted_s is not None:
-            self._metrics.prediction_errors.append(predicted_s / self._computing_s - 1)
+        if history is None or history.load is None or history.load.stall_s < _NO_STALL * self._computing_s:
+            self._kv.meter.add_prefill(*self._runner.padded(prefill.history_length, num_new), self._computing_s)
+        if history is not None and history.predicted_s is not None:
+            self._metrics.prediction_errors.append(history.predicted_s / self._computing_s - 1)
 
     def insert(self) -> None:
         """Moves the KV into its decode slot. Does not wait."""
-        done = self._runner.insert(self._prefill)
+        done = self._runner.insert(self.prefill)
         if self._history is not None and self._history.load is not None:
             for layer, marker in done.items():
                 self._history.load.used(layer, marker)
@@ -228,18 +190,28 @@ class Prefilling:
         if self._history is not None:
             self._kv.histories.release(self._history)
 
-    def _start(self, num_loaded: int) -> Prefill:
-        return self._runner.start_prefill(self._slot, self.job.prompt_ids[num_loaded:], num_loaded)
+    def _start(self, num_loaded: int) -> None:
+        self.prefill = self._runner.start_prefill(self.prefill.slot, self.job.prompt_ids[num_loaded:], num_loaded)
+
+    def _recomputed(self, session: Session, history: History, load: LayerLoad | SharedLoad) -> RecomputedHistory | None:
+        """A history as its prefill should read it; None: as it is stored."""
+        num_places, blend = history.num_places, None
+        num_own = history.num_stored if history.chunks else num_places
+        repair = self._truncator.repair_of(session, num_own, num_places)
+        if history.chunks:
+            num_layers, ratio = self._runner.config.num_layers, self.job.recompute_ratio
+            blend = blend_plan(self._blend_config, num_layers, num_places, num_own, history.chunks, ratio)
+        if repair is None and blend is None:
+            return None
+        return RecomputedHistory(load, self.job.prompt_ids[:num_places], self._runner, repair=repair, blend=blend)
 
     def _dispatch(self, num_tokens: int) -> None:
-        prefill = self._prefill
-        start = self.num_before
-        is_first = not prefill.num_done
-        history = (self._mended or self._load) if is_first else None
+        prefill = self.prefill
+        history = None if prefill.num_done else self._mended or self._load
         tokens = prefill.tokens[prefill.num_done : prefill.num_done + num_tokens]
         if self.saver is not None:
             self._kv.write_buffer.make_room(len(tokens))
-            self.saver.begin_pass(tokens, start)
+            self.saver.begin_pass(tokens, prefill.history_length + prefill.num_done)
         self._layer_since_s = time.perf_counter()
         is_short = len(tokens) == prefill.num_left <= JOINED_TOKENS
         join = history.join if is_short and isinstance(history, RecomputedHistory) and history.may_join else None
@@ -268,36 +240,39 @@ class Prefilling:
         if not is_loaded:
             raise LoadError("a shard of the history could not be read") from error
 
-    def _begin_anew(self) -> None:
+    def _begin_anew(self, history: History) -> None:
         """Forgets what was computed from the history: all of the prompt is prefilled.
 
         Where some of several parts broke, the others are loaded again, and what broke is computed in its places.
         """
-        job, history = self.job, self._history
-        if history is None or job.session is None:
-            raise RuntimeError(f"job {job.job_id} has no history that could break")
-        jax.block_until_ready(self._prefill.outputs)
+        jax.block_until_ready(self.prefill.outputs)
         self._give_up_saving()
         has_others = bool(history.broken) and self._processes.count == 1
         self._kv.fail_history(history)
         self._history = self._load = self._mended = None
+        self.job.skip_none()
         if has_others:  # Fewer each time: what broke is forgotten.
-            job.skip_none()
             self.begin()
             return
-        self._forget_lost(job.session, 0, 0)
-        job.skip_none()
-        self.saver = self._kv.begin_saving(job.session, 0)
-        job.cached_tokens = 0
-        self._prefill = self._start(0)
+        self._forget_lost(self._session, 0, 0)
+        self.saver = self._kv.begin_saving(self._session, 0)
+        self.job.cached_tokens = 0
+        self._start(0)
+
+    @property
+    def _session(self) -> Session:
+        """Of a job that has a history."""
+        if self.job.session is None:
+            raise RuntimeError(f"job {self.job.job_id} has a history and no session")
+        return self.job.session
 
     def _forget_pass(self) -> None:
         """Forgets what the first pass has saved behind the history, which itself is sound, and lets go of that."""
-        session, history = self.job.session, self._history
-        if session is not None and history is not None and self.saver is not None:
+        history = self._history
+        if history is not None and self.saver is not None:
             self._give_up_saving()
             self.release()
-            self._kv.truncate(session, history.num_slid + history.num_stored)
+            self._kv.truncate(self._session, history.num_slid + history.num_stored)
 
     def _give_up_saving(self) -> None:
         saver, self.saver = self.saver, None
@@ -305,7 +280,7 @@ class Prefilling:
             saver.give_up()
             self._kv.write_buffer.end(saver)
 
-    def _forget_lost(self, session: TurnSession, num_stored: int, num_slid: int) -> None:
+    def _forget_lost(self, session: Session, num_stored: int, num_slid: int) -> None:
         """Tokens behind what is stored are computed anew: at their places, with nothing to repair."""
         left = session.conversation
         if left.num_slid != num_slid:
@@ -315,9 +290,7 @@ class Prefilling:
 
     def _save_mended(self, mended: RecomputedHistory) -> None:
         """Has the history stored as it was read, in place of what was, and what the first pass computed behind it."""
-        session, prefill = self.job.session, self._prefill
-        if session is None:
-            raise RuntimeError(f"job {self.job.job_id} has a history and no session")
+        session, prefill = self._session, self.prefill
         self._mended = None
         if session.is_kept:
             self._kv.write_buffer.make_room(prefill.history_length + prefill.num_done)
@@ -340,8 +313,8 @@ class Prefilling:
 
     def _wait(self) -> None:
         """Waits for the last pass, and has the next job's load go on meanwhile."""
-        for output in self._prefill.outputs:
+        for output in self.prefill.outputs:
             if not self._kv.histories.pump():
                 break
             output.block_until_ready()
-        jax.block_until_ready(self._prefill.logits)
+        jax.block_until_ready(self.prefill.logits)

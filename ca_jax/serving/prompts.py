@@ -25,21 +25,18 @@ from ca_jax.models.chat_template import ChatTemplate
 from ca_jax.models.tokenizer import Tokenizer
 from ca_jax.pretrained import LoadedModel, check_token_ids
 from ca_jax.serving.truncator import Truncator
-from ca_jax.turns.chunks import ChunkSpan, chunk_text
+from ca_jax.session import Job, Session
 from ca_jax.turns.conversations import Conversation, Message, as_messages, chain_of, padded
-from ca_jax.turns.jobs import Job, TurnSession
 from ca_jax.turns.requests import SamplingParams, TurnRequest
-from ca_jax.turns.text import MESSAGE_CHARS, TextOutput, Texts, num_chars
+from ca_jax.turns.text import MESSAGE_CHARS, ChunkSpan, TextOutput, Texts, chunk_text, num_chars
 
 
 @dataclasses.dataclass(frozen=True)
 class NewTurn:
     """What a turn puts behind a conversation."""
 
-    ids: list[int]
-    """Its tokens, those of its contexts among them."""
-    chunks: list[tuple[int, int]]
-    """Of each chunk of its contexts, where in `ids` it begins and how many tokens it has."""
+    ids: list[int]  # Its tokens, those of its contexts among them.
+    chunks: list[tuple[int, int]]  # Of each chunk of its contexts, where in `ids` it begins and how many tokens it has.
     reply_ends: list[tuple[int, int]]
     """Of each reply among the new messages, how many of `ids` and how many messages there are up to its end; where
     that was asked for."""
@@ -88,14 +85,18 @@ def new_turn(
         elif finds_replies and message["role"] == "assistant":
             replies.add(number)
             marked[-1]["content"] += f"{mark}{number}."
-    text = _turn_text(model, token_ids, [_told(tokenizer, message) for message in messages], marked)
+    before = [_told(tokenizer, message) for message in messages]
+    template = tokenizer.chat_template or ChatTemplate.plain()
+    text = template.next_turn(before, marked) if token_ids else template.first_turn([*before, *marked])
     first, *pieces = re.split(rf"{mark}(\d+)\.", text)
     if sorted(map(int, pieces[::2])) != sorted([*contexts, *replies]):
         raise InvalidRequestError(
             "this model's chat template has no place for a context before a message: it must write the message "
             f"once, as it is, and wrote it {len(pieces) // 2} times"
         )
-    ids, chunks, ends = _behind(model, token_ids, tokenizer.encode_said(first)), [], []
+    ids, chunks, ends = tokenizer.encode_said(first), [], []
+    if token_ids and ids and ids[0] == token_ids[-1] and ids[0] in model.stop_token_ids:
+        ids = ids[1:]  # The template ends the last answer, and the model has ended it with that itself.
     for number, piece in zip(map(int, pieces[::2]), pieces[1::2], strict=True):
         for chunk in contexts.get(number, []):
             chunks.append((len(ids), len(chunk)))
@@ -145,10 +146,7 @@ def chunk_ids(model: LoadedModel, chunk: str | Sequence[int]) -> list[int]:
         ids = [int(i) for i in chunk]
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(f"a chunk must be text or token ids, got {reprlib.repr(chunk)}") from error
-    if not ids:
-        raise EmptyMessageError("a chunk must have at least one token, got an empty one")
-    check_token_ids(ids, model.config.vocab_size)
-    return ids
+    return _checked(model, "a chunk", ids)
 
 
 def prompt_ids(model: LoadedModel, prompt: str | Sequence[int]) -> list[int]:
@@ -160,8 +158,12 @@ def prompt_ids(model: LoadedModel, prompt: str | Sequence[int]) -> list[int]:
       InvalidRequestError: an id outside the vocabulary, or text for a model without tokenizer.
     """
     ids = _tokenizer(model).encode(prompt) if isinstance(prompt, str) else [int(i) for i in prompt]
+    return _checked(model, "a prompt", ids)
+
+
+def _checked(model: LoadedModel, what: str, ids: list[int]) -> list[int]:
     if not ids:
-        raise EmptyMessageError("a prompt must have at least one token, got an empty one")
+        raise EmptyMessageError(f"{what} must have at least one token, got an empty one")
     check_token_ids(ids, model.config.vocab_size)
     return ids
 
@@ -204,26 +206,9 @@ def _as_id(token: Any) -> Any:
     return int(token) if hasattr(token, "__index__") else token
 
 
-def text_of(model: LoadedModel, token_ids: Sequence[int]) -> str:
-    """The text of token ids; empty for a model without tokenizer."""
-    return "" if model.tokenizer is None else model.tokenizer.decode(token_ids)
-
-
-def _turn_text(model: LoadedModel, token_ids: list[int], messages: list[Message], new: list[Message]) -> str:
-    """What the chat template writes behind a conversation for its next messages, from the last answer's end."""
-    template = _tokenizer(model).chat_template or ChatTemplate.plain()
-    return template.next_turn(messages, new) if token_ids else template.first_turn([*messages, *new])
-
-
 def _told(tokenizer: Tokenizer, message: Message) -> Message:
     """A message as a chat template takes it: its own text, without its context."""
     return tokenizer.said({name: value for name, value in message.items() if name != "context"})
-
-
-def _behind(model: LoadedModel, token_ids: list[int], ids: list[int]) -> list[int]:
-    """New ids without the token that the template ends the last answer with, if the model ended it with that itself."""
-    ended = bool(token_ids and ids) and ids[0] == token_ids[-1] and ids[0] in model.stop_token_ids
-    return ids[int(ended) :]
 
 
 def _tokenizer(model: LoadedModel) -> Tokenizer:
@@ -251,7 +236,7 @@ class TurnBuilder:
         self._truncator = truncator
         self._processes = processes
 
-    def job(self, ids: list[int], params: SamplingParams, session: TurnSession | None = None, priority: int = 0) -> Job:
+    def job(self, ids: list[int], params: SamplingParams, session: Session | None = None, priority: int = 0) -> Job:
         """A job with a prompt.
 
         Raises:
@@ -271,7 +256,7 @@ class TurnBuilder:
             priority=priority,
         )
 
-    def turn(self, session: TurnSession, request: TurnRequest, texts: Texts) -> Job:
+    def turn(self, session: Session, request: TurnRequest, texts: Texts) -> Job:
         """The job of a session's next turn. Tokens that have to leave for it have left when this returns.
 
         Raises:
@@ -303,7 +288,8 @@ class TurnBuilder:
         job = self.job([*held.token_ids, *turn.ids], request.params, session, request.priority)
         job.messages, job.given_ids = said, given_ids
         if given_ids:
-            job.messages = as_messages(text_of(self._model, given_ids))
+            tokenizer = self._model.tokenizer
+            job.messages = as_messages("" if tokenizer is None else tokenizer.decode(given_ids))
             if request.context is not None:
                 job.messages[-1]["context"] = given_chunks(request.context)
         job.dropped_tokens, job.may_drop = num_leaving, may_drop
@@ -318,7 +304,7 @@ class TurnBuilder:
             )
         return job
 
-    def missing_chunks(self, job: Job, session: TurnSession) -> list[Job]:
+    def missing_chunks(self, job: Job, session: Session) -> list[Job]:
         """The jobs that compute the chunks of a turn of which nothing is stored; none of one that keeps nothing."""
         if not session.is_kept:
             return []

@@ -5,7 +5,7 @@ all. A waiting job takes the first free slot as soon as there is one and is pref
 as the engine wants; then it joins the jobs that decode, which go on all the while. Jobs whose KV is still on its way
 are passed by, and stay where they are in the queue.
 
-Not here: jax, KV bytes, what a step does (engine), how much is prefilled in one (engine).
+Not here: jax, KV bytes, what a step does and how much is prefilled in one (batch).
 Source: iteration-level scheduling is Orca's (Yu et al., OSDI 2022), prefill in chunks between decode steps Sarathi's
 (Agrawal et al., OSDI 2024).
 """
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 
 from sortedcontainers import SortedDict
 
-from ca_jax.turns.jobs import Job
+from ca_jax.session import Job
 
 _PASSED_JOBS = 16  # How many are looked at for one that can run.
 _MAX_OVERTAKEN = 32  # How many later jobs are taken before a job.
@@ -31,10 +31,8 @@ _Place = tuple[bool, int, int]  # In the queue: whether it may be overtaken, pri
 class StepPlan:
     """What one engine step does."""
 
-    decode: tuple[Job, ...]
-    """Jobs that decode one token each, by slot."""
-    prefill: Job | None
-    """The job to prefill, or to prefill further; its slot is set."""
+    decode: tuple[Job, ...]  # Jobs that decode one token each, by slot.
+    prefill: Job | None  # The job to prefill, or to prefill further; its slot is set.
     preload: Job | None
     """The first of those that still wait, most likely the next to be prefilled: its load may begin now."""
 

@@ -181,13 +181,8 @@ an error."""
 class TurnRequest:
     """A turn as it is asked for; see `Session.send`."""
 
-    new: str | Sequence[Message] | Sequence[int]
-    """Messages, or token ids."""
-    params: SamplingParams
-    """How to draw."""
-    priority: int = 0
-    """Jobs of lower values go first."""
-    context: Sequence[str | Sequence[int]] | None = None
-    """Chunks of text that stand in front of the last message."""
-    truncation: Truncation = "auto"
-    """Whether tokens of the conversation may leave for it."""
+    new: str | Sequence[Message] | Sequence[int]  # Messages, or token ids.
+    params: SamplingParams  # How to draw.
+    priority: int = 0  # Jobs of lower values go first.
+    context: Sequence[str | Sequence[int]] | None = None  # Chunks of text that stand in front of the last message.
+    truncation: Truncation = "auto"  # Whether tokens of the conversation may leave for it.
