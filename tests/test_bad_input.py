@@ -156,7 +156,7 @@ def test_a_file_that_is_not_this_models_drift_is_refused(tmp_path):
     """What a file may be at all: test_drift."""
     path = tmp_path / "drift.npz"
     with pytest.raises(FileNotFoundError, match=r"drift\.npz"):
-        ok.engine_of(ok.config(drift=str(path)))
+        kit.small_engine(**ok.SMALL, overflow=ok.config(drift=str(path)))
     Drift(
         values=np.zeros((3, 2, 2, 16), np.float32),
         fingerprint="another",
@@ -165,7 +165,7 @@ def test_a_file_that_is_not_this_models_drift_is_refused(tmp_path):
         num_tokens=1,
     ).save(path)
     with pytest.raises(ValueError, match=r"drift must be \[3, 2, 2, 16\]"):
-        ok.engine_of(ok.config(drift=str(path)))
+        kit.small_engine(**ok.SMALL, overflow=ok.config(drift=str(path)))
 
 
 # Requests.
@@ -287,7 +287,7 @@ class Unruly:
 @pytest.fixture(scope="module")
 def unruly() -> Iterator[tuple[Unruly, ca_jax.Engine]]:
     discarder = Unruly()
-    with ok.engine_of(ok.config(discarder=discarder)) as engine:
+    with kit.small_engine(**ok.SMALL, overflow=ok.config(discarder=discarder)) as engine:
         yield discarder, engine
 
 
@@ -328,7 +328,7 @@ def test_a_discarder_that_breaks_breaks_its_own_turn_alone(unruly, choice, error
 def test_a_discarder_may_name_fewer_than_it_is_asked_for(unruly):
     """As many as must leave will do; then it is asked again for the next token."""
     discarder = ok.Recorded(Unruly(choice=[5]))
-    with ok.engine_of(ok.config(discarder=discarder)) as engine:
+    with kit.small_engine(**ok.SMALL, overflow=ok.config(discarder=discarder)) as engine:
         pair = ok.Pair(engine)
         pair.turn(kit.prompt(100), 50)
         assert engine.metrics.truncations == pair.session.usage.dropped_tokens == 22

@@ -140,8 +140,8 @@ def test_other_weights_meet_neither_kv_nor_conversation(store):
         assert session.token_ids == []
         kit.say(session, token_ids)
         assert session.usage.num_cached_tokens == 0
-    with kit.small_engine(store=store) as engine:
-        engine.warmup(max_history_tokens=64, max_new_tokens=32)
+    with kit.small_engine(store=store, overflow=None) as engine:
+        engine.warmup(max_history_tokens=16, max_new_tokens=8)
         assert engine.rates.fetch is None, "nothing was fetched"
         assert cached_of(engine.session(session_id="one"), PROMPTS[1]) == {"ssd": 51}
         assert engine.rates.fetch.seconds(engine.store_stats().ssd.fetched_bytes) > 0

@@ -58,7 +58,7 @@ def repairing(name: str, drift: tuple[str, Drift], ratio: float = 0.5) -> tuple[
 @contextlib.contextmanager
 def repaired_pair(name: str, drift: tuple[str, Drift], **changes: object) -> Iterator[ok.Pair]:
     overflow, values = repairing(name, drift)
-    with ok.engine_of(overflow, **changes) as engine:
+    with kit.small_engine(**ok.SMALL, overflow=overflow, **changes) as engine:
         yield ok.Pair(engine, drift=values)
 
 
@@ -127,10 +127,9 @@ def test_what_is_computed_anew_anyway_is_not_repaired(name, num_kept, drift):
 @pytest.mark.parametrize("ratio", [0.01, 0.4])
 def test_a_share_too_small_for_any_token_repairs_none(ratio):
     """All tokens of the first layer are computed to know which to choose: for so few that is more than the share."""
-    with ok.engine_of(ok.config(repair_ratio=ratio)) as engine:
-        pair = ok.Pair(engine)
+    with ok.pair(ok.config(repair_ratio=ratio)) as pair:
         pair.play(30, lambda num_tokens: np.arange(num_tokens) % 2 == 1, 20, 10)
-        assert engine.metrics.repaired_tokens == engine.metrics.failed_loads == 0
+        assert pair.engine.metrics.repaired_tokens == pair.engine.metrics.failed_loads == 0
 
 
 @pytest.mark.parametrize("name", ["all", "anchor", "drift"])
@@ -139,7 +138,7 @@ def test_repair_outlives_the_engine(name, drift, tmp_path):
     overflow, values = repairing(name, drift)
     store, reference = kit.ssd_store(tmp_path / "store"), None
     for start in range(3):
-        with ok.engine_of(overflow, store=store) as engine:
+        with kit.small_engine(**ok.SMALL, overflow=overflow, store=store) as engine:
             pair = ok.Pair(engine, engine.session(session_id="one"), reference, values)
             reference = pair.reference
             pair.turn(kit.prompt(70 if not start else 9, seed=start), 5)
@@ -196,19 +195,18 @@ def test_a_repair_that_breaks_otherwise_is_done_by_the_next_turn(name, broken, d
 @pytest.mark.parametrize("name", ["all", "drift"])
 def test_repair_of_what_the_store_does_not_hold(name, drift):
     overflow, values = repairing(name, drift)
-    with ok.engine_of(overflow, store=kit.store_of(3)) as engine:
-        pair = ok.Pair(engine, drift=values)
+    with ok.pair(overflow, values, store=kit.store_of(3)) as pair:
         for turn in range(5):
-            infos = engine.stored.list()
+            infos = pair.engine.stored.list()
             pair.reference.forget(infos[0].num_tokens if infos else 0)
             pair.turn(kit.prompt(40, seed=turn), 10)
-            engine.wait_for_saves()
+            pair.engine.wait_for_saves()
 
 
 def test_repair_in_a_batch(drift):
     """A session that is repaired, beside others that load and decode."""
     overflow, values = repairing("drift and anchor", drift, ratio=0.25)
-    with ok.engine_of(overflow) as engine:
+    with kit.small_engine(**ok.SMALL, overflow=overflow) as engine:
         pairs = [ok.Pair(engine, drift=values) for _ in range(3)]
         for turn, prompts in enumerate([(100, 30, 20), (60, 15, 100)]):
             ids = [kit.prompt(count, seed=turn) for count in prompts]
@@ -223,7 +221,7 @@ def test_repair_in_a_batch(drift):
 def test_repaired_kv_is_nobody_elses(name, drift, tmp_path):
     """Not even its first tokens, which never leave of themselves, once others before them were discarded by hand."""
     overflow = ok.config(20, **({"drift": drift[0]} if name == "drift" else {"anchor_tokens": 32}))
-    with ok.engine_of(overflow, store=kit.ssd_store(tmp_path / "store")) as engine:
+    with kit.small_engine(**ok.SMALL, overflow=overflow, store=kit.ssd_store(tmp_path / "store")) as engine:
         session = engine.session()
         ok.say(session, kit.prompt(70), 4)
         session.discard(np.arange(20))

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ca_jax.overflow.discarding import TokenDiscarder, make_discarder
+from ca_jax.overflow.discarding import DISCARDERS, TokenDiscarder
 
 METHODS = ("ca", "tt", "of")
 """What becomes of the KV of the tokens that stay. `ca`: it is used as it is stored, at its new positions. `tt`: it is
@@ -92,7 +92,11 @@ class OverflowConfig:
         Raises:
           ValueError: there is none of that name.
         """
-        return make_discarder(self.discarder) if isinstance(self.discarder, str) else self.discarder
+        if not isinstance(self.discarder, str):
+            return self.discarder
+        if self.discarder not in DISCARDERS:
+            raise ValueError(f"token discarder must be one of {', '.join(DISCARDERS)}; got {self.discarder!r}")
+        return DISCARDERS[self.discarder]
 
     @property
     def recomputes(self) -> bool:

@@ -233,14 +233,3 @@ DISCARDERS: dict[str, TokenDiscarder] = {
     discarder.name: discarder for discarder in (OldestFirst(), SinksAndRecent(), HeavyHitters())
 }
 """Discarders by name, as flags have them."""
-
-
-def make_discarder(name: str) -> TokenDiscarder:
-    """The discarder of a name.
-
-    Raises:
-      ValueError: there is none.
-    """
-    if name not in DISCARDERS:
-        raise ValueError(f"token discarder must be one of {', '.join(DISCARDERS)}; got {name!r}")
-    return DISCARDERS[name]

@@ -207,8 +207,7 @@ class Batch:
             if job.chunk is not None:  # It is on its way to the store, and that is all.
                 prefilling.finish()
                 self._metrics.computed_chunks += 1
-                self._release(job)
-                job.finished_s, job.finish_reason = time.perf_counter(), FinishReason.LENGTH
+                self._finish(job, FinishReason.LENGTH)
                 return
             num_before = np.array([len(job.prompt_ids) + job.num_gone])
             drawn = self._sampler.draw(logits, num_before, prefilling.prefill.slot)
@@ -316,8 +315,7 @@ class Batch:
         self._release(job)
         job.finished_s = time.perf_counter()
         self._metrics.completion_tokens += len(job.output_ids)
-        if reason is not FinishReason.CANCELLED:
-            self._metrics.turns += 1
+        self._metrics.turns += reason is not FinishReason.CANCELLED and job.chunk is None
         try:
             if job.session is not None and job.output_ids:
                 job.session.adopt(job, reason)

@@ -19,19 +19,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ca_jax.errors import EmptyMessageError, InvalidRequestError
 
-
-class TokenStream(Protocol):
-    """What turns ids into text piece by piece (`models.tokenizer.TokenStream`)."""
-
-    def push(self, token_id: int) -> str:
-        """Takes an id and returns the text that is certain now."""
-
-    def flush(self) -> str:
-        """Returns what was held back."""
+if TYPE_CHECKING:
+    from ca_jax.models.tokenizer import TokenStream
 
 
 class TextOutput:
