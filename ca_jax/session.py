@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ca_jax.errors import EmptyMessageError, InvalidRequestError, SessionBusyError, SessionClosedError
+from ca_jax.errors import EmptyMessageError, InvalidRequestError, SessionBusyError, SessionClosedError, check
 from ca_jax.overflow.discarding import check_discarded
 from ca_jax.turns.conversations import Conversation, Message, as_messages
 from ca_jax.turns.requests import Completion, FinishReason, SamplingParams, TokenLogprob, Truncation, TurnRequest, Usage
@@ -365,10 +365,10 @@ class Session:
         `TextWork`, as `Engine.submit_turn` says.
         """
         self._check_ready()
-        if not isinstance(priority, int) or isinstance(priority, bool):
-            raise InvalidRequestError(f"priority must be a whole number, got {priority!r}")
-        if truncation not in ("auto", "disabled"):
-            raise InvalidRequestError(f"truncation must be 'auto' or 'disabled', got {truncation!r}")
+        is_whole = isinstance(priority, int) and not isinstance(priority, bool)
+        check(is_whole, "priority", "a whole number", priority, InvalidRequestError)
+        is_known = truncation in ("auto", "disabled")
+        check(is_known, "truncation", "'auto' or 'disabled'", truncation, InvalidRequestError)
         last = new[-1] if len(new) else None
         if isinstance(last, Mapping) and not last["content"].strip():
             raise EmptyMessageError("a message must have text in it, got a blank one")

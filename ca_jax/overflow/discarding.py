@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ca_jax.errors import InvalidRequestError
+from ca_jax.errors import InvalidRequestError, check
 
 if TYPE_CHECKING:
     from ca_jax.models.kv import KVCache
@@ -44,22 +44,17 @@ class DiscardContext:
     """Unrotated KV, `[1, S, K, H]` a layer with S at least `num_tokens`; None where the discarder does not need it."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.num_leaving <= self.num_tokens:
-            raise ValueError(f"num_leaving must be 0 to {self.num_tokens} tokens, got {self.num_leaving}")
-        if self.keep_first < 0:
-            raise ValueError(f"keep_first must be a number of tokens >= 0, got {self.keep_first}")
+        num_tokens = self.num_tokens
+        check(0 <= self.num_leaving <= num_tokens, "num_leaving", f"0 to {num_tokens} tokens", self.num_leaving)
+        check(self.keep_first >= 0, "keep_first", "a number of tokens >= 0", self.keep_first)
         if self.attention is not None:
-            if self.attention.shape != (self.num_tokens,):
-                raise ValueError(f"attention must have the shape ({self.num_tokens},), got {self.attention.shape}")
-            if not np.isfinite(self.attention).all():
-                raise ValueError(
-                    f"attention must be finite numbers, got {self.attention[~np.isfinite(self.attention)][0]}"
-                )
-        if self.kv is not None and (self.kv.lengths.shape != (1,) or self.kv.capacity < self.num_tokens):
-            raise ValueError(
-                f"kv must be one sequence with room for {self.num_tokens} tokens, "
-                f"got lengths of shape {self.kv.lengths.shape} and room for {self.kv.capacity}"
-            )
+            shape, is_finite = self.attention.shape, np.isfinite(self.attention)
+            check(shape == (num_tokens,), "attention", f"of the shape ({num_tokens},)", shape)
+            check(bool(is_finite.all()), "attention", "finite numbers", self.attention[~is_finite])
+        if self.kv is not None:
+            found = (self.kv.lengths.shape, self.kv.capacity)
+            holds = found[0] == (1,) and found[1] >= num_tokens
+            check(holds, "lengths' shape and room of kv", f"(1,) and at least {num_tokens} tokens", found)
 
     @property
     def num_staying(self) -> int:
@@ -118,7 +113,7 @@ class SinksAndRecent:
     """First tokens that stay, as far as that many tokens do. The paper's 4: more gain next to nothing."""
 
     def __post_init__(self) -> None:
-        _check_sinks(self.num_sinks)
+        check(self.num_sinks >= 0, "num_sinks", "a number of tokens >= 0", self.num_sinks)
 
     def choose(self, context: DiscardContext) -> np.ndarray:
         """See `TokenDiscarder`."""
@@ -145,9 +140,8 @@ class HeavyHitters:
     """First tokens that stay whatever they received, as far as that many do. 0: sinks receive the most anyway."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.recent_ratio <= 1:
-            raise ValueError(f"recent_ratio must be a share of the tokens in [0, 1], got {self.recent_ratio}")
-        _check_sinks(self.num_sinks)
+        check(0 <= self.recent_ratio <= 1, "recent_ratio", "a share in [0, 1]", self.recent_ratio)
+        check(self.num_sinks >= 0, "num_sinks", "a number of tokens >= 0", self.num_sinks)
 
     def choose(self, context: DiscardContext) -> np.ndarray:
         """See `TokenDiscarder`.
@@ -162,11 +156,6 @@ class HeavyHitters:
         between = context.attention[first : context.num_tokens - num_recent]
         least = np.argsort(between, kind="stable")[: context.num_leaving]
         return np.sort(least.astype(np.int64) + first)
-
-
-def _check_sinks(num_sinks: int) -> None:
-    if num_sinks < 0:
-        raise ValueError(f"num_sinks must be a number of tokens >= 0, got {num_sinks}")
 
 
 def _num_first(context: DiscardContext, num_sinks: int) -> int:

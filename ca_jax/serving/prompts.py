@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from ca_jax.config import EngineConfig
 from ca_jax.device.processes import Processes, from_first
-from ca_jax.errors import ContextWindowError, EmptyMessageError, InvalidRequestError
+from ca_jax.errors import ContextWindowError, EmptyMessageError, InvalidRequestError, check
 from ca_jax.kv import costs
 from ca_jax.kv.session_kv import SessionKV
 from ca_jax.models.chat_template import ChatTemplate
@@ -111,8 +111,7 @@ def context_ids(model: LoadedModel, chunks: Sequence[str | Sequence[int]]) -> li
     """The token ids of each chunk of a context.
 
     Raises:
-      EmptyMessageError: there is no chunk, or one is blank or without tokens; the message says which.
-      InvalidRequestError: what is given is one text, or as of `chunk_ids`; the message says which chunk.
+      EmptyMessageError, InvalidRequestError: there is no chunk, or one is as `chunk_ids` refuses it; it says which.
     """
     if isinstance(chunks, str):
         raise InvalidRequestError(f"a context must be a list of chunks, got one text of {len(chunks)} characters")
@@ -128,15 +127,11 @@ def context_ids(model: LoadedModel, chunks: Sequence[str | Sequence[int]]) -> li
 
 
 def chunk_ids(model: LoadedModel, chunk: str | Sequence[int]) -> list[int]:
-    """The token ids of a chunk given as text or as ids.
-
-    Text is tokenised alone and without a token that begins a sequence, `chunks.CHUNK_END` behind it unless it ends in a
-    line break.
+    """The token ids of a chunk: of ids as they are, of text tokenised alone, without a token that begins a sequence.
 
     Raises:
       EmptyMessageError: a blank text, or no ids.
-      InvalidRequestError: an id outside the vocabulary, what is neither text nor ids, or text for a model without
-        tokenizer.
+      InvalidRequestError: it is neither, an id is outside the vocabulary, or the model has no tokenizer for the text.
     """
     if isinstance(chunk, str):
         if not chunk.strip():
@@ -150,8 +145,7 @@ def chunk_ids(model: LoadedModel, chunk: str | Sequence[int]) -> list[int]:
 
 
 def prompt_ids(model: LoadedModel, prompt: str | Sequence[int]) -> list[int]:
-    """The token ids of a prompt given as text or as ids. A text is all of the prompt: what it spells of special tokens
-    becomes those.
+    """The token ids of a prompt given as ids, or as text: what that spells of special tokens becomes those.
 
     Raises:
       EmptyMessageError: there are none.
@@ -232,6 +226,7 @@ class TurnBuilder:
         self._model = model
         self._config = config
         self._window = window
+        self._limit = f"the context window of {window} tokens"
         self._kv = kv
         self._truncator = truncator
         self._processes = processes
@@ -336,24 +331,19 @@ class TurnBuilder:
                 kv.keep_on_ssd(job.chunk.key)
         return jobs
 
-    def check_chunks(self, chunks: list[list[int]], num_others: int | None = None) -> None:
-        """Checks that chunks fit the context window, each alone, and all with so many other tokens if that is given.
+    def check_chunks(self, chunks: list[list[int]], num_others: int = 0) -> None:
+        """Checks that chunks fit the context window together with so many other tokens; without others, each alone.
 
         Raises:
           ContextWindowError: they do not.
         """
         for number, ids in enumerate(chunks, 1):
-            if len(ids) >= self._window:
-                raise ContextWindowError(
-                    f"chunks must be under the context window of {self._window} tokens, "
-                    f"got {len(ids)} in chunk {number} of {len(chunks)}"
-                )
-        if num_others is None:
-            return
+            which = f"chunk {number} of {len(chunks)}"
+            check(len(ids) < self._window, which, f"under {self._limit}", len(ids), ContextWindowError)
         num_tokens = num_others + sum(map(len, chunks))
-        if num_tokens >= self._window:
+        if num_others and num_tokens >= self._window:
             raise ContextWindowError(
-                f"a prompt must be under the context window of {self._window} tokens, got {num_tokens}: "
+                f"a prompt must be under {self._limit}, got {num_tokens}: "
                 f"{len(chunks)} chunks of {num_tokens - num_others} and {num_others} others; "
                 f"leave out {num_tokens - self._window + 1} tokens of the chunks or more"
             )
@@ -365,10 +355,7 @@ class TurnBuilder:
             raise InvalidRequestError(f"logit_bias token ids must be in [0, {num_tokens}), got {wrong}")
 
     def _check_length(self, num_tokens: int) -> None:
-        if num_tokens >= self._window:
-            raise ContextWindowError(
-                f"a prompt must be under the context window of {self._window} tokens, got {num_tokens}"
-            )
+        check(num_tokens < self._window, "a prompt", f"under {self._limit}", num_tokens, ContextWindowError)
 
     def _new_turn(
         self,

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from ca_jax.errors import InvalidRequestError
+from ca_jax.errors import InvalidRequestError, check
 from ca_jax.turns.conversations import Message
 
 MAX_LOGPROBS = 20
@@ -81,8 +81,7 @@ class SamplingParams:
             ("stop", all(self.stop), "no empty string"),
         )
         for name, holds, wanted in checks:
-            if not holds:
-                raise InvalidRequestError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
+            check(holds, name, wanted, getattr(self, name), InvalidRequestError)
 
 
 class FinishReason(enum.Enum):
