@@ -125,7 +125,7 @@ class Prefilling:
         return self.prefill.logits
 
     def await_pass(self) -> bool:
-        """Waits for the last pass, unless it was waited for; whether it did. What is behind it computes from then on."""
+        """Waits for the last pass, unless that is done; whether it did: what is behind it computes from then on."""
         if self._dispatched_s is None:
             return False
         jax.block_until_ready(self.prefill.outputs)
