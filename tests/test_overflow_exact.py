@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ca_jax.engine import Engine
-from ca_jax.overflow.discarding import DiscardContext, HeavyHitters, SinksAndRecent
+from ca_jax.overflow.discarding import DiscardContext, HeavyHitters, OldestFirst
 from ca_jax.session import Session
 from ca_jax.storage.records import Residency
 from tests import engine_kit as kit
@@ -196,7 +196,7 @@ class EveryOther:
         return np.concatenate([places[::2], places[1::2]])[: context.num_leaving]
 
 
-@pytest.mark.parametrize("inner", [EveryOther(), SinksAndRecent(num_sinks=7), HeavyHitters()], ids=lambda d: d.name)
+@pytest.mark.parametrize("inner", [EveryOther(), OldestFirst(num_sinks=7), HeavyHitters()], ids=lambda d: d.name)
 def test_a_discarder_says_which_tokens_leave(inner, store):
     """Whatever it chooses. It is told of as many tokens as there are, and of the KV that is stored."""
     discarder = ok.Recorded(inner)

@@ -87,37 +87,29 @@ class TokenDiscarder(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OldestFirst:
-    """The oldest tokens leave."""
+    """The oldest tokens leave, but for some first ones if that is asked for: attention sinks.
 
-    name: ClassVar[str] = "oldest"
-    needs_attention: ClassVar[bool] = False
-    needs_kv: ClassVar[bool] = False
-
-    def choose(self, context: DiscardContext) -> np.ndarray:
-        """See `TokenDiscarder`."""
-        return _oldest_behind(context.keep_first, context)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SinksAndRecent:
-    """The oldest tokens leave, but for some first ones: attention sinks, without which models break down.
-
-    Source: StreamingLLM (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024).
+    Source of sinks: StreamingLLM (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024).
     """
 
-    name: ClassVar[str] = "sinks"
     needs_attention: ClassVar[bool] = False
     needs_kv: ClassVar[bool] = False
 
-    num_sinks: int = 4
-    """First tokens that stay, as far as that many tokens do. The paper's 4: more gain next to nothing."""
+    num_sinks: int = 0
+    """First tokens that stay, as far as that many tokens do."""
 
     def __post_init__(self) -> None:
         check(self.num_sinks >= 0, "num_sinks", "a number of tokens >= 0", self.num_sinks)
 
+    @property
+    def name(self) -> str:
+        """See `TokenDiscarder`."""
+        return "sinks" if self.num_sinks else "oldest"
+
     def choose(self, context: DiscardContext) -> np.ndarray:
         """See `TokenDiscarder`."""
-        return _oldest_behind(_num_first(context, self.num_sinks), context)
+        first = _num_first(context, self.num_sinks)
+        return np.arange(first, min(first + context.num_leaving, context.num_tokens), dtype=np.int64)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,10 +153,6 @@ class HeavyHitters:
 def _num_first(context: DiscardContext, num_sinks: int) -> int:
     """First tokens that stay: sinks only as far as they fit."""
     return max(context.keep_first, min(num_sinks, context.num_staying))
-
-
-def _oldest_behind(num_first: int, context: DiscardContext) -> np.ndarray:
-    return np.arange(num_first, min(num_first + context.num_leaving, context.num_tokens), dtype=np.int64)
 
 
 def check_discarded(indices: npt.ArrayLike, num_tokens: int) -> np.ndarray:
@@ -218,7 +206,8 @@ def _shown(positions: np.ndarray) -> str:
     return shown if positions.size <= _MAX_SHOWN else f"{shown} and {positions.size - _MAX_SHOWN} more"
 
 
+_NUM_SINKS = 4  # StreamingLLM's: more gain next to nothing.
 DISCARDERS: dict[str, TokenDiscarder] = {
-    discarder.name: discarder for discarder in (OldestFirst(), SinksAndRecent(), HeavyHitters())
+    discarder.name: discarder for discarder in (OldestFirst(), OldestFirst(num_sinks=_NUM_SINKS), HeavyHitters())
 }
 """Discarders by name, as flags have them."""

@@ -60,7 +60,7 @@ class Truncator:
     def rule(self) -> str:
         """Names how tokens leave: by this rule and what was said anybody could tell which; `OTHERWISE` if not."""
         overflow = self._overflow
-        if not self._may_drop or overflow.whole_turns or not isinstance(overflow.token_discarder, OldestFirst):
+        if not self._may_drop or overflow.whole_turns or overflow.token_discarder != OldestFirst():
             return OTHERWISE
         return f"{self._share} of {self._window} behind {overflow.keep_first_tokens}"
 
