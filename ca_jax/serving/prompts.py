@@ -301,34 +301,33 @@ class TurnBuilder:
 
     def missing_chunks(self, job: Job, session: Session) -> list[Job]:
         """The jobs that compute the chunks of a turn of which nothing is stored; none of one that keeps nothing."""
-        if not session.is_kept:
-            return []
-        each = (job.prompt_ids[span.start : span.stop] for span in job.spans)
-        found = [self.chunk(ids, session.tenant, job.priority) for ids in each]
-        return [chunk for chunk in found if chunk is not None]
-
-    def chunk(self, ids: list[int], tenant: str, priority: int = 0) -> Job | None:
-        """The job that computes a chunk; None where that is not needed, or would not be kept."""
-        kv = self._kv.chunks
-        span = ChunkSpan(kv.key(ids, tenant), 0, len(ids))
-        if not from_first(self._processes, "a chunk", not kv.is_kept(span) and kv.has_room(len(ids))):
-            return None
-        job = self.job(ids, SamplingParams(), priority=priority)
-        job.chunk, job.tenant = span, tenant
-        kv.coming(job)
-        return job
+        spans = job.spans if session.is_kept else ()
+        return self._chunk_jobs(
+            [job.prompt_ids[each.start : each.stop] for each in spans], session.tenant, job.priority
+        )
 
     def chunks(self, chunks: Sequence[str | Sequence[int]], tenant: str, tier: costs.Tier | None) -> list[Job]:
         """The jobs of those chunks that are not stored; see `Engine.precompute`."""
         each = context_ids(self._model, chunks)
         self.check_chunks(each)
-        kv = self._kv.chunks
-        jobs = [job for ids in each if (job := self.chunk(ids, tenant)) is not None]
+        kv, jobs = self._kv.chunks, self._chunk_jobs(each, tenant)
         for ids in each:
             kv.ask_for(kv.key(ids, tenant))
         for job in jobs:
             if job.chunk is not None and (tier or self._tier_of(job.chunk.num_tokens)) == "ssd":
                 kv.keep_on_ssd(job.chunk.key)
+        return jobs
+
+    def _chunk_jobs(self, chunks: list[list[int]], tenant: str, priority: int = 0) -> list[Job]:
+        """The jobs that compute chunks, but for those where that is not needed, or that would not be kept."""
+        kv, jobs = self._kv.chunks, []
+        for ids in chunks:
+            span = ChunkSpan(kv.key(ids, tenant), 0, len(ids))
+            if from_first(self._processes, "a chunk", not kv.is_kept(span) and kv.has_room(len(ids))):
+                job = self.job(ids, SamplingParams(), priority=priority)
+                job.chunk, job.tenant = span, tenant
+                kv.coming(job)
+                jobs.append(job)
         return jobs
 
     def check_chunks(self, chunks: list[list[int]], num_others: int = 0) -> None:
