@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -20,8 +19,6 @@ from ca_jax.errors import (
     InvalidRequestError,
     SessionBusyError,
     SessionClosedError,
-    UnknownModelError,
-    UnsupportedArchitectureError,
 )
 from ca_jax.kv import layout as device_memory
 from ca_jax.overflow.config import OverflowConfig
@@ -124,14 +121,6 @@ def test_buffers_that_fit_each_and_not_together_are_refused(monkeypatch):
 
 
 # Models.
-
-
-def test_a_model_that_is_not_served_is_refused_with_the_reason(tmp_path):
-    with pytest.raises(UnknownModelError, match=r"'no-such-model'.*smollm2-135m-instruct"):
-        ca_jax.Engine.from_pretrained("no-such-model", kit.SMALL)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))
-    with pytest.raises(UnsupportedArchitectureError, match=r"'gpt2'.*absolute positions"):
-        ca_jax.Engine.from_pretrained(str(tmp_path), kit.SMALL)
 
 
 def test_text_for_a_model_without_tokenizer_is_refused_and_token_ids_are_served():
