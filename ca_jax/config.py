@@ -91,7 +91,7 @@ class EngineConfig:
     blend: BlendConfig = dataclasses.field(default_factory=BlendConfig)
     """How prompts with chunks are served: what of the chunks' KV is used as it is stored."""
     special_tokens_in_content: bool = False
-    """Whether special tokens that messages and chunks of text spell become those tokens, so that who writes them may
+    """Whether special tokens that messages and chunks of text spell become those tokens, so that their writer may
     end a message and begin another's. False: only the chat template makes special tokens. A prompt of `Engine.generate`
     is read as a whole either way."""
     max_batch_size: int = 8

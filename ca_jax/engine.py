@@ -145,7 +145,7 @@ class Engine:
             object. What others have stored is loaded for it.
 
         Raises:
-          InvalidRequestError: `num_tokens` is negative or above what there is, or the name is taken.
+          InvalidRequestError: `num_tokens` is not 0 to the session's tokens, or the name is taken.
         """
         with self._open_now():
             most = len(session.token_ids)

@@ -71,7 +71,7 @@ class Job:
     token_texts: list[str] = dataclasses.field(default_factory=list)
     """The text that became certain with each generated token: "" where it only begins a character or may begin a stop
     string. Together they are the output's text; what was held back when the answer ended is with its last token. Each
-    is put there when all else of its token is, so that who follows a running job goes by their number."""
+    is appended last, so their number counts complete tokens."""
     pieces: collections.deque[str] = dataclasses.field(default_factory=collections.deque)
     """Text not yet taken by the caller."""
     priority: int = 0  # Jobs of lower values go first; among equals the first to come.
@@ -383,7 +383,7 @@ class Session:
         Turns that began behind that point leave `messages`.
 
         Raises:
-          InvalidRequestError: `num_tokens` is negative or above what there is.
+          InvalidRequestError: `num_tokens` is not 0 to the conversation's tokens.
           SessionClosedError: the session is closed.
           SessionBusyError: a turn still runs.
         """

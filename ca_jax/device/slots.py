@@ -213,7 +213,7 @@ class Decoder:
 
         Args:
           jobs: at least one, each in a slot; the KV of its last token is computed, and is not in the slot yet.
-          run_ahead: whether all are likely to want another token, and nobody else may begin before that.
+          run_ahead: whether all are likely to want another token, and no other job may begin before that.
           on_dispatched: called once all is dispatched, before it is waited for.
 
         Returns:

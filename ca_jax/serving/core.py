@@ -160,7 +160,7 @@ def enable_compile_cache(directory: str | None) -> None:
 
 
 def keep_going(engine: weakref.ref[Any], wakeup: Wakeup) -> None:
-    """Has a thread keep saves and tiers going while nobody runs the engine, for as long as it lives and is open.
+    """Has a thread keep saves and tiers going while no thread runs the engine, for as long as it lives and is open.
 
     Its threads end while the interpreter still stands.
     """

@@ -47,9 +47,9 @@ class Scheduler:
     """
 
     def __init__(self, max_batch_size: int, num_parts: int = 1) -> None:
-        self._num_parts = num_parts
         self._part_slots = max_batch_size // num_parts
-        self._free_turns = list(range(max_batch_size))  # A heap: in which order slots are taken.
+        # A heap in the order in which slots are taken: place in its part, slot.
+        self._free_slots = sorted((slot % self._part_slots, slot) for slot in range(max_batch_size))
         self._queue = _Queue()
         self._running: dict[int, Job] = {}
         self.prefilling: Job | None = None
@@ -73,7 +73,7 @@ class Scheduler:
     @property
     def may_take(self) -> bool:
         """Whether a job waits and there is a slot for it."""
-        return bool(self._queue) and bool(self._free_turns)
+        return bool(self._queue) and bool(self._free_slots)
 
     @property
     def idle(self) -> bool:
@@ -107,12 +107,11 @@ class Scheduler:
           admits: whether there is room for what prefilling a job makes. Asked of one job, which is ready.
         """
         decode = tuple(job for job in self.running if job is not self.prefilling)
-        if self.prefilling is None and self._free_turns:
+        if self.prefilling is None and self._free_slots:
             job = self._first_ready(ready)
             if job is not None and admits(job):
                 self._queue.take(job)
-                turn = heapq.heappop(self._free_turns)
-                job.slot = turn % self._num_parts * self._part_slots + turn // self._num_parts
+                _, job.slot = heapq.heappop(self._free_slots)
                 self._running[job.slot] = self.prefilling = job
         return StepPlan(decode, self.prefilling, next(iter(self._queue), None))
 
@@ -133,8 +132,7 @@ class Scheduler:
             self._queue.remove(job)
         elif job.slot is not None and self._is_running(job):
             del self._running[job.slot]
-            part, slot = divmod(job.slot, self._part_slots)
-            heapq.heappush(self._free_turns, slot * self._num_parts + part)
+            heapq.heappush(self._free_slots, (job.slot % self._part_slots, job.slot))
             job.slot = None
             if job is self.prefilling:
                 self.prefilling = None
