@@ -59,8 +59,8 @@ def model_of(num_kv_heads: int = 8, **changes: object) -> LoadedModel:
 
 
 def engine_of(data: int, tensor: int, model: LoadedModel | None = None, **changes: object) -> ca_jax.Engine:
-    sizes = {"data_parallel_size": data, "tensor_parallel_size": tensor}
-    return kit.small_engine(model or model_of(), context_window=WINDOW, max_batch_size=4, **sizes, **changes)
+    sizes = {"data_parallel_size": data, "tensor_parallel_size": tensor, "context_window": WINDOW, "max_batch_size": 4}
+    return kit.small_engine(model or model_of(), **{**sizes, **changes})
 
 
 def talk(engine: ca_jax.Engine, turns: list[tuple[int, int]] = TURNS, start: int = 0) -> list[list[int]]:
@@ -470,18 +470,18 @@ def test_a_prefilled_layer_adds_up_twice_and_gathers_nothing():
 
 def test_nothing_is_compiled_after_warmup():
     model = model_of(head_dim=12)  # Like no other test's.
-    with engine_of(2, 4, model, max_tpot_ms=1.0) as engine:
+    with engine_of(2, 4, model, max_tpot_ms=1.0, context_window=WINDOW // 2) as engine:
         with CompileCounter() as during:
             engine.warmup()
         assert during.count > 0
         assert engine.rates is not None
         with CompileCounter() as after:
-            talk(engine, [(n, 5) for n in (1, 9, 65, 70, 30, 130)])
+            talk(engine, [(n, 5) for n in (1, 9, 65, 30, 100)])
             sampling = SamplingParams(temperature=0.7, top_p=0.9, repetition_penalty=1.1, max_tokens=4)
             told = [dataclasses.replace(each, logprobs=2) for each in (sampling, SamplingParams(max_tokens=9))]
             penalised = dataclasses.replace(sampling, frequency_penalty=0.5)
-            engine.generate([kit.prompt(3), kit.prompt(130)] * 3, [sampling, SamplingParams(max_tokens=9)] * 3)
-            engine.generate([kit.prompt(3), kit.prompt(130)] * 2, [*told, *told[::-1]])
+            engine.generate([kit.prompt(3), kit.prompt(100)] * 3, [sampling, SamplingParams(max_tokens=9)] * 3)
+            engine.generate([kit.prompt(3), kit.prompt(100)] * 2, [*told, *told[::-1]])
             engine.generate([kit.prompt(3)] * 3, [penalised, *told])
             engine.generate([kit.prompt(3)], told[1])
             talk(engine, [(3, 200), (3, 5)])
