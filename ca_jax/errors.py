@@ -70,7 +70,7 @@ def check(holds: bool, name: str, wanted: str, found: object, error: type[Except
       Exception: it does not; of the type `error`.
     """
     if not holds:
-        raise error(f"{name} must be {wanted}, got {found!r}")
+        raise error(f"{name} must be {wanted}{';' if wanted.startswith('one of ') else ','} got {found!r}")
 
 
 def is_count(value: object, least: int = 0) -> bool:
