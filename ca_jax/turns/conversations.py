@@ -250,15 +250,16 @@ class Conversation:
             messages = [_message(each) for each in fields["messages"]]
             if fields["format"] < _CHAINED_FORMAT:
                 fields |= _without_contexts(fields, messages)
+            plain: dict[str, Any] = {name: fields[name] for name in _PACKED}
+            plain |= {name: int(fields[name]) for name in ("lineage", "num_dropped", "num_slid", "num_to_repair")}
+            plain |= {name: str(fields[name]) for name in ("chain", "cut_by", "reached")}
             return cls(
                 messages=messages,
                 turn_starts=[(int(tokens), int(messages)) for tokens, messages in fields["turn_starts"]],
                 to_drift=[int(num_tokens) for num_tokens in fields["to_drift"]],
                 states=[(str(chain), int(tokens)) for chain, tokens in fields["states"]],
                 generation=int(fields.get("generation", 0)),
-                **{name: int(fields[name]) for name in ("lineage", "num_dropped", "num_slid", "num_to_repair")},
-                **{name: str(fields[name]) for name in ("chain", "cut_by", "reached")},
-                **{name: fields[name] for name in _PACKED},
+                **plain,
             )
         except (zlib.error, KeyError, TypeError, UnicodeDecodeError, OverflowError, RecursionError) as error:
             raise ValueError(f"the bytes must be a conversation, got {len(data)} other bytes: {error}") from error
