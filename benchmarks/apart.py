@@ -28,7 +28,7 @@ from ca_jax.recompute.recomputer import RecomputedHistory
 from ca_jax.session import Session
 from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tickets import LoadTicket
-from ca_jax.turns.chunks import ChunkSpan
+from ca_jax.turns.text import ChunkSpan
 
 _SLOT = 0  # Nothing is put into it: a prefill that is not inserted leaves the decode slots as they are.
 

@@ -18,8 +18,8 @@ from benchmarks.harness import BenchError
 from benchmarks.replay.workload import Script
 from ca_jax.engine import Engine
 from ca_jax.pretrained import LoadedModel
+from ca_jax.session import Job
 from ca_jax.simulate.traces.sharegpt import Conversation, dataset_path, load_sharegpt
-from ca_jax.turns.jobs import Job
 from ca_jax.turns.requests import Usage
 
 

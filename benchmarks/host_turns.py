@@ -24,13 +24,12 @@ from ca_jax.engine import Engine
 from ca_jax.kv.histories import packed_prompt
 from ca_jax.kv.kept_conversations import KeptConversations
 from ca_jax.models.chat_template import ChatTemplate
-from ca_jax.session import Session
+from ca_jax.session import Job, Session
 from ca_jax.storage.catalog.notes import NoteLog
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.store import AttentionStore
 from ca_jax.telemetry.metrics import EngineMetrics
 from ca_jax.turns.conversations import Conversation, chain_of
-from ca_jax.turns.jobs import Job
 from ca_jax.turns.requests import FinishReason, SamplingParams
 from ca_jax.turns.text import TextOutput
 

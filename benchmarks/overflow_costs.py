@@ -19,9 +19,8 @@ from benchmarks.engines import SETTLING_STEPS, answer_of, random_ids, send_turn,
 from benchmarks.harness import BenchError, Rounds, Run, Sample
 from benchmarks.overflow_rows import NOWHERE, PLACES, GapRow, NextTurnRow, OverflowBenchConfig
 from ca_jax.engine import Engine
-from ca_jax.session import Session
+from ca_jax.session import Job, Session
 from ca_jax.telemetry.metrics import CompileCounter
-from ca_jax.turns.jobs import Job
 
 _TOKENS_BEFORE = 12  # Of an answer, until the window is full.
 _TOKENS_AFTER = 16

@@ -9,6 +9,7 @@ import dataclasses
 import math
 from typing import Literal, get_args
 
+from ca_jax.errors import check, is_count
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.storage.config import StoreConfig
 
@@ -57,16 +58,12 @@ class BlendConfig:
     """Which tokens are computed anew, a `Selection`."""
 
     def __post_init__(self) -> None:
-        if self.mode not in BLEND_MODES:
-            raise ValueError(f"blend mode must be one of {', '.join(BLEND_MODES)}; got {self.mode!r}")
-        if self.recompute_ratio is not None and not 0 <= self.recompute_ratio <= 1:
-            raise ValueError(f"recompute_ratio must be a share in [0, 1] or None, got {self.recompute_ratio}")
-        if not 0 <= self.min_recompute_ratio <= 1:
-            raise ValueError(f"min_recompute_ratio must be a share in [0, 1], got {self.min_recompute_ratio}")
-        if not isinstance(self.check_layers, int) or isinstance(self.check_layers, bool) or self.check_layers < 1:
-            raise ValueError(f"check_layers must be a number of layers >= 1, got {self.check_layers!r}")
-        if self.selection not in SELECTIONS:
-            raise ValueError(f"blend selection must be one of {', '.join(SELECTIONS)}; got {self.selection!r}")
+        ratio, least = self.recompute_ratio, self.min_recompute_ratio
+        check(self.mode in BLEND_MODES, "blend mode", f"one of {', '.join(BLEND_MODES)}", self.mode)
+        check(ratio is None or 0 <= ratio <= 1, "recompute_ratio", "a share in [0, 1] or None", ratio)
+        check(0 <= least <= 1, "min_recompute_ratio", "a share in [0, 1]", least)
+        check(is_count(self.check_layers, 1), "check_layers", "a number of layers >= 1", self.check_layers)
+        check(self.selection in SELECTIONS, "blend selection", f"one of {', '.join(SELECTIONS)}", self.selection)
 
     @property
     def reuses_chunks(self) -> bool:
@@ -94,7 +91,7 @@ class EngineConfig:
     blend: BlendConfig = dataclasses.field(default_factory=BlendConfig)
     """How prompts with chunks are served: what of the chunks' KV is used as it is stored."""
     special_tokens_in_content: bool = False
-    """Whether special tokens that messages and chunks of text spell become those tokens, so that who writes them may
+    """Whether special tokens that messages and chunks of text spell become those tokens, so that their writer may
     end a message and begin another's. False: only the chat template makes special tokens. A prompt of `Engine.generate`
     is read as a whole either way."""
     max_batch_size: int = 8
@@ -133,39 +130,27 @@ class EngineConfig:
     """The AttentionStore."""
 
     def __post_init__(self) -> None:
-        if self.dtype not in (None, "float32", "bfloat16"):
-            raise ValueError(f"dtype must be float32, bfloat16 or None, got {self.dtype!r}")
-        if self.kv_rest_dtype not in KV_REST_DTYPES:
-            wanted = " or ".join(KV_REST_DTYPES)
-            raise ValueError(f"kv_rest_dtype must be {wanted}, got {self.kv_rest_dtype!r}")
+        check(self.dtype in (None, "float32", "bfloat16"), "dtype", "float32, bfloat16 or None", self.dtype)
+        check(self.kv_rest_dtype in KV_REST_DTYPES, "kv_rest_dtype", " or ".join(KV_REST_DTYPES), self.kv_rest_dtype)
         sizes = ("context_window", "max_batch_size", "prefill_chunk_tokens", "save_group_tokens")
         for name in (*sizes, "tensor_parallel_size", "data_parallel_size"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name} must be positive, got {value}")
-        if self.prefill_chunk_tokens % 64:
-            raise ValueError(f"prefill_chunk_tokens must be a multiple of 64, got {self.prefill_chunk_tokens}")
-        if self.max_batch_size % self.data_parallel_size:
-            raise ValueError(
-                f"max_batch_size must be a multiple of data_parallel_size={self.data_parallel_size}, "
-                f"got {self.max_batch_size}"
-            )
+            check(value is None or value > 0, name, "positive", value)
+        chunk_tokens, num_slots, num_parts = self.prefill_chunk_tokens, self.max_batch_size, self.data_parallel_size
+        check(chunk_tokens % 64 == 0, "prefill_chunk_tokens", "a multiple of 64", chunk_tokens)
+        wanted = f"a multiple of data_parallel_size={num_parts}"
+        check(num_slots % num_parts == 0, "max_batch_size", wanted, num_slots)
         if self.overflow is not None and self.context_window is not None:
             self.overflow.check_window(self.context_window)
-        is_number = isinstance(self.read_buffer, int) and not isinstance(self.read_buffer, bool)
-        if not is_number and self.read_buffer not in READ_BUFFERS:
-            wanted = ", ".join(READ_BUFFERS)
-            raise ValueError(f"read_buffer must be a number of layers or one of {wanted}, got {self.read_buffer!r}")
-        if isinstance(self.read_buffer, int) and self.read_buffer < 0:
-            raise ValueError(f"read_buffer must be at least 0 layers, got {self.read_buffer}")
-        if self.max_tpot_ms is not None and not 0 < self.max_tpot_ms < math.inf:
-            raise ValueError(f"max_tpot_ms must be a number > 0, got {self.max_tpot_ms}")
+        is_known = is_count(self.read_buffer) or self.read_buffer in READ_BUFFERS
+        wanted = f"a number of layers >= 0 or one of {', '.join(READ_BUFFERS)}"
+        check(is_known, "read_buffer", wanted, self.read_buffer)
+        tpot_ms = self.max_tpot_ms
+        check(tpot_ms is None or 0 < tpot_ms < math.inf, "max_tpot_ms", "a number > 0", tpot_ms)
         for name in ("read_buffer_gib", "write_buffer_gib"):
             value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                raise ValueError(f"{name} must be a number >= 0, got {value}")
-        if self.read_buffer == "off" and self.read_buffer_gib is not None:
-            raise ValueError(
-                "read_buffer_gib must be None with read_buffer off, which loads all of a history before it computes; "
-                f"got {self.read_buffer_gib}"
-            )
+            check(value is None or 0 <= value < math.inf, name, "a number >= 0", value)
+        wanted = "None with read_buffer off, which loads all of a history before it computes"
+        check(
+            self.read_buffer != "off" or self.read_buffer_gib is None, "read_buffer_gib", wanted, self.read_buffer_gib
+        )

@@ -29,13 +29,12 @@ from ca_jax.pretrained import LoadedModel, Progress, load_model
 from ca_jax.serving.core import EngineCore, enable_compile_cache, keep_going, layout_of
 from ca_jax.serving.prompts import prompt_ids
 from ca_jax.serving.stored_sessions import StoredSessions
-from ca_jax.session import Session
+from ca_jax.session import Job, Session
 from ca_jax.storage.records import StoreStats
 from ca_jax.storage.store import AttentionStore
 from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
 from ca_jax.telemetry.wakeup import Wakeup
 from ca_jax.turns.conversations import Conversation
-from ca_jax.turns.jobs import Job
 from ca_jax.turns.requests import Completion, SamplingParams, TurnRequest
 from ca_jax.turns.text import Texts, TextWork
 
@@ -46,7 +45,8 @@ _STALL_TOGETHER_S = 0.01  # The same where another process may be what has moved
 class Engine:
     """Serves conversations of one model.
 
-    Public methods may be called from any thread; one at a time runs the engine.
+    Public methods may be called from any thread; one at a time runs the engine. Once it is closed, those that begin or
+    run something raise `SessionClosedError`.
 
     Args:
       model: what to serve. One that is on one device, and is to be served by several, is copied to them.
@@ -107,7 +107,6 @@ class Engine:
           ttl_s: how long a new one's KV is kept after its last use, seconds; None: as the store's config says.
 
         Raises:
-          SessionClosedError: the engine is closed.
           TenantError: the conversation is another tenant's.
           InvalidRequestError: a system message for a conversation that exists, or a time that is negative.
         """
@@ -126,7 +125,6 @@ class Engine:
         """The conversation of that id that is open or that the store kept; None if there is none.
 
         Raises:
-          SessionClosedError: the engine is closed.
           TenantError: the conversation is another tenant's.
         """
         with self._open_now():
@@ -147,16 +145,16 @@ class Engine:
             object. What others have stored is loaded for it.
 
         Raises:
-          SessionClosedError: the engine is closed.
-          InvalidRequestError: `num_tokens` is negative or above what there is, or the name is taken.
+          InvalidRequestError: `num_tokens` is not 0 to the session's tokens, or the name is taken.
         """
         with self._open_now():
             most = len(session.token_ids)
-            if not 0 <= (most if num_tokens is None else num_tokens) <= most:
+            num_tokens = most if num_tokens is None else num_tokens
+            if not 0 <= num_tokens <= most:
                 raise InvalidRequestError(f"a fork must be behind 0..{most} tokens, got {num_tokens}")
             if session_id is not None and self._find(session_id, session.tenant) is not None:
                 raise InvalidRequestError(f"session_id must be a name that is not taken, got {session_id!r}")
-            begun = session.conversation.forked(most if num_tokens is None else num_tokens)
+            begun = session.conversation.forked(num_tokens)
             return self._open(session_id, begun, session.tenant, session.ttl_s, is_kept)
 
     @property
@@ -173,11 +171,7 @@ class Engine:
         """Queues a turn; for `Session.submit`, which says what is raised.
 
         Much text is rendered and tokenised without the engine's lock; if the conversation is another one by then, anew.
-
-        Args:
-          session: whose.
-          request: what is asked for.
-          texts: what is known of these texts; then `TextWork` is raised where there is much that is not.
+        With `texts`, what is known of the request's texts, `TextWork` is raised in place of that.
         """
         submitted_s, known = time.perf_counter(), texts or Texts()  # What is tokenised and dropped it waits for.
         while True:
@@ -213,12 +207,9 @@ class Engine:
           InvalidRequestError: an id outside the vocabulary.
           EmptyMessageError: no chunks, or a chunk without text.
           ContextWindowError: a chunk that is longer than the context window.
-          SessionClosedError: the engine is closed.
         """
         jobs = self.submit_chunks(chunks, tenant=tenant, tier=tier)
-        for job in jobs:
-            for _ in self.stream(job):
-                pass
+        self._run(jobs)
         return len(jobs)
 
     def submit_chunks(
@@ -245,7 +236,6 @@ class Engine:
             `params` for each prompt.
           EmptyMessageError: a prompt without tokens.
           ContextWindowError: a prompt that leaves no room for an answer. Nothing has been run then.
-          SessionClosedError: the engine is closed.
         """
         params = SamplingParams() if params is None else params
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
@@ -255,20 +245,24 @@ class Engine:
         with self._open_now():
             jobs = [self._scheduler.submit(job) for job in list(map(self._turns.job, ids, each))]
         try:
-            for job in jobs:
-                for _ in self.stream(job):
-                    pass
+            self._run(jobs)
         finally:
             for job in jobs:
                 self.cancel(job)
         return [job.completion() for job in jobs]
 
+    def _run(self, jobs: Sequence[Job]) -> None:
+        """Runs the engine until all of these have ended."""
+        for job in jobs:
+            for _ in self.stream(job):
+                pass
+
     def stream(self, job: Job) -> Iterator[str]:
         """Runs the engine until `job` ends and yields its text as it comes.
 
         Raises:
-          Exception: whatever broke the job, or a step or the slots that it shared with others; the engine goes on, and
-            all jobs that had no part in it.
+          Exception: what broke the job, or a step or the slots that it shared with others; the engine goes on, and all
+            jobs that had no part in it.
         """
         while True:
             ended = job.done  # Asked before its text is taken: another thread may end it in between.
@@ -314,9 +308,8 @@ class Engine:
         with self._lock:
             if self._closed:
                 return
-            for job in (*self._scheduler.waiting, *self._scheduler.running):
-                if job.session is session:
-                    self.cancel(job)
+            if session.job is not None:
+                self.cancel(session.job)
             self._sessions.pop(session.session_id, None)
             self._kv.truncate(session, 0)
             self._kv.conversations.forget(session.key)
@@ -338,10 +331,7 @@ class Engine:
         """Decodes one token for every running job and runs at most one pass of one prefill.
 
         Where nothing can run, because the KV of all waiting jobs is on its way from SSD or the write buffer is full,
-        waits until something moves.
-
-        Returns:
-          Whether there was anything to do.
+        waits until something moves. Returns whether there was anything to do.
         """
         seen = self._wakeup.count
         with self._open_now():
@@ -372,8 +362,7 @@ class Engine:
             first come.
           progress: told how far it is.
 
-        Returns:
-          Seconds it took.
+        Returns the seconds it took.
 
         Raises:
           SessionBusyError: jobs are running or waiting.
@@ -399,11 +388,7 @@ class Engine:
         self._kv.wait_until_resident()
 
     def keep(self) -> bool:
-        """Takes in what the store's threads have done, and has them go on; for the engine's own thread.
-
-        Returns:
-          Whether the engine is open still.
-        """
+        """Takes in what the store's threads have done, and has them go on; whether the engine is open still."""
         with self._lock:
             if not self._closed:
                 self._kv.collect()

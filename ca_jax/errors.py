@@ -61,3 +61,18 @@ class UnknownSessionError(CaJaxError, LookupError):
 
 class ProcessesError(CaJaxError, RuntimeError):
     """Processes that are to serve as one do not: one does not answer, does something else, or holds other shards."""
+
+
+def check(holds: bool, name: str, wanted: str, found: object, error: type[Exception] = ValueError) -> None:
+    """Raises an error that says what a value must be and what was got, unless it holds.
+
+    Raises:
+      Exception: it does not; of the type `error`.
+    """
+    if not holds:
+        raise error(f"{name} must be {wanted}{';' if wanted.startswith('one of ') else ','} got {found!r}")
+
+
+def is_count(value: object, least: int = 0) -> bool:
+    """Whether a value is a whole number of at least so many."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -59,8 +59,8 @@ def model_of(num_kv_heads: int = 8, **changes: object) -> LoadedModel:
 
 
 def engine_of(data: int, tensor: int, model: LoadedModel | None = None, **changes: object) -> ca_jax.Engine:
-    sizes = {"data_parallel_size": data, "tensor_parallel_size": tensor}
-    return kit.small_engine(model or model_of(), context_window=WINDOW, max_batch_size=4, **sizes, **changes)
+    sizes = {"data_parallel_size": data, "tensor_parallel_size": tensor, "context_window": WINDOW, "max_batch_size": 4}
+    return kit.small_engine(model or model_of(), **{**sizes, **changes})
 
 
 def talk(engine: ca_jax.Engine, turns: list[tuple[int, int]] = TURNS, start: int = 0) -> list[list[int]]:
@@ -205,16 +205,28 @@ def test_the_tokens_are_those_of_one_device_and_each_holds_its_share(data, tenso
                 assert {shard.data.nbytes for shard in shards} == {array.nbytes // num_parts}, name
 
 
-def test_what_one_mesh_stored_on_ssd_others_go_on_from(tmp_path):
+@pytest.mark.parametrize(
+    ("num_kv_heads", "meshes", "rest"),
+    [(8, [(2, 2), (1, 8), (1, 1), (2, 2), (1, 8)], "model"), (2, [(2, 4), (1, 1), (2, 4)], "int8")],
+    ids=["as computed", "int8, heads shared by devices"],
+)
+def test_what_one_mesh_stored_on_ssd_others_go_on_from(tmp_path, num_kv_heads, meshes, rest):
     """One conversation, a turn on each mesh, each in an engine of its own over the same directory."""
-    expected = answers_of_one_device()
-    for turn, (data, tensor) in enumerate([(2, 2), (1, 8), (1, 1), (2, 2), (1, 8)]):
-        with engine_of(data, tensor, store=kit.ssd_store(tmp_path)) as engine:
+    model, store = model_of(num_kv_heads), kit.ssd_store(tmp_path)
+    if rest == "model":
+        expected = answers_of_one_device()
+    else:
+        with engine_of(1, 1, model, kv_rest_dtype=rest) as engine:
+            expected = talk(engine, TURNS[: len(meshes)])
+    for turn, (data, tensor) in enumerate(meshes):
+        sizes = {"store": store, "kv_rest_dtype": rest}
+        with jax.transfer_guard("disallow"), engine_of(data, tensor, model, **sizes) as engine:
             num_known = len(engine.session(session_id="one").token_ids)
             assert talk(engine, TURNS[turn : turn + 1], start=turn) == expected[turn : turn + 1]
             usage = engine.sessions[0].usage
             num_cached = num_known - usage.dropped_tokens - 1 if turn else 0
             assert usage.cached_tokens == {"ssd" if turn else "dram": num_cached}
+            assert engine.metrics.failed_saves == engine.metrics.failed_loads == 0
 
 
 def test_chunks_are_blended_as_on_one_device():
@@ -233,22 +245,6 @@ def test_chunks_are_blended_as_on_one_device():
     expected = blended(1, 1)
     with jax.transfer_guard("disallow"):
         assert blended(2, 2) == expected
-
-
-def test_kv_kept_in_int8_is_sharded_by_heads_and_read_on_any_mesh(tmp_path):
-    """A turn on each, over what the one before it wrote; on the mesh devices share heads."""
-    model, store = model_of(2), kit.ssd_store(tmp_path)
-    with engine_of(1, 1, model, kv_rest_dtype="int8") as engine:
-        expected = talk(engine, TURNS[:3])
-    for turn, (data, tensor) in enumerate([(2, 4), (1, 1), (2, 4)]):
-        with (
-            jax.transfer_guard("disallow"),
-            engine_of(data, tensor, model, store=store, kv_rest_dtype="int8") as engine,
-        ):
-            assert talk(engine, TURNS[turn : turn + 1], turn) == expected[turn : turn + 1]
-            cached = engine.sessions[0].usage.cached_tokens
-            assert (cached.get("ssd", 0) > 0) == (turn > 0)
-            assert engine.metrics.failed_saves == engine.metrics.failed_loads == 0
 
 
 def test_fewer_kv_heads_than_shards():
@@ -474,18 +470,18 @@ def test_a_prefilled_layer_adds_up_twice_and_gathers_nothing():
 
 def test_nothing_is_compiled_after_warmup():
     model = model_of(head_dim=12)  # Like no other test's.
-    with engine_of(2, 4, model, max_tpot_ms=1.0) as engine:
+    with engine_of(2, 4, model, max_tpot_ms=1.0, context_window=WINDOW // 2) as engine:
         with CompileCounter() as during:
             engine.warmup()
         assert during.count > 0
         assert engine.rates is not None
         with CompileCounter() as after:
-            talk(engine, [(n, 5) for n in (1, 9, 65, 70, 30, 130)])
+            talk(engine, [(n, 5) for n in (1, 9, 65, 30, 100)])
             sampling = SamplingParams(temperature=0.7, top_p=0.9, repetition_penalty=1.1, max_tokens=4)
             told = [dataclasses.replace(each, logprobs=2) for each in (sampling, SamplingParams(max_tokens=9))]
             penalised = dataclasses.replace(sampling, frequency_penalty=0.5)
-            engine.generate([kit.prompt(3), kit.prompt(130)] * 3, [sampling, SamplingParams(max_tokens=9)] * 3)
-            engine.generate([kit.prompt(3), kit.prompt(130)] * 2, [*told, *told[::-1]])
+            engine.generate([kit.prompt(3), kit.prompt(100)] * 3, [sampling, SamplingParams(max_tokens=9)] * 3)
+            engine.generate([kit.prompt(3), kit.prompt(100)] * 2, [*told, *told[::-1]])
             engine.generate([kit.prompt(3)] * 3, [penalised, *told])
             engine.generate([kit.prompt(3)], told[1])
             talk(engine, [(3, 200), (3, 5)])

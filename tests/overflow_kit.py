@@ -29,6 +29,8 @@ from tests import engine_kit as kit
 
 WINDOW = 128
 """Of nearly all tests: eight blocks, so that few tokens overflow it."""
+SMALL = {"context_window": WINDOW}
+"""Of the engines' config."""
 ATOL = kit.ATOL
 _STEP = 32
 _REPAIR_STEP = 8  # Repaired tokens are a multiple of it.
@@ -276,11 +278,6 @@ def config(keep_first: int = 4, ratio: float = 0.5, **changes: object) -> Overfl
     return plain(keep_first_tokens=keep_first, truncation_ratio=ratio, **changes)
 
 
-def engine_of(overflow: OverflowConfig | None, *, window: int = WINDOW, **changes: object) -> Engine:
-    """An engine of the tiny model under a small window."""
-    return kit.small_engine(overflow=overflow, context_window=window, **changes)
-
-
 def say(session: Session, token_ids: Sequence[int], max_tokens: int) -> list[int]:
     """Sends a turn to its end; all of its generated tokens, those too that have left meanwhile."""
     answer = session.send_ids(token_ids, max_tokens=max_tokens)
@@ -400,3 +397,10 @@ class Pair:
         """What is stored is the reference's KV."""
         stored, expected = kit.stored_kv(self.engine, self.session), self.reference.cache.kv
         np.testing.assert_allclose(stored, expected, rtol=0, atol=self.atol)
+
+
+@contextlib.contextmanager
+def pair(overflow: OverflowConfig, drift: Drift | None = None, **changes: object) -> Iterator[Pair]:
+    """A session and its reference, in an engine of their own."""
+    with kit.small_engine(overflow=overflow, **SMALL, **changes) as engine:
+        yield Pair(engine, drift=drift)

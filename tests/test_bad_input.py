@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -20,8 +19,6 @@ from ca_jax.errors import (
     InvalidRequestError,
     SessionBusyError,
     SessionClosedError,
-    UnknownModelError,
-    UnsupportedArchitectureError,
 )
 from ca_jax.kv import layout as device_memory
 from ca_jax.overflow.config import OverflowConfig
@@ -126,14 +123,6 @@ def test_buffers_that_fit_each_and_not_together_are_refused(monkeypatch):
 # Models.
 
 
-def test_a_model_that_is_not_served_is_refused_with_the_reason(tmp_path):
-    with pytest.raises(UnknownModelError, match=r"'no-such-model'.*smollm2-135m-instruct"):
-        ca_jax.Engine.from_pretrained("no-such-model", kit.SMALL)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))
-    with pytest.raises(UnsupportedArchitectureError, match=r"'gpt2'.*absolute positions"):
-        ca_jax.Engine.from_pretrained(str(tmp_path), kit.SMALL)
-
-
 def test_text_for_a_model_without_tokenizer_is_refused_and_token_ids_are_served():
     with kit.small_engine(kit.model_of()) as engine:
         for call in (lambda: engine.generate(["text"]), lambda: engine.session().send("text")):
@@ -156,7 +145,7 @@ def test_a_file_that_is_not_this_models_drift_is_refused(tmp_path):
     """What a file may be at all: test_drift."""
     path = tmp_path / "drift.npz"
     with pytest.raises(FileNotFoundError, match=r"drift\.npz"):
-        ok.engine_of(ok.config(drift=str(path)))
+        kit.small_engine(**ok.SMALL, overflow=ok.config(drift=str(path)))
     Drift(
         values=np.zeros((3, 2, 2, 16), np.float32),
         fingerprint="another",
@@ -165,7 +154,7 @@ def test_a_file_that_is_not_this_models_drift_is_refused(tmp_path):
         num_tokens=1,
     ).save(path)
     with pytest.raises(ValueError, match=r"drift must be \[3, 2, 2, 16\]"):
-        ok.engine_of(ok.config(drift=str(path)))
+        kit.small_engine(**ok.SMALL, overflow=ok.config(drift=str(path)))
 
 
 # Requests.
@@ -287,7 +276,7 @@ class Unruly:
 @pytest.fixture(scope="module")
 def unruly() -> Iterator[tuple[Unruly, ca_jax.Engine]]:
     discarder = Unruly()
-    with ok.engine_of(ok.config(discarder=discarder)) as engine:
+    with kit.small_engine(**ok.SMALL, overflow=ok.config(discarder=discarder)) as engine:
         yield discarder, engine
 
 
@@ -328,7 +317,7 @@ def test_a_discarder_that_breaks_breaks_its_own_turn_alone(unruly, choice, error
 def test_a_discarder_may_name_fewer_than_it_is_asked_for(unruly):
     """As many as must leave will do; then it is asked again for the next token."""
     discarder = ok.Recorded(Unruly(choice=[5]))
-    with ok.engine_of(ok.config(discarder=discarder)) as engine:
+    with kit.small_engine(**ok.SMALL, overflow=ok.config(discarder=discarder)) as engine:
         pair = ok.Pair(engine)
         pair.turn(kit.prompt(100), 50)
         assert engine.metrics.truncations == pair.session.usage.dropped_tokens == 22

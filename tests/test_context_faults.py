@@ -97,7 +97,7 @@ def test_a_chunk_of_which_only_some_was_saved_is_computed_again():
         answer = engine.session().send_ids(QUESTION, context=[chunk], max_tokens=4)
         job = engine._scheduler.waiting[0]
         assert job.chunk is not None
-        while engine._scheduler.prefilling is not job or engine._batch._prefilling.num_left == len(chunk):
+        while engine._scheduler.prefilling is not job or engine._batch._prefilling.prefill.num_left == len(chunk):
             engine.step()
         engine.cancel(job)
         answer.close()

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from ca_jax.errors import SessionBusyError, SessionClosedError
+from ca_jax.errors import SessionBusyError, SessionClosedError, TenantError
 from ca_jax.turns.requests import FinishReason, SamplingParams, Usage
 from tests import engine_kit as kit
 
@@ -313,6 +313,8 @@ def test_rewinding_continues_from_what_is_kept_with_its_kv(engine, keep):
 def test_a_session_comes_back_by_its_name_and_goes_with_its_kv_when_closed(engine):
     session = engine.session(session_id="mine")
     assert engine.session(session_id="mine") is session
+    with pytest.raises(TenantError, match="'mine' must be asked for by its own tenant, got 'b'"):
+        engine.session(session_id="mine", tenant="b")
     kit.say(session, "Hello.")
     engine.wait_for_saves()
     stored = engine.store_stats().num_sessions

@@ -10,6 +10,7 @@ import pytest
 from ca_jax.engine import Engine
 from ca_jax.models.tokenizer import Tokenizer
 from ca_jax.overflow.config import OverflowConfig
+from ca_jax.pretrained import LoadedModel
 from ca_jax.serving.prompts import turn_ids
 from ca_jax.session import Session
 from ca_jax.testing import tiny
@@ -117,36 +118,29 @@ def tokenizer(monkeypatch) -> Iterator[GatedTokenizer]:
     tokenizer.gate.set()
 
 
-def engine_with(tokenizer: Tokenizer) -> Engine:
-    return kit.small_engine(dataclasses.replace(kit.tiny_model(), tokenizer=tokenizer))
+@pytest.fixture
+def model(tokenizer) -> LoadedModel:
+    return dataclasses.replace(kit.tiny_model(), tokenizer=tokenizer)
 
 
-def test_much_text_of_one_caller_does_not_keep_others_from_running_the_engine(tokenizer):
-    with engine_with(tokenizer) as engine:
+def test_much_text_of_one_caller_keeps_no_other_waiting_and_goes_where_its_conversation_stands_by_then(
+    tokenizer, model
+):
+    with kit.small_engine(model) as engine:
         session, beside = engine.session(), engine.session()
         kit.say(session, "Hi")
         with overlap_kit.in_thread(lambda: kit.say(session, LONG)):
             assert tokenizer.come.wait(overlap_kit.PATIENCE_S)
             assert kit.say(beside, "Hello") == kit.greedy_answer(beside.job.prompt_ids, 12)
-            tokenizer.gate.set()
-        kit.expect_right(session)
-        assert tokenizer.num_long == 1
-
-
-def test_a_conversation_that_moved_on_meanwhile_gets_its_turn_where_it_stands(tokenizer):
-    with engine_with(tokenizer) as engine:
-        session = engine.session()
-        kit.say(session, "Hi")
-        with overlap_kit.in_thread(lambda: kit.say(session, LONG)):
-            assert tokenizer.come.wait(overlap_kit.PATIENCE_S)
             session.rewind(0)
             tokenizer.gate.set()
         assert session.job.prompt_ids == turn_ids(engine.model, [], [], LONG)
         kit.expect_right(session)
+        assert tokenizer.num_long == 3, "once behind the first turn, once without it, once here"
 
 
 @pytest.mark.parametrize("ask", ["chat", "completion", "context", "chunks", "history"])
-def test_much_text_of_one_request_does_not_keep_others_from_being_answered(tokenizer, ask):
+def test_much_text_of_one_request_does_not_keep_others_from_being_answered(tokenizer, model, ask):
     asked = {"model": sk.MODEL, "max_tokens": 4}
     paths = {"completion": "/v1/completions", "chunks": "/v1/chunks"}
     bodies = {
@@ -156,7 +150,7 @@ def test_much_text_of_one_request_does_not_keep_others_from_being_answered(token
         "chunks": {"chunks": [LONG]},
         "history": {**asked, "messages": [sk.user(LONG), sk.assistant("b"), sk.user("c")]},
     }
-    with sk.running(make_engine=lambda: engine_with(tokenizer)) as server, server.http() as http:
+    with sk.running(make_engine=lambda: kit.small_engine(model)) as server, server.http() as http:
         answers = []
 
         def post() -> None:

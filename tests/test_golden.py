@@ -13,15 +13,11 @@ import ca_jax
 from ca_jax.errors import UnknownModelError
 from ca_jax.models import cpu_kernels
 from ca_jax.models.checkpoint import PRESETS
-from ca_jax.pretrained import LoadedModel
 from ca_jax.turns.requests import SamplingParams
 from tests import engine_kit as kit
 
 PRESET = "smollm2-135m-instruct"
-
-
-def engine_of(model: LoadedModel) -> ca_jax.Engine:
-    return kit.small_engine(model, max_batch_size=1, context_window=256, save_group_tokens=16)
+SIZES = {"max_batch_size": 1, "context_window": 256, "save_group_tokens": 16}
 
 
 def test_the_story_model_tells_its_golden_text_at_once_and_in_turns(shared_data):
@@ -34,7 +30,7 @@ def test_the_story_model_tells_its_golden_text_at_once_and_in_turns(shared_data)
     golden = json.loads(written.read_text(encoding="utf-8"))
     steps, expected = golden["steps"], None
     for form, path in weights.items():
-        with engine_of(ca_jax.load_model(str(path), dtype="float32")) as engine:
+        with kit.small_engine(ca_jax.load_model(str(path), dtype="float32"), **SIZES) as engine:
             prompt = golden["prompt"] if form == ".gguf" else [1]
             (told,) = engine.generate([prompt], SamplingParams(max_tokens=steps, ignore_eos=True))
             expected = expected or told.token_ids
@@ -62,31 +58,36 @@ def computed_by(request, monkeypatch):
         jax.clear_caches()
 
 
-def gguf_in_transformers(path: Path):
-    """The model of a GGUF file, read by `transformers`; its `from_pretrained` would want one package more."""
+@pytest.fixture(scope="module")
+def loaded():
+    """The default model here and in `transformers`, read from the same file.
+
+    transformers' own `from_pretrained` would want one package more.
+    """
+    pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    config = transformers.LlamaConfig(**load_gguf_checkpoint(str(path))["config"])
-    model = transformers.LlamaForCausalLM(config)
-    tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
-    missing, unexpected = model.load_state_dict(tensors, strict=False)
-    assert (missing, unexpected) == (["lm_head.weight"], []), "all but the tied head is in the file"
-    model.tie_weights()
-    return model.eval()
-
-
-def test_the_default_model_answers_a_chat_as_transformers_does_from_the_same_file(computed_by):
-    """Two turns, the second over stored KV; how the text becomes tokens is compared where tokenizers are tested."""
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("transformers")
     try:
         model = ca_jax.load_model(PRESET, dtype="float32")
     except UnknownModelError as error:
         pytest.skip(str(error))
     package = importlib.util.find_spec(PRESETS[PRESET].package)
-    reference = gguf_in_transformers(Path(package.submodule_search_locations[0]) / PRESETS[PRESET].filename)
-    with engine_of(model) as engine:
+    path = str(Path(package.submodule_search_locations[0]) / PRESETS[PRESET].filename)
+    reference = transformers.LlamaForCausalLM(transformers.LlamaConfig(**load_gguf_checkpoint(path)["config"]))
+    tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=reference)["tensors"]
+    missing, unexpected = reference.load_state_dict(tensors, strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"], []), "all but the tied head is in the file"
+    reference.tie_weights()
+    return model, reference.eval()
+
+
+def test_the_default_model_answers_a_chat_as_transformers_does_from_the_same_file(loaded, computed_by):
+    """Two turns, the second over stored KV; how the text becomes tokens is compared where tokenizers are tested."""
+    import torch
+
+    model, reference = loaded
+    with kit.small_engine(model, **SIZES) as engine:
         session = engine.session(system="Answer briefly.")
         for question in ("Name a river in Germany.", "Which cities lie on it?"):
             num_known = len(session.token_ids)

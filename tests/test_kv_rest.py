@@ -28,7 +28,7 @@ ROUNDING_ATOL = 0.3
 
 
 def int8_engine(overflow: OverflowConfig | None = None, **changes: object):
-    return ok.engine_of(overflow, kv_rest_dtype="int8", **changes)
+    return kit.small_engine(**ok.SMALL, overflow=overflow, kv_rest_dtype="int8", **changes)
 
 
 def pair_of(engine, drift=None) -> ok.Pair:

@@ -40,7 +40,8 @@ def converse_without_end(num_turns: int, num_looks: int, directory: Path) -> Non
     """Short turns, long ones and tokens discarded by hand; every answer is followed by the reference."""
     rng = np.random.default_rng(num_turns)
     seen: list[dict[str, int]] = []
-    with ok.engine_of(ok.config(4, 0.5), store=kit.ssd_store(directory, ssd_blocks=64)) as engine:
+    config = {**ok.SMALL, "overflow": ok.config(4, 0.5), "store": kit.ssd_store(directory, ssd_blocks=64)}
+    with kit.small_engine(**config) as engine:
         session = engine.session(session_id="one")
         reference = ok.Conversation(engine.config.overflow)
         for turn in range(num_turns):
@@ -58,7 +59,7 @@ def converse_without_end(num_turns: int, num_looks: int, directory: Path) -> Non
         assert session.num_dropped > 4 * num_turns
         assert engine.metrics.failed_loads == engine.metrics.failed_saves == 0
         before = session.conversation
-    with ok.engine_of(ok.config(4, 0.5), store=kit.ssd_store(directory, ssd_blocks=64)) as engine:
+    with kit.small_engine(**config) as engine:
         session = engine.session(session_id="one")
         assert session.conversation == before
         pair = ok.Pair(engine, session, reference)

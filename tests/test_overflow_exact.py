@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ca_jax.engine import Engine
-from ca_jax.overflow.discarding import DiscardContext, HeavyHitters, SinksAndRecent
+from ca_jax.overflow.discarding import DiscardContext, HeavyHitters, OldestFirst
 from ca_jax.session import Session
 from ca_jax.storage.records import Residency
 from tests import engine_kit as kit
@@ -36,7 +36,7 @@ def send_away(engine: Engine, session: Session) -> None:
 @pytest.mark.parametrize("keep_first", [0, 1, BLOCK - 1, BLOCK + 1])
 def test_every_cut_point(keep_first):
     """The oldest c tokens behind the first k leave before the prompt, and one more for the answer's second token."""
-    with ok.engine_of(ok.config(keep_first, SHARE_OF_ONE)) as engine:
+    with kit.small_engine(**ok.SMALL, overflow=ok.config(keep_first, SHARE_OF_ONE)) as engine:
         begun = ok.Pair(engine)
         begun.turn(HISTORY, 2)
         for count in range(1, BLOCK + 2):
@@ -54,7 +54,7 @@ def test_every_cut_point(keep_first):
 def test_cut_points_of_what_is_on_ssd_alone(keep_first, tmp_path):
     """DRAM holds one conversation: it is cut where it lies on SSD, fetched, and cut in both tiers while it answers."""
     store = kit.ssd_store(tmp_path, dram_blocks=12)
-    with ok.engine_of(ok.config(keep_first, SHARE_OF_ONE), store=store) as engine:
+    with kit.small_engine(**ok.SMALL, overflow=ok.config(keep_first, SHARE_OF_ONE), store=store) as engine:
         begun = ok.Pair(engine)
         begun.turn(HISTORY, 2)
         for count in (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 7):
@@ -139,10 +139,9 @@ def test_what_stays_is_the_same_cache_sliced(name, store):
     changes, steps, num_cuts = PLAYS[name]
     keep_first, ratio = changes.get("at", (4, 0.5))
     overflow = ok.config(keep_first, ratio, **{key: value for key, value in changes.items() if key != "at"})
-    with ok.engine_of(overflow, store=store) as engine:
-        pair = ok.Pair(engine)
+    with ok.pair(overflow, store=store) as pair:
         pair.play(*steps)
-        metrics = engine.metrics
+        metrics = pair.engine.metrics
         assert metrics.truncations == pair.reference.num_cuts >= num_cuts
         assert (metrics.failed_loads, metrics.failed_saves, metrics.repaired_tokens) == (0, 0, 0)
         assert bool(metrics.invalidated_histories) == (overflow.method == "of")
@@ -152,7 +151,7 @@ def test_cuts_outlive_the_engine(tmp_path):
     """Each engine finds what the last one left: cut before a prompt, in an answer, by hand; and cuts it again."""
     before, reference = None, None
     for start in range(4):
-        with ok.engine_of(ok.config(5, 0.3), store=kit.ssd_store(tmp_path)) as engine:
+        with kit.small_engine(**ok.SMALL, overflow=ok.config(5, 0.3), store=kit.ssd_store(tmp_path)) as engine:
             session = engine.session(session_id="one")
             pair = ok.Pair(engine, session, reference)
             reference = pair.reference
@@ -173,16 +172,15 @@ def test_cuts_outlive_the_engine(tmp_path):
 @pytest.mark.parametrize("num_blocks", [0, 1, 3, 5])
 def test_a_store_that_does_not_hold_all_of_it(num_blocks):
     """What is stored ends before the cut, in it, or behind it: the rest is computed anew."""
-    with ok.engine_of(ok.config(4, 0.3), store=kit.store_of(num_blocks)) as engine:
-        pair = ok.Pair(engine)
+    with ok.pair(ok.config(4, 0.3), store=kit.store_of(num_blocks)) as pair:
         for turn in range(6):
-            infos = engine.stored.list()
+            infos = pair.engine.stored.list()
             num_stored = infos[0].num_tokens if infos else 0
             assert num_stored <= num_blocks * BLOCK
             pair.reference.forget(num_stored)
             pair.turn(kit.prompt(40, seed=turn), 10 + 20 * turn)
-            engine.wait_for_saves()
-        assert engine.metrics.truncations >= 4
+            pair.engine.wait_for_saves()
+        assert pair.engine.metrics.truncations >= 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,12 +196,11 @@ class EveryOther:
         return np.concatenate([places[::2], places[1::2]])[: context.num_leaving]
 
 
-@pytest.mark.parametrize("inner", [EveryOther(), SinksAndRecent(num_sinks=7), HeavyHitters()], ids=lambda d: d.name)
+@pytest.mark.parametrize("inner", [EveryOther(), OldestFirst(num_sinks=7), HeavyHitters()], ids=lambda d: d.name)
 def test_a_discarder_says_which_tokens_leave(inner, store):
     """Whatever it chooses. It is told of as many tokens as there are, and of the KV that is stored."""
     discarder = ok.Recorded(inner)
-    with ok.engine_of(ok.config(3, 0.4, discarder=discarder), store=store) as engine:
-        pair = ok.Pair(engine)
+    with ok.pair(ok.config(3, 0.4, discarder=discarder), store=store) as pair:
         for turn in range(4):
             before = pair.reference.cache.kv
             pair.turn(kit.prompt(40, seed=turn), 10 + 25 * turn)
@@ -215,5 +212,5 @@ def test_a_discarder_says_which_tokens_leave(inner, store):
                     np.testing.assert_allclose(found[:, :, :-1], before, rtol=0, atol=ok.ATOL)
             discarder.contexts.clear()
             pair.expect_stored_kv()
-        assert engine.metrics.truncations >= 3
+        assert pair.engine.metrics.truncations >= 3
         assert not discarder.choices

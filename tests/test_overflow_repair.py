@@ -58,7 +58,7 @@ def repairing(name: str, drift: tuple[str, Drift], ratio: float = 0.5) -> tuple[
 @contextlib.contextmanager
 def repaired_pair(name: str, drift: tuple[str, Drift], **changes: object) -> Iterator[ok.Pair]:
     overflow, values = repairing(name, drift)
-    with ok.engine_of(overflow, **changes) as engine:
+    with kit.small_engine(**ok.SMALL, overflow=overflow, **changes) as engine:
         yield ok.Pair(engine, drift=values)
 
 
@@ -73,31 +73,22 @@ BOTH_TIERS = [*((name, "ssd") for name in REPAIRS), ("default", "dram"), ("drift
 
 
 @pytest.mark.parametrize(("name", "store"), BOTH_TIERS, indirect=["store"])
-def test_repair_before_a_prompt(name, drift, store):
+def test_repair_after_a_cut_before_a_prompt_and_after_cuts_in_an_answer(name, drift, store):
+    """At once what is quick, the rest by the next prefill: of the tokens that were there, not of those behind them."""
     with repaired_pair(name, drift, store=store) as pair:
         pair.turns(100, 30)
         assert pair.engine.metrics.truncations == 1
         expect_repaired(pair, pair.reference.num_cached)
         pair.turns(10)
         expect_repaired(pair, 0)  # Once.
-        pair.turns(60, 10)
-        pair.expect_stored_kv()
-
-
-@pytest.mark.parametrize(("name", "max_tokens"), [*((name, 50) for name in REPAIRS), ("default", 110), ("drift", 110)])
-def test_repair_after_cuts_in_an_answer(name, max_tokens, drift):
-    """At once what is quick, the rest by the next prefill: of the tokens that were there, not of those behind them."""
-    with repaired_pair(name, drift) as pair:
-        pair.turn(kit.prompt(100), max_tokens)
-        assert pair.engine.metrics.truncations == max_tokens // 50
+        pair.turn(kit.prompt(20), 100)
+        assert pair.engine.metrics.truncations == 3
         num_kept = ok.WINDOW - 1 - 64
         assert pair.session.conversation.num_to_repair == num_kept
         assert pair.session.usage.repaired_tokens == 0
-        pair.turn(kit.prompt(10, seed=1), 8)
+        pair.turns(10)
         assert pair.session.conversation.to_drift == []
         expect_repaired(pair, num_kept)
-        pair.turn(kit.prompt(5, seed=2), 3)
-        expect_repaired(pair, 0)
 
 
 @pytest.mark.parametrize("num_new", [1, 64, 65, 80])
@@ -127,10 +118,9 @@ def test_what_is_computed_anew_anyway_is_not_repaired(name, num_kept, drift):
 @pytest.mark.parametrize("ratio", [0.01, 0.4])
 def test_a_share_too_small_for_any_token_repairs_none(ratio):
     """All tokens of the first layer are computed to know which to choose: for so few that is more than the share."""
-    with ok.engine_of(ok.config(repair_ratio=ratio)) as engine:
-        pair = ok.Pair(engine)
+    with ok.pair(ok.config(repair_ratio=ratio)) as pair:
         pair.play(30, lambda num_tokens: np.arange(num_tokens) % 2 == 1, 20, 10)
-        assert engine.metrics.repaired_tokens == engine.metrics.failed_loads == 0
+        assert pair.engine.metrics.repaired_tokens == pair.engine.metrics.failed_loads == 0
 
 
 @pytest.mark.parametrize("name", ["all", "anchor", "drift"])
@@ -139,7 +129,7 @@ def test_repair_outlives_the_engine(name, drift, tmp_path):
     overflow, values = repairing(name, drift)
     store, reference = kit.ssd_store(tmp_path / "store"), None
     for start in range(3):
-        with ok.engine_of(overflow, store=store) as engine:
+        with kit.small_engine(**ok.SMALL, overflow=overflow, store=store) as engine:
             pair = ok.Pair(engine, engine.session(session_id="one"), reference, values)
             reference = pair.reference
             pair.turn(kit.prompt(70 if not start else 9, seed=start), 5)
@@ -196,19 +186,18 @@ def test_a_repair_that_breaks_otherwise_is_done_by_the_next_turn(name, broken, d
 @pytest.mark.parametrize("name", ["all", "drift"])
 def test_repair_of_what_the_store_does_not_hold(name, drift):
     overflow, values = repairing(name, drift)
-    with ok.engine_of(overflow, store=kit.store_of(3)) as engine:
-        pair = ok.Pair(engine, drift=values)
+    with ok.pair(overflow, values, store=kit.store_of(3)) as pair:
         for turn in range(5):
-            infos = engine.stored.list()
+            infos = pair.engine.stored.list()
             pair.reference.forget(infos[0].num_tokens if infos else 0)
             pair.turn(kit.prompt(40, seed=turn), 10)
-            engine.wait_for_saves()
+            pair.engine.wait_for_saves()
 
 
 def test_repair_in_a_batch(drift):
     """A session that is repaired, beside others that load and decode."""
     overflow, values = repairing("drift and anchor", drift, ratio=0.25)
-    with ok.engine_of(overflow) as engine:
+    with kit.small_engine(**ok.SMALL, overflow=overflow) as engine:
         pairs = [ok.Pair(engine, drift=values) for _ in range(3)]
         for turn, prompts in enumerate([(100, 30, 20), (60, 15, 100)]):
             ids = [kit.prompt(count, seed=turn) for count in prompts]
@@ -223,7 +212,7 @@ def test_repair_in_a_batch(drift):
 def test_repaired_kv_is_nobody_elses(name, drift, tmp_path):
     """Not even its first tokens, which never leave of themselves, once others before them were discarded by hand."""
     overflow = ok.config(20, **({"drift": drift[0]} if name == "drift" else {"anchor_tokens": 32}))
-    with ok.engine_of(overflow, store=kit.ssd_store(tmp_path / "store")) as engine:
+    with kit.small_engine(**ok.SMALL, overflow=overflow, store=kit.ssd_store(tmp_path / "store")) as engine:
         session = engine.session()
         ok.say(session, kit.prompt(70), 4)
         session.discard(np.arange(20))

@@ -27,7 +27,7 @@ def test_only_some_of_a_batch_overflow(method):
     """One before its prompt, one in its answer, one not at all, one in its answer twice and before its prompt."""
     first, second = [60, 110, 20, 125], [90, 15, 30, 60]
     answers = [20, 30, 12, 100]
-    with ok.engine_of(ok.config(4, 0.5, method=method)) as engine:
+    with kit.small_engine(**ok.SMALL, overflow=ok.config(4, 0.5, method=method)) as engine:
         pairs = [ok.Pair(engine) for _ in first]
         for turn, prompt_tokens in enumerate((first, second)):
             prompts = [kit.prompt(count, seed=10 * turn + i) for i, count in enumerate(prompt_tokens)]
@@ -45,7 +45,7 @@ def test_only_some_of_a_batch_overflow(method):
 
 def test_messages_leave_with_their_turns():
     """The system message is no turn's, and stays though its tokens may have left."""
-    with ok.engine_of(ok.config(0, 0.25, whole_turns=True)) as engine:
+    with kit.small_engine(**ok.SMALL, overflow=ok.config(0, 0.25, whole_turns=True)) as engine:
         session = engine.session(system="Short.")
         for turn in range(3):
             kit.say(session, f"number {turn}", 4)
@@ -62,7 +62,7 @@ def test_messages_leave_with_their_turns():
 
 
 def test_text_goes_on_behind_what_stays():
-    with ok.engine_of(ok.config(8, 0.5)) as engine:
+    with kit.small_engine(**ok.SMALL, overflow=ok.config(8, 0.5)) as engine:
         pair = ok.Pair(engine, engine.session(system="Short."))
         for turn in range(6):
             session, text = pair.session, f"This is turn {turn}."
@@ -80,7 +80,7 @@ def test_text_goes_on_behind_what_stays():
 
 
 def test_a_text_for_which_everything_leaves_begins_with_the_system_message_again():
-    with ok.engine_of(ok.config(70, 0.5)) as engine:
+    with kit.small_engine(**ok.SMALL, overflow=ok.config(70, 0.5)) as engine:
         session = engine.session(system="Short.")
         kit.say(session, "hello " * 5, 8)
         text = "x" * 50
@@ -100,8 +100,7 @@ def test_a_text_for_which_everything_leaves_begins_with_the_system_message_again
 @pytest.mark.parametrize("extra", [0, 1, 9])
 def test_an_answer_that_is_cancelled_after_a_cut(extra):
     """Some tokens after it, or just then: what was generated stands."""
-    with ok.engine_of(ok.config()) as engine:
-        pair = ok.Pair(engine)
+    with ok.pair(ok.config()) as pair:
         pair.turns(50)
         answer = pair.session.send_ids(kit.prompt(40, seed=5), max_tokens=400)
         job = answer.job
@@ -119,8 +118,7 @@ def test_an_answer_that_is_cancelled_after_a_cut(extra):
 
 
 def test_a_turn_that_is_cancelled_before_it_begins_leaves_a_session_that_was_cut():
-    with ok.engine_of(ok.config()) as engine:
-        pair = ok.Pair(engine)
+    with ok.pair(ok.config()) as pair:
         pair.turns(100)
         pair.session.send_ids(kit.prompt(50), max_tokens=4).close()
         discarded = np.zeros(108, bool)
@@ -141,7 +139,7 @@ def test_a_cut_conversation_is_nobody_elses_beginning(how, of_one_token, restart
     prompt = [SAME] * 100 if of_one_token else kit.prompt(100)
     store = kit.ssd_store(tmp_path)
     with contextlib.ExitStack() as stack:
-        engine = stack.enter_context(ok.engine_of(ok.config(20), store=store))
+        engine = stack.enter_context(kit.small_engine(**ok.SMALL, overflow=ok.config(20), store=store))
         pair = ok.Pair(engine)
         pair.turn(prompt, 4)
         if how == "discard":
@@ -152,7 +150,7 @@ def test_a_cut_conversation_is_nobody_elses_beginning(how, of_one_token, restart
         engine.wait_for_saves()
         if restarts:
             engine.close()
-            engine = stack.enter_context(ok.engine_of(ok.config(20), store=store))
+            engine = stack.enter_context(kit.small_engine(**ok.SMALL, overflow=ok.config(20), store=store))
         for others in (left, left[:50], [*left[:40], SAME, SAME]):
             session = engine.session()
             assert ok.say(session, others, 6) == ok.Conversation(ok.config(20)).say(others, 6)
@@ -162,7 +160,7 @@ def test_a_cut_conversation_is_nobody_elses_beginning(how, of_one_token, restart
 
 def test_a_cut_conversation_gets_no_kv_of_its_own_text(tmp_path):
     """One that was never cut says the same: each goes on with its own, and so does one that begins like both."""
-    with ok.engine_of(ok.config(20), store=kit.ssd_store(tmp_path)) as engine:
+    with kit.small_engine(**ok.SMALL, overflow=ok.config(20), store=kit.ssd_store(tmp_path)) as engine:
         cut = ok.Pair(engine)
         cut.turn([SAME] * 100, 4)
         cut.discard((np.arange(104) >= 20) & (np.arange(104) < 60))
@@ -179,7 +177,7 @@ def test_a_cut_conversation_gets_no_kv_of_its_own_text(tmp_path):
 
 
 def test_a_name_that_is_used_again_begins_anew(tmp_path):
-    with ok.engine_of(ok.config(), store=kit.ssd_store(tmp_path)) as engine:
+    with kit.small_engine(**ok.SMALL, overflow=ok.config(), store=kit.ssd_store(tmp_path)) as engine:
         pair = ok.Pair(engine, engine.session(session_id="one"))
         pair.turns(100, 60)
         left = pair.session.token_ids
@@ -193,7 +191,7 @@ def test_a_name_that_is_used_again_begins_anew(tmp_path):
 
 
 def test_without_overflow_a_full_window_is_the_end():
-    with ok.engine_of(None) as engine:
+    with kit.small_engine(**ok.SMALL, overflow=None) as engine:
         session = engine.session()
         ok.say(session, kit.prompt(100), 50)
         assert session.usage.completion_tokens == 28
@@ -210,7 +208,7 @@ def test_without_overflow_a_full_window_is_the_end():
 
 def test_no_draw_of_a_conversation_is_by_the_same_number_as_another(monkeypatch):
     """Positions come again after a cut; what tells draws apart must not, or a hot answer would repeat itself."""
-    with ok.engine_of(ok.config(4)) as engine:
+    with kit.small_engine(**ok.SMALL, overflow=ok.config(4)) as engine:
         seen: list[int] = []
 
         def start(logits, positions, first_slot=0, original=engine._sampler.start):

@@ -20,7 +20,7 @@ from ca_jax.engine import Engine
 from ca_jax.kv.histories import Histories
 from ca_jax.kv.load import LayerLoad, LayerLoader
 from ca_jax.overflow.config import OverflowConfig
-from ca_jax.serving.prefilling import Prefilling
+from ca_jax.serving.batch import Prefilling
 from ca_jax.session import Answer, Session
 from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tickets import SaveTicket
@@ -56,7 +56,7 @@ class Scene:
             prefilling = self.engine._batch._prefilling
             if prefilling is None or prefilling.job is not answer.job:
                 return False
-            return len(prefilling._prefill.tokens) - prefilling.num_left == num_done
+            return prefilling.prefill.num_done == num_done
 
         overlap_kit.step_until(self.engine, reached)
         return answer

@@ -9,7 +9,7 @@ from ca_jax.models.chat_template import ChatTemplate
 from ca_jax.models.tokenizer import Tokenizer
 from ca_jax.serving.prompts import chunk_ids, context_ids, new_turn, turn_ids
 from ca_jax.testing import tiny
-from ca_jax.turns.chunks import CHUNK_END
+from ca_jax.turns.text import CHUNK_END
 from tests import engine_kit as kit
 
 SYSTEM = {"role": "system", "content": "Be brief."}

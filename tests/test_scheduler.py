@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ca_jax.serving.scheduler import Scheduler
-from ca_jax.turns.jobs import Job
+from ca_jax.session import Job
 from ca_jax.turns.requests import SamplingParams
 from ca_jax.turns.text import TextOutput
 
@@ -206,32 +206,21 @@ def test_where_slots_are_in_parts_jobs_take_one_of_each_in_turn():
     assert slots_of(3) == [3, 1, 2]
 
 
-def test_under_a_stream_of_urgent_jobs_each_other_one_waits_for_as_many_as_are_allowed():
+def test_a_job_is_overtaken_and_passed_by_as_often_as_is_allowed_and_then_comes_first():
+    """By urgent ones, and while its KV does not come: then others wait, since what they save could keep it away."""
     scheduler = Scheduler(1)
-    patient = submitted(scheduler, 5, 7, 6)
-    order = []
-    for _ in range(MAX_OVERTAKEN + len(patient) + 1):
-        (urgent,) = submitted(scheduler, 0)
-        order.append(run_one(scheduler))
-    assert [each.priority for each in order] == [0] * MAX_OVERTAKEN + [5, 7, 6] + [0]
-    assert order[MAX_OVERTAKEN : MAX_OVERTAKEN + 3] == patient, "of several the earliest"
-    assert urgent in scheduler.waiting
-
-
-def test_a_job_whose_kv_does_not_come_is_passed_by_as_often_as_is_allowed():
-    """From then on it has the room and the disk to itself: what others save could keep its KV from coming."""
-    scheduler = Scheduler(1)
-    (late,) = submitted(scheduler, 0)
-    asked = []
+    late, *patient = submitted(scheduler, 5, 7, 6)
+    asked: list[tuple[Job, bool]] = []
 
     def ready(each: Job, is_next: bool) -> bool:
         asked.append((each, is_next))
         return each is not late
 
-    others = submitted(scheduler, *[0] * (MAX_OVERTAKEN + 2))
-    assert [run_one(scheduler, ready) for _ in range(MAX_OVERTAKEN)] == others[:MAX_OVERTAKEN]
+    for _ in range(MAX_OVERTAKEN):
+        (urgent,) = submitted(scheduler, 0)
+        assert run_one(scheduler, ready) is urgent
+    (urgent,) = submitted(scheduler, 0)
     asked.clear()
     plan = scheduler.schedule(ready)
-    assert (plan.prefill, plan.preload) == (None, late)
-    assert asked == [(late, True)]
-    assert [run_one(scheduler), run_one(scheduler)] == [late, others[MAX_OVERTAKEN]]
+    assert (plan.prefill, plan.preload, asked) == (None, late, [(late, True)])
+    assert [run_one(scheduler) for _ in range(4)] == [late, *patient, urgent], "of several the earliest"

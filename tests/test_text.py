@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ca_jax.errors import EmptyMessageError, InvalidRequestError
-from ca_jax.turns.chunks import ChunkSpan, split_text, split_tokens
-from ca_jax.turns.text import TextOutput
+from ca_jax.turns.text import ChunkSpan, TextOutput, split_text, split_tokens
 
 
 class Pieces:

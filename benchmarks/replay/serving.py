@@ -20,9 +20,8 @@ import numpy as np
 
 from benchmarks.replay.workload import Exchange, Workload
 from ca_jax.engine import Engine
-from ca_jax.session import Session
+from ca_jax.session import Job, Session
 from ca_jax.simulate.config import DecodeSample
-from ca_jax.turns.jobs import Job
 from ca_jax.turns.requests import SamplingParams
 
 SAMPLE_S = 0.5

@@ -36,8 +36,7 @@ from ca_jax.config import BLEND_MODES, EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.kv.layout import kv_layout
 from ca_jax.pretrained import LoadedModel
-from ca_jax.session import Session
-from ca_jax.turns.jobs import Job
+from ca_jax.session import Job, Session
 
 _CHUNK_MODES = ("blend", "reuse")
 

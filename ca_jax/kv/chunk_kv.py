@@ -23,11 +23,11 @@ import numpy as np
 
 from ca_jax.kv.save import TurnKV, TurnSaver
 from ca_jax.kv.write_buffer import WriteBuffer
+from ca_jax.session import Job
 from ca_jax.storage.records import MissReason, Owner, Residency
 from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tickets import LoadTicket
-from ca_jax.turns.chunks import ChunkSpan
-from ca_jax.turns.jobs import Job
+from ca_jax.turns.text import ChunkSpan
 
 _NAME_DIGITS = 16  # Of the key, in the name that listings show.
 

@@ -17,21 +17,22 @@ from collections.abc import Iterable, Sequence
 import jax
 import numpy as np
 
-from ca_jax.device.processes import from_first, least
+from ca_jax.device.processes import Processes, from_first, least
 from ca_jax.device.runner import Runner
 from ca_jax.device.runtime import Runtime
+from ca_jax.errors import ProcessesError
 from ca_jax.kv import costs
 from ca_jax.kv.chunk_kv import ChunkKV, FusedTicket
 from ca_jax.kv.layout import kept_window
-from ca_jax.kv.load import LayerLoad, LayerLoader
+from ca_jax.kv.load import LayerLoad, LayerLoader, LoadError
 from ca_jax.kv.rates import RateMeter
+from ca_jax.session import Job
 from ca_jax.storage.config import GIB
 from ca_jax.storage.records import MissReason, Residency
 from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tickets import LoadTicket, TicketState
-from ca_jax.turns.chunks import ChunkSpan
 from ca_jax.turns.conversations import Conversation
-from ca_jax.turns.jobs import Job
+from ca_jax.turns.text import ChunkSpan
 
 _LOG = logging.getLogger(__name__)
 _MIN_GAIN = 0.1  # What recomputing must save to be chosen: rates are measured, and loading leaves the device free.
@@ -91,6 +92,54 @@ class History:
     def from_ssd(self) -> bool:
         """Whether they were fetched from SSD for this load."""
         return self.load is not None and self.load.ticket.from_ssd
+
+
+class SharedLoad:
+    """This process's share of a history that several load at once, each its own heads; a `runner.LayerSource`.
+
+    All have to dispatch the same layers. Where a layer cannot be read the pass goes on over zeros, and its end tells
+    the others: then nobody uses what it gave.
+    """
+
+    def __init__(self, load: LayerLoad, runner: Runner) -> None:
+        self.error: Exception | None = None  # What broke it.
+        self._load = load
+        self._runner = runner
+
+    def layer(self, layer: int) -> jax.Array:
+        """See `runner.LayerSource`; zeros from the layer on that broke."""
+        if self.error is None:
+            try:
+                return self._load.layer(layer)
+            except Exception as error:  # For `check`: raised now, the others would wait for this process forever.
+                _LOG.warning("layer %d of a history could not be loaded", layer, exc_info=True)
+                self.error = error
+        return self._runner.at_rest(self._runner.empty_kv(self._runner.padded_history(self._load.ticket.num_tokens)))
+
+    def computed(self, layer: int, result: jax.Array) -> None:
+        """See `runner.LayerSource`."""
+        if self.error is None:
+            self._load.computed(layer, result)
+
+    def used(self, layer: int, result: jax.Array) -> None:
+        """See `runner.LayerSource`."""
+        if self.error is None:
+            self._load.used(layer, result)
+
+    def check(self, processes: Processes) -> None:
+        """Raises where the load broke, or staging it, on any process: what was computed from it is nothing then.
+
+        Raises:
+          LoadError: it could not be read.
+          ProcessesError: what was read could not be brought to its devices.
+        """
+        error = self.error
+        is_sound = error is None or isinstance(error, LoadError)
+        are_loaded, are_sound = least(processes, "loaded", (error is None, is_sound))
+        if not are_sound:
+            raise ProcessesError("a shard of the history could not be brought to its devices") from error
+        if not are_loaded:
+            raise LoadError("a shard of the history could not be read") from error
 
 
 class Histories:

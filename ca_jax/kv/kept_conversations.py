@@ -26,12 +26,12 @@ from collections.abc import Callable
 
 from ca_jax.device.processes import Processes
 from ca_jax.errors import TenantError
+from ca_jax.session import Session
 from ca_jax.storage.catalog.notes import Noted, NoteLog
 from ca_jax.storage.records import Note, Owner, Residency
 from ca_jax.storage.store import AttentionStore
 from ca_jax.telemetry.metrics import EngineMetrics
 from ca_jax.turns.conversations import Conversation
-from ca_jax.turns.jobs import TurnSession
 
 _LOG = logging.getLogger(__name__)
 _LOOKED_AT = 8  # Conversations, each time that what has moved is taken in.
@@ -80,13 +80,13 @@ class KeptConversations:
         self._refused: dict[str, tuple[Owner, bytes]] = {}  # What the log has not taken.
         self._next_try_s = 0.0
 
-    def remember(self, key: str, session: TurnSession) -> None:
+    def remember(self, key: str, session: Session) -> None:
         """Has a conversation kept with its KV, as it is now."""
         if self._log is not None:
             self.note(key, session)
             self._store.set_note(key, self.pack(key, session.conversation))
 
-    def note(self, key: str, session: TurnSession) -> None:
+    def note(self, key: str, session: Session) -> None:
         """Has a conversation outlive the process as it is now; its KV was changed with it."""
         if self._log is None or not session.is_kept:
             return

@@ -23,11 +23,11 @@ import jax
 import numpy as np
 
 from ca_jax.device.transfer import host_view, own_part, to_host_memory
+from ca_jax.session import SaveTimes
 from ca_jax.storage.records import Owner
 from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tickets import SaveTicket
 from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
-from ca_jax.turns.jobs import SaveTimes
 
 _SAMPLE_BYTES = 1 << 16  # Smaller copies say more about the thread than about the memory.
 

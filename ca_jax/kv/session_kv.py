@@ -30,6 +30,7 @@ from ca_jax.kv.rates import RateMeter
 from ca_jax.kv.save import AsyncSaver, LayerPart, TurnKV, TurnSaver
 from ca_jax.kv.write_buffer import WriteBuffer
 from ca_jax.models.kv import KVCache, LayerKV
+from ca_jax.session import Job, Session
 from ca_jax.storage.catalog.file import CatalogError
 from ca_jax.storage.catalog.notes import NoteLog, log_bytes
 from ca_jax.storage.config import shard_config
@@ -37,7 +38,6 @@ from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.records import MissReason, Owner, Residency, StoreRuntime
 from ca_jax.storage.store import AttentionStore
 from ca_jax.turns.conversations import Conversation
-from ca_jax.turns.jobs import Job, TurnSession
 
 _LOG = logging.getLogger(__name__)
 _MEASURED_TOKENS = 1024  # Tokens of KV that rates are measured with.
@@ -107,7 +107,7 @@ class SessionKV:
         self.conversations = KeptConversations(self.store, log, processes, config.store.ttl_s, runtime.metrics)
         # How far all layers look back, tokens, the one that looks among them; None: nothing is ever left behind.
         self._window = kept_window(runner.config, config, runner.window)
-        self._to_slide: dict[str, TurnSession] = {}  # By key, those with turns since they were looked at.
+        self._to_slide: dict[str, Session] = {}  # By key, those with turns since they were looked at.
         self._shares_prefixes = config.share_prefixes
         self._reuses_prefixes = config.blend.mode == "prefix"  # Of prompts with chunks.
         self._queued: dict[Job, tuple[str, str]] = {}  # Keys of waiting jobs' sessions and of the KV they will load.
@@ -126,7 +126,7 @@ class SessionKV:
 
     # A turn, in order.
 
-    def announce(self, job: Job, session: TurnSession) -> None:
+    def announce(self, job: Job, session: Session) -> None:
         """A turn is queued: from here on its KV is fetched early and evicted late.
 
         A session of which nothing is stored may begin like one that is: then it will share that one's KV.
@@ -168,7 +168,7 @@ class SessionKV:
             self.store.dequeue(job)
             self.chunks.withdraw(job)
 
-    def preload(self, job: Job, session: TurnSession) -> None:
+    def preload(self, job: Job, session: Session) -> None:
         """Begins to load the history of the job that comes next, while others run, if nothing stands in the way."""
         if self.histories.is_preloaded(job):
             self.histories.pump()
@@ -184,7 +184,7 @@ class SessionKV:
             self._take_prefix(job, session)
             self.histories.preload(job, key, session.conversation)
 
-    def open_history(self, job: Job, session: TurnSession) -> History:
+    def open_history(self, job: Job, session: Session) -> History:
         """Begins to load what of a turn's history is stored, unless that has begun already. Its turn has come.
 
         Says in `job` how many tokens' KV is loaded, and from where.
@@ -207,7 +207,7 @@ class SessionKV:
         self._metrics.failed_loads += 1
         self._metrics.lost_chunks += len(broken - {history.key})
 
-    def begin_saving(self, session: TurnSession, start_token: int) -> TurnSaver | None:
+    def begin_saving(self, session: Session, start_token: int) -> TurnSaver | None:
         """Opens the saving of a turn, behind the session's first `start_token` tokens, which are stored.
 
         None where nothing of it is to be.
@@ -219,7 +219,7 @@ class SessionKV:
             TurnKV(key=session.key, owner=_owner(session), start_token=start_token, lineage=lineage)
         )
 
-    def begin_saving_anew(self, session: TurnSession, num_plain: int | None, num_fused: int = 0) -> TurnSaver:
+    def begin_saving_anew(self, session: Session, num_plain: int | None, num_fused: int = 0) -> TurnSaver:
         """Opens the saving of a turn from the session's first token on, in place of what is stored of it.
 
         What is on SSD stays there until the new KV is.
@@ -251,7 +251,7 @@ class SessionKV:
         self.store.poll()
         self.conversations.collect()
 
-    def remember(self, session: TurnSession) -> None:
+    def remember(self, session: Session) -> None:
         """Has a conversation kept with its KV, as it is now; or what was loaded for it forgotten, if it is not kept."""
         if not session.is_kept:
             self.drop(session.key)
@@ -262,7 +262,7 @@ class SessionKV:
 
     # What is stored.
 
-    def truncate(self, session: TurnSession, num_tokens: int, left: Conversation | None = None) -> None:
+    def truncate(self, session: Session, num_tokens: int, left: Conversation | None = None) -> None:
         """Forgets a session's KV behind its first `num_tokens` tokens. No turn of it may run.
 
         On SSD it is kept with what is `left` of the conversation, both at once; None: with what it was kept with.
@@ -280,7 +280,7 @@ class SessionKV:
         self.histories.give_up_preloaded(key)
         self.write_buffer.when_saved(key, lambda: self.store.truncate(key, num_stored, note=note))
 
-    def discard(self, session: TurnSession, discarded: np.ndarray, left: Conversation) -> None:
+    def discard(self, session: Session, discarded: np.ndarray, left: Conversation) -> None:
         """Forgets the KV of some of a session's tokens, bool `[T]`. No turn of it may run.
 
         On SSD it is kept with what is `left` of the conversation from then on, both at once. As in `truncate` it waits
@@ -293,7 +293,7 @@ class SessionKV:
         note = self.conversations.pack(key, left) if session.is_kept else None
         self.write_buffer.when_saved(key, lambda: self.store.discard(key, stored, note=note))
 
-    def cut_running(self, session: TurnSession, saver: TurnSaver, discarded: np.ndarray, left: Conversation) -> None:
+    def cut_running(self, session: Session, saver: TurnSaver, discarded: np.ndarray, left: Conversation) -> None:
         """Forgets the KV of some tokens of a session whose turn decodes, bool `[T]`, and has the rest saved behind.
 
         Waits for what was handed in so far to be in the store. `left` is what the conversation is without this turn.
@@ -302,7 +302,7 @@ class SessionKV:
         self.store.discard(saver.key, discarded, note=self.conversations.pack(saver.key, left))
         saver.cut(discarded, left.kv_lineage)
 
-    def read(self, session: TurnSession, token_ids: list[int]) -> KVCache:
+    def read(self, session: Session, token_ids: list[int]) -> KVCache:
         """A session's stored KV, unrotated, as one pytree; for those who look at it. Waits for the copy.
 
         Args:
@@ -367,7 +367,7 @@ class SessionKV:
             return True
         return self.write_buffer.is_unsaved(source) and not self.write_buffer.is_running(source)
 
-    def _may_share(self, job: Job, session: TurnSession) -> bool:
+    def _may_share(self, job: Job, session: Session) -> bool:
         """Whether a turn is of a session of which nothing is stored, and may begin with the KV of another."""
         if not self._shares_prefixes or session.conversation.num_slid:
             return False
@@ -375,7 +375,7 @@ class SessionKV:
             return False
         return len(job.prompt_ids) > 1 and (not job.context_tokens or self._reuses_prefixes)
 
-    def _take_prefix(self, job: Job, session: TurnSession) -> None:
+    def _take_prefix(self, job: Job, session: Session) -> None:
         """Has a session of which nothing is stored share the KV of the one in DRAM that begins like it for longest.
 
         That is the one that its turn was announced with, or one that got further meanwhile: its turn may run still.
@@ -398,7 +398,7 @@ class SessionKV:
                 if key not in queued:
                     self._slide(session)
 
-    def _slide(self, session: TurnSession) -> None:
+    def _slide(self, session: Session) -> None:
         """Forgets what no layer looks back to of a session, if that is a block or more and nothing is on its way."""
         if self._window is None:
             return
@@ -433,7 +433,7 @@ class SessionKV:
         self._metrics.first_touch_s = self._loader.touch() + self.store.touch(self._closing.is_set)
 
 
-def _owner(session: TurnSession) -> Owner:
+def _owner(session: Session) -> Owner:
     if not session.is_kept:
         return Owner(tenant=session.tenant)  # No listing shows what is loaded for it.
     return Owner(tenant=session.tenant, session_id=session.session_id, ttl_s=session.ttl_s)

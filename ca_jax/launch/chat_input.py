@@ -24,7 +24,7 @@ from ca_jax.device.processes import JaxProcesses, OneProcess, Processes, from_fi
 from ca_jax.errors import InvalidRequestError
 from ca_jax.launch.script import note
 from ca_jax.pretrained import LoadedModel
-from ca_jax.turns.chunks import split_text, split_tokens
+from ca_jax.turns.text import split_text, split_tokens
 
 flags.disclaim_key_flags()
 

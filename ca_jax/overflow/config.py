@@ -20,7 +20,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ca_jax.overflow.discarding import TokenDiscarder, make_discarder
+from ca_jax.errors import check, is_count
+from ca_jax.overflow.discarding import DISCARDERS, TokenDiscarder
 
 METHODS = ("ca", "tt", "of")
 """What becomes of the KV of the tokens that stay. `ca`: it is used as it is stored, at its new positions. `tt`: it is
@@ -64,21 +65,15 @@ class OverflowConfig:
     """Which tokens leave: a name in `discarding.DISCARDERS`, or one's own."""
 
     def __post_init__(self) -> None:
-        if self.method not in self.methods:
-            raise ValueError(f"overflow method must be one of {', '.join(self.methods)}; got {self.method!r}")
-        if not 0 < self.truncation_ratio <= 1:
-            raise ValueError(f"truncation_ratio must be a share of the window in (0, 1], got {self.truncation_ratio}")
+        check(self.method in self.methods, "overflow method", f"one of {', '.join(self.methods)}", self.method)
+        check(0 < self.truncation_ratio <= 1, "truncation_ratio", "a share in (0, 1]", self.truncation_ratio)
+        check(0 <= self.repair_ratio <= 1, "repair_ratio", "a share in [0, 1]", self.repair_ratio)
         for name in ("keep_first_tokens", "anchor_tokens"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ValueError(f"{name} must be a number of tokens >= 0, got {value!r}")
-        if not 0 <= self.repair_ratio <= 1:
-            raise ValueError(f"repair_ratio must be a share of the tokens in [0, 1], got {self.repair_ratio}")
-        if self.repair not in REPAIRS:
-            raise ValueError(f"repair must be one of {', '.join(REPAIRS)}; got {self.repair!r}")
-        discarder = self.token_discarder
-        if self.whole_turns and discarder.name != "oldest":
-            raise ValueError(f"whole_turns must have the oldest leave first, got the discarder {discarder.name!r}")
+            check(is_count(value), name, "a number of tokens >= 0", value)
+        check(self.repair in REPAIRS, "repair", f"one of {', '.join(REPAIRS)}", self.repair)
+        discarder = self.token_discarder.name
+        check(not self.whole_turns or discarder == "oldest", "the discarder of whole_turns", "'oldest'", discarder)
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -92,7 +87,10 @@ class OverflowConfig:
         Raises:
           ValueError: there is none of that name.
         """
-        return make_discarder(self.discarder) if isinstance(self.discarder, str) else self.discarder
+        if not isinstance(self.discarder, str):
+            return self.discarder
+        check(self.discarder in DISCARDERS, "token discarder", f"one of {', '.join(DISCARDERS)}", self.discarder)
+        return DISCARDERS[self.discarder]
 
     @property
     def recomputes(self) -> bool:
@@ -111,11 +109,8 @@ class OverflowConfig:
         Raises:
           ValueError: the first tokens that stay fill it.
         """
-        if self.keep_first_tokens >= window:
-            raise ValueError(
-                f"keep_first_tokens must be fewer than the context window of {window} tokens, "
-                f"got {self.keep_first_tokens}"
-            )
+        wanted = f"fewer than the context window of {window} tokens"
+        check(self.keep_first_tokens < window, "keep_first_tokens", wanted, self.keep_first_tokens)
 
 
 def leaving_at_once(config: OverflowConfig, window: int) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ca_jax.errors import InvalidRequestError
+from ca_jax.errors import InvalidRequestError, check
 
 if TYPE_CHECKING:
     from ca_jax.models.kv import KVCache
@@ -44,22 +44,17 @@ class DiscardContext:
     """Unrotated KV, `[1, S, K, H]` a layer with S at least `num_tokens`; None where the discarder does not need it."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.num_leaving <= self.num_tokens:
-            raise ValueError(f"num_leaving must be 0 to {self.num_tokens} tokens, got {self.num_leaving}")
-        if self.keep_first < 0:
-            raise ValueError(f"keep_first must be a number of tokens >= 0, got {self.keep_first}")
+        num_tokens = self.num_tokens
+        check(0 <= self.num_leaving <= num_tokens, "num_leaving", f"0 to {num_tokens} tokens", self.num_leaving)
+        check(self.keep_first >= 0, "keep_first", "a number of tokens >= 0", self.keep_first)
         if self.attention is not None:
-            if self.attention.shape != (self.num_tokens,):
-                raise ValueError(f"attention must have the shape ({self.num_tokens},), got {self.attention.shape}")
-            if not np.isfinite(self.attention).all():
-                raise ValueError(
-                    f"attention must be finite numbers, got {self.attention[~np.isfinite(self.attention)][0]}"
-                )
-        if self.kv is not None and (self.kv.lengths.shape != (1,) or self.kv.capacity < self.num_tokens):
-            raise ValueError(
-                f"kv must be one sequence with room for {self.num_tokens} tokens, "
-                f"got lengths of shape {self.kv.lengths.shape} and room for {self.kv.capacity}"
-            )
+            shape, is_finite = self.attention.shape, np.isfinite(self.attention)
+            check(shape == (num_tokens,), "attention", f"of the shape ({num_tokens},)", shape)
+            check(bool(is_finite.all()), "attention", "finite numbers", self.attention[~is_finite])
+        if self.kv is not None:
+            found = (self.kv.lengths.shape, self.kv.capacity)
+            holds = found[0] == (1,) and found[1] >= num_tokens
+            check(holds, "lengths' shape and room of kv", f"(1,) and at least {num_tokens} tokens", found)
 
     @property
     def num_staying(self) -> int:
@@ -92,37 +87,29 @@ class TokenDiscarder(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OldestFirst:
-    """The oldest tokens leave."""
+    """The oldest tokens leave, but for some first ones if that is asked for: attention sinks.
 
-    name: ClassVar[str] = "oldest"
-    needs_attention: ClassVar[bool] = False
-    needs_kv: ClassVar[bool] = False
-
-    def choose(self, context: DiscardContext) -> np.ndarray:
-        """See `TokenDiscarder`."""
-        return _oldest_behind(context.keep_first, context)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SinksAndRecent:
-    """The oldest tokens leave, but for some first ones: attention sinks, without which models break down.
-
-    Source: StreamingLLM (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024).
+    Source of sinks: StreamingLLM (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024).
     """
 
-    name: ClassVar[str] = "sinks"
     needs_attention: ClassVar[bool] = False
     needs_kv: ClassVar[bool] = False
 
-    num_sinks: int = 4
-    """First tokens that stay, as far as that many tokens do. The paper's 4: more gain next to nothing."""
+    num_sinks: int = 0
+    """First tokens that stay, as far as that many tokens do."""
 
     def __post_init__(self) -> None:
-        _check_sinks(self.num_sinks)
+        check(self.num_sinks >= 0, "num_sinks", "a number of tokens >= 0", self.num_sinks)
+
+    @property
+    def name(self) -> str:
+        """See `TokenDiscarder`."""
+        return "sinks" if self.num_sinks else "oldest"
 
     def choose(self, context: DiscardContext) -> np.ndarray:
         """See `TokenDiscarder`."""
-        return _oldest_behind(_num_first(context, self.num_sinks), context)
+        first = _num_first(context, self.num_sinks)
+        return np.arange(first, min(first + context.num_leaving, context.num_tokens), dtype=np.int64)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,9 +132,8 @@ class HeavyHitters:
     """First tokens that stay whatever they received, as far as that many do. 0: sinks receive the most anyway."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.recent_ratio <= 1:
-            raise ValueError(f"recent_ratio must be a share of the tokens in [0, 1], got {self.recent_ratio}")
-        _check_sinks(self.num_sinks)
+        check(0 <= self.recent_ratio <= 1, "recent_ratio", "a share in [0, 1]", self.recent_ratio)
+        check(self.num_sinks >= 0, "num_sinks", "a number of tokens >= 0", self.num_sinks)
 
     def choose(self, context: DiscardContext) -> np.ndarray:
         """See `TokenDiscarder`.
@@ -164,18 +150,9 @@ class HeavyHitters:
         return np.sort(least.astype(np.int64) + first)
 
 
-def _check_sinks(num_sinks: int) -> None:
-    if num_sinks < 0:
-        raise ValueError(f"num_sinks must be a number of tokens >= 0, got {num_sinks}")
-
-
 def _num_first(context: DiscardContext, num_sinks: int) -> int:
     """First tokens that stay: sinks only as far as they fit."""
     return max(context.keep_first, min(num_sinks, context.num_staying))
-
-
-def _oldest_behind(num_first: int, context: DiscardContext) -> np.ndarray:
-    return np.arange(num_first, min(num_first + context.num_leaving, context.num_tokens), dtype=np.int64)
 
 
 def check_discarded(indices: npt.ArrayLike, num_tokens: int) -> np.ndarray:
@@ -229,18 +206,8 @@ def _shown(positions: np.ndarray) -> str:
     return shown if positions.size <= _MAX_SHOWN else f"{shown} and {positions.size - _MAX_SHOWN} more"
 
 
+_NUM_SINKS = 4  # StreamingLLM's: more gain next to nothing.
 DISCARDERS: dict[str, TokenDiscarder] = {
-    discarder.name: discarder for discarder in (OldestFirst(), SinksAndRecent(), HeavyHitters())
+    discarder.name: discarder for discarder in (OldestFirst(), OldestFirst(num_sinks=_NUM_SINKS), HeavyHitters())
 }
 """Discarders by name, as flags have them."""
-
-
-def make_discarder(name: str) -> TokenDiscarder:
-    """The discarder of a name.
-
-    Raises:
-      ValueError: there is none.
-    """
-    if name not in DISCARDERS:
-        raise ValueError(f"token discarder must be one of {', '.join(DISCARDERS)}; got {name!r}")
-    return DISCARDERS[name]

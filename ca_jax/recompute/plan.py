@@ -32,7 +32,7 @@ import numpy as np
 
 from ca_jax.config import SELECTIONS, BlendConfig, Selection
 from ca_jax.overflow.config import OverflowConfig
-from ca_jax.turns.chunks import ChunkSpan
+from ca_jax.turns.text import ChunkSpan
 
 _COUNT_STEP = 8  # A repair computes a multiple of so many tokens: each number is compiled for.
 _ROW_STEP = 64  # Rows of a blend are padded to a multiple of it: each number is compiled for.

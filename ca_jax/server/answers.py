@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ca_jax.models.tokenizer import Tokenizer
-from ca_jax.turns.jobs import Job
+from ca_jax.session import Job
 from ca_jax.turns.requests import FinishReason, Usage
 
 DONE = "data: [DONE]\n\n"

@@ -25,7 +25,7 @@ from typing import TypeVar
 
 from ca_jax.engine import Engine
 from ca_jax.errors import SessionClosedError
-from ca_jax.turns.jobs import Job
+from ca_jax.session import Job
 from ca_jax.turns.requests import Usage
 
 _LOG = logging.getLogger(__name__)

@@ -36,9 +36,8 @@ from ca_jax.server.router import client_name, engine_name
 from ca_jax.server.service import Service
 from ca_jax.server.state import EventStream, KeyedRoute, ServerState, TheService, TheTenant, state_of
 from ca_jax.server.tenants import Tenant
-from ca_jax.session import Session
+from ca_jax.session import Job, Session
 from ca_jax.storage.records import BlockTiers, StoreStats
-from ca_jax.turns.jobs import Job
 
 ROUTES = fastapi.APIRouter(tags=["live"], route_class=KeyedRoute)
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.1, 60.0

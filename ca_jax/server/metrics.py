@@ -22,9 +22,9 @@ from prometheus_client.registry import Collector
 from ca_jax.engine import Engine
 from ca_jax.kv.rates import Rates
 from ca_jax.server.answers import finish_reason
+from ca_jax.session import Job
 from ca_jax.storage.records import GAP_BOUNDS_S, SsdStats, StoreStats
 from ca_jax.telemetry.metrics import EngineMetrics
-from ca_jax.turns.jobs import Job
 from ca_jax.turns.requests import FinishReason
 
 _Values = float | Mapping[Any, float]

@@ -31,10 +31,9 @@ from collections.abc import Sequence
 
 from ca_jax.engine import Engine
 from ca_jax.errors import InvalidRequestError, SessionBusyError, SessionMovedError, TenantError, UnknownSessionError
-from ca_jax.session import Session
+from ca_jax.session import Job, Session
 from ca_jax.storage.catalog.file import CatalogLateError
 from ca_jax.turns.conversations import OTHERWISE, Conversation, Message, chain_of
-from ca_jax.turns.jobs import Job
 from ca_jax.turns.text import MESSAGE_CHARS, Texts, num_chars
 
 _BY_NAME, _BY_HISTORY = "name", "history"  # Of `Conversation.reached`.

@@ -27,8 +27,7 @@ from ca_jax.server.metrics import Reading, RequestMetrics
 from ca_jax.server.router import Router
 from ca_jax.server.tenants import Tenant, Tenants
 from ca_jax.serving.prompts import context_ids, prompt_ids
-from ca_jax.session import Session
-from ca_jax.turns.jobs import Job
+from ca_jax.session import Job, Session
 from ca_jax.turns.text import Texts, TextWork, num_chars
 
 _TEXT_THREADS = 2  # They render and tokenise; what of that holds the interpreter's lock takes from the engine's.

@@ -1,140 +1,264 @@
 """The running batch: jobs in decode slots, from the first pass of their prefill to their last token.
 
-Takes a plan of the scheduler and does it: begins loads, decodes a token for every job, runs a pass of one prefill, and
-takes what was drawn. Ends jobs, gives back what they held, and keeps what they said.
+`Batch` takes a plan of the scheduler and does it: begins loads, decodes a token for every job, runs a pass of one
+prefill, and takes what was drawn. It ends jobs, gives back what they held, and keeps what they said.
 
-A decode step is dispatched before the last one's tokens are read: the device computes while Python hands out text and
-plans. Where an answer has penalties, which the host counts, a step's tokens are drawn once the last ones are read; its
-logits are computed ahead all the same. A step that was dispatched and is not wanted, since the batch changed, is thrown
-away: it wrote keys and values only behind its jobs' lengths, where they are never attended to and are written again.
+`Prefilling` is one job's prefill. A pass runs some of its new tokens through all layers. Each layer's history is taken
+from the load just before it is dispatched, and its new KV handed to be saved right after. Between passes others decode.
 
-Not here: who runs (scheduler), sessions and locks (engine), one prefill (prefilling), arrays (runner).
+Not here: who runs (scheduler), sessions and locks (engine), staging (kv.load), arrays (device).
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import itertools
+import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
 import jax
 import numpy as np
 
-from ca_jax.device.buckets import pad_to
 from ca_jax.device.processes import all_agree, least
-from ca_jax.device.runner import Runner
+from ca_jax.device.runner import JOINED_TOKENS, Prefill, Runner
 from ca_jax.device.runtime import Runtime
-from ca_jax.device.sampler import Draw, Drawn, Sampler
-from ca_jax.device.transfer import to_host, to_host_memory
+from ca_jax.device.sampler import Drawn, Sampler
+from ca_jax.device.slots import Decoder
+from ca_jax.device.transfer import to_host_memory
+from ca_jax.errors import ProcessesError
 from ca_jax.kv import costs
+from ca_jax.kv.histories import History, SharedLoad
+from ca_jax.kv.load import LayerLoad, LoadError
 from ca_jax.kv.save import TurnSaver
 from ca_jax.kv.session_kv import SessionKV
 from ca_jax.recompute.plan import blend_plan
-from ca_jax.recompute.recomputer import warm_up
-from ca_jax.serving.prefilling import Prefilling
-from ca_jax.serving.scheduler import Scheduler, StepPlan
+from ca_jax.recompute.recomputer import RecomputedHistory
+from ca_jax.serving.scheduler import Scheduler
 from ca_jax.serving.truncator import Truncator
-from ca_jax.turns.chunks import ChunkSpan
+from ca_jax.session import Job, Session
 from ca_jax.turns.conversations import padded
-from ca_jax.turns.jobs import Job
 from ca_jax.turns.requests import FinishReason
 
-
-@dataclasses.dataclass(frozen=True)
-class DecodeRow:
-    """One job's next token."""
-
-    job_id: int
-    """Whose."""
-    slot: int
-    """Where its KV is."""
-    token: int
-    """The last token, whose KV this step computes."""
-    length: int
-    """Tokens already in the slot."""
-    num_dropped: int = 0
-    """Tokens that have left it: a draw is by how many tokens there were, and must not be the same again."""
+_LOG = logging.getLogger(__name__)
+_NO_STALL = 0.02  # Of a prefill: it waited for less than that, so that what it took is compute.
 
 
-@dataclasses.dataclass(frozen=True)
-class _Flight:
-    """A step that has been dispatched."""
+class Prefilling:
+    """The prefill of one job. Belongs to the engine's thread."""
 
-    batch: tuple[tuple[int, int, int], ...]  # job, slot, length
-    lengths: np.ndarray
-    dropped: np.ndarray
-    logits: jax.Array
-    draw: Draw | None  # None: it depends on the last step's tokens.
-    kv: jax.Array
-    received: jax.Array | None
-
-
-class Decoder:
-    """Steps the decode slots by a token, one step ahead where it may. Belongs to the engine's thread."""
-
-    def __init__(self, runner: Runner, sampler: Sampler) -> None:
+    def __init__(self, job: Job, runner: Runner, kv: SessionKV, truncator: Truncator, runtime: Runtime) -> None:
+        if job.slot is None:
+            raise RuntimeError(f"job {job.job_id} was planned without a slot")
+        self.job = job
+        self.saver: TurnSaver | None = None  # What of the turn is to be saved; None for a job without a session.
+        self.prefill = runner.start_prefill(job.slot, job.prompt_ids, 0)
         self._runner = runner
-        self._sampler = sampler
-        self._ahead: _Flight | None = None
+        self._kv = kv
+        self._metrics = runtime.metrics
+        self._watch = runtime.watch
+        self._truncator = truncator
+        self._blend_config = runtime.config.blend
+        self._processes = runtime.processes
+        self._history: History | None = None
+        self._load: LayerLoad | SharedLoad | None = None
+        self._mended: RecomputedHistory | None = None  # What is read in place of what is loaded.
+        self._was_alone = True
+        self._computing_s = 0.0
+        self._dispatched_s: float | None = None  # When a pass was that has not been waited for.
+        self._layer_since_s = 0.0
 
-    def step(
-        self, rows: list[DecodeRow], run_ahead: bool, on_dispatched: Callable[[], None] = lambda: None
-    ) -> tuple[Drawn, jax.Array, np.ndarray | None]:
-        """Decodes one token for each row, and waits for them.
+    def begin(self) -> None:
+        """Begins to load what of the job's history is stored. If that raises, `release` lets go of what was begun."""
+        job = self.job
+        if job.chunk is not None:
+            self.saver = self._kv.chunks.begin_saving(job.chunk, job.tenant)
+        elif job.session is not None:
+            history = self._history = self._kv.open_history(job, job.session)
+            self._forget_lost(job.session, history.num_stored, history.num_slid)
+            job.skip(history.num_slid)
+            if history.load is not None:
+                self._load = SharedLoad(history.load, self._runner) if self._processes.count > 1 else history.load
+                self._mended = self._recomputed(job.session, history, self._load)
+            if self._mended is None:
+                self.saver = self._kv.begin_saving(job.session, history.num_stored)
+            self._start(history.num_places)
 
-        Args:
-          rows: at least one, each of another slot.
-          run_ahead: whether all rows are likely to want another token, and nobody else may begin before that.
-          on_dispatched: called once all is dispatched, before it is waited for.
+    def run_pass(self, num_tokens: int, is_alone: bool) -> jax.Array | None:
+        """Dispatches some of the tokens that are left.
+
+        A load that breaks is a miss and a recompute of everything, never a failed turn. Whatever else breaks is raised,
+        and costs nothing that is stored. `is_alone` says whether no other job computes in between.
 
         Returns:
-          Drawn tokens by slot, the unrotated KV of the rows' last tokens `[L, 2, n, K, H]`, and the
-          attention that tokens of each slot received, f32 `[n, C]`; None where the runner does not measure it.
+          The last token's logits f32 `[1, V]`, once all tokens are dispatched; None before.
         """
-        batch = tuple((row.job_id, row.slot, row.length) for row in rows)
-        flight, self._ahead = self._ahead, None
-        if flight is None or flight.batch != batch:
-            num_rows = pad_to(self._runner.batch_buckets, 1 + max(row.slot for row in rows))
-            tokens, lengths, dropped = (np.zeros(num_rows, np.int32) for _ in range(3))
-            for row in rows:
-                tokens[row.slot], lengths[row.slot], dropped[row.slot] = row.token, row.length, row.num_dropped
-            flight = self._dispatch(batch, tokens, lengths, dropped)
-        draw = flight.draw or self._draw(flight.logits, flight.lengths, flight.dropped)
-        if run_ahead:
-            lengths = flight.lengths.copy()
-            for row in rows:
-                lengths[row.slot] += 1
-            self._ahead = self._dispatch(
-                tuple((job, slot, length + 1) for job, slot, length in batch),
-                draw.tokens,
-                lengths,
-                flight.dropped,
-                draws=not self._sampler.has_penalties,
-            )
-        on_dispatched()
-        received = None if flight.received is None else to_host(flight.received)
-        return draw.wait(), flight.kv, received
+        self._was_alone &= is_alone
+        started_s = time.perf_counter()
+        session, history = self.job.session, self._history
+        if session is None or history is None or history.load is None or self.prefill.num_done:
+            self._dispatch(num_tokens)
+        else:
+            try:
+                history.load.begin(lambda layer: self._runner.insert_past(self.prefill, layer))
+                self._dispatch(num_tokens)
+                if isinstance(self._load, SharedLoad):
+                    self._load.check(self._processes)
+                self._kv.histories.complete(self.job, history)
+                if self._mended is not None:
+                    self._save_mended(session, self._mended)
+            except ProcessesError:  # The history is sound, but not what was saved behind it.
+                self._give_up_saving()
+                self.release()
+                self._kv.truncate(session, history.num_slid + history.num_stored)
+                raise
+            except LoadError:
+                _LOG.warning("the load of job %d broke: it begins anew without", self.job.job_id, exc_info=True)
+                self._begin_anew(session, history)
+                return self.run_pass(min(self.prefill.num_left, self._runner.chunk_tokens), is_alone)
+        self._metrics.prefill_passes += 1
+        is_last = self.prefill.logits is not None
+        if is_last:
+            self._wait()
+        now_s = time.perf_counter()
+        self._computing_s += now_s - started_s
+        self._dispatched_s = None if is_last else now_s
+        return self.prefill.logits
 
-    def _dispatch(
-        self,
-        batch: tuple[tuple[int, int, int], ...],
-        tokens: np.ndarray | jax.Array,
-        lengths: np.ndarray,
-        dropped: np.ndarray,
-        *,
-        draws: bool = True,
-    ) -> _Flight:
-        logits, kv, received = self._runner.slots.decode(tokens, lengths)
-        draw = self._draw(logits, lengths, dropped) if draws else None
-        return _Flight(batch, lengths, dropped, logits, draw, kv, received)
+    def await_pass(self) -> bool:
+        """Waits for the last pass, unless that is done; whether it did: what is behind it computes from then on."""
+        if self._dispatched_s is None:
+            return False
+        jax.block_until_ready(self.prefill.outputs)
+        self._computing_s += time.perf_counter() - self._dispatched_s
+        self._dispatched_s = None
+        return True
 
-    def _draw(self, logits: jax.Array, lengths: np.ndarray, dropped: np.ndarray) -> Draw:
-        return self._sampler.start(logits, lengths + dropped + 1)
+    def finish(self) -> None:
+        """Measures what it took. Its logits were waited for."""
+        job, prefill, history = self.job, self.prefill, self._history
+        self._metrics.prefill_steps += 1
+        self._metrics.prefill_s += self._computing_s
+        job.prefill_s = self._computing_s
+        if prefill.received:
+            known = job.attention if prefill.history_length else None  # What is computed anew receives anew.
+            job.attention = padded(() if known is None else known, len(job.prompt_ids))
+            for each in prefill.received:
+                each.add_to(job.attention)
+        num_new = len(prefill.tokens)
+        was_mended = job.repaired_tokens or (history is not None and history.chunks)
+        if not self._was_alone or num_new > self._runner.chunk_tokens or was_mended:
+            return
+        if history is None or history.load is None or history.load.stall_s < _NO_STALL * self._computing_s:
+            self._kv.meter.add_prefill(*self._runner.padded(prefill.history_length, num_new), self._computing_s)
+        if history is not None and history.predicted_s is not None:
+            self._metrics.prediction_errors.append(history.predicted_s / self._computing_s - 1)
 
+    def insert(self) -> None:
+        """Moves the KV into its decode slot. Does not wait."""
+        done = self._runner.insert(self.prefill)
+        if self._history is not None and self._history.load is not None:
+            for layer, marker in done.items():
+                self._history.load.used(layer, marker)
 
-_QUESTION_TOKENS = 64  # Behind a context that is warmed up for: rates say by them what ratio it will have.
+    def release(self) -> None:
+        """Lets go of staging, however far it is; waits for what reads it unless it was inserted."""
+        if self._history is not None:
+            self._kv.histories.release(self._history)
+
+    def _start(self, num_loaded: int) -> None:
+        self.prefill = self._runner.start_prefill(self.prefill.slot, self.job.prompt_ids[num_loaded:], num_loaded)
+
+    def _recomputed(self, session: Session, history: History, load: LayerLoad | SharedLoad) -> RecomputedHistory | None:
+        """A history as its prefill should read it; None: as it is stored."""
+        num_places, blend = history.num_places, None
+        num_own = history.num_stored if history.chunks else num_places
+        repair = self._truncator.repair_of(session, num_own, num_places)
+        if history.chunks:
+            num_layers, ratio = self._runner.config.num_layers, self.job.recompute_ratio
+            blend = blend_plan(self._blend_config, num_layers, num_places, num_own, history.chunks, ratio)
+        if repair is None and blend is None:
+            return None
+        return RecomputedHistory(load, self.job.prompt_ids[:num_places], self._runner, repair=repair, blend=blend)
+
+    def _dispatch(self, num_tokens: int) -> None:
+        prefill = self.prefill
+        history = None if prefill.num_done else self._mended or self._load
+        tokens = prefill.tokens[prefill.num_done : prefill.num_done + num_tokens]
+        if self.saver is not None:
+            self._kv.write_buffer.make_room(len(tokens))
+            self.saver.begin_pass(tokens, prefill.history_length + prefill.num_done)
+        self._layer_since_s = time.perf_counter()
+        is_short = len(tokens) == prefill.num_left <= JOINED_TOKENS
+        join = history.join if is_short and isinstance(history, RecomputedHistory) and history.may_join else None
+        self._runner.run_pass(prefill, num_tokens, history, self._take_layer, join)
+        if self.saver is not None:
+            self.saver.end_pass()
+
+    def _take_layer(self, layer: int, kv: jax.Array) -> None:
+        """A layer was dispatched, which gives new KV."""
+        if self.saver is not None:
+            self.saver.add_layer(layer, self._runner.at_rest(kv))
+        self._watch.layer(kv, self._layer_since_s, layer=layer, job=self.job.job_id)
+        self._layer_since_s = time.perf_counter()
+
+    def _begin_anew(self, session: Session, history: History) -> None:
+        """Forgets what was computed from the history: all of the prompt is prefilled.
+
+        Where some of several parts broke, the others are loaded again, and what broke is computed in its places.
+        """
+        jax.block_until_ready(self.prefill.outputs)
+        self._give_up_saving()
+        has_others = bool(history.broken) and self._processes.count == 1
+        self._kv.fail_history(history)
+        self._history = self._load = self._mended = None
+        self.job.skip_none()
+        if has_others:  # Fewer each time: what broke is forgotten.
+            self.begin()
+            return
+        self._forget_lost(session, 0, 0)
+        self.saver = self._kv.begin_saving(session, 0)
+        self.job.cached_tokens = 0
+        self._start(0)
+
+    def _give_up_saving(self) -> None:
+        saver, self.saver = self.saver, None
+        if saver is not None:
+            saver.give_up()
+            self._kv.write_buffer.end(saver)
+
+    def _forget_lost(self, session: Session, num_stored: int, num_slid: int) -> None:
+        """Tokens behind what is stored are computed anew: at their places, with nothing to repair."""
+        left = session.conversation
+        if left.num_slid != num_slid:
+            session.resume(left.slid(num_slid))
+        if left.num_to_repair > num_stored:
+            session.resume(left.with_kv_of(num_stored))
+
+    def _save_mended(self, session: Session, mended: RecomputedHistory) -> None:
+        """Has the history stored as it was read, in place of what was, and what the first pass computed behind it."""
+        prefill, self._mended = self.prefill, None
+        if session.is_kept:
+            self._kv.write_buffer.make_room(prefill.history_length + prefill.num_done)
+            history_ids, new_ids = self.job.prompt_ids[: prefill.history_length], prefill.tokens[: prefill.num_done]
+            # All of it is packed before what is stored gives way to it.
+            packed = [[self._runner.at_rest(kv) for kv in layers] for layers in (mended.layers, prefill.kv)]
+            self.saver = self._kv.begin_saving_anew(session, mended.num_plain, mended.num_fused)
+            for token_ids, start, layers in zip((history_ids, new_ids), (0, len(history_ids)), packed, strict=True):
+                self.saver.begin_pass(token_ids, start)
+                for layer, kv in enumerate(layers):
+                    self.saver.add_layer(layer, kv)
+                self.saver.end_pass()
+        self.job.repaired_tokens = round(mended.num_recomputed)
+        self._metrics.repaired_tokens += self.job.repaired_tokens
+        self._metrics.blended_turns += mended.is_blended
+
+    def _wait(self) -> None:
+        """Waits for the last pass, and has the next job's load go on meanwhile."""
+        for output in self.prefill.outputs:
+            if not self._kv.histories.pump():
+                break
+            output.block_until_ready()
+        jax.block_until_ready(self.prefill.logits)
 
 
 class Batch:
@@ -150,35 +274,30 @@ class Batch:
         runtime: Runtime,
     ) -> None:
         self._runtime = runtime
+        self._processes = runtime.processes
         self._scheduler = scheduler
         self._runner = runner
         self._sampler = sampler
         self._kv = kv
-        self._config = runtime.config
+        self._max_tpot_ms = runtime.config.max_tpot_ms
         self._metrics = runtime.metrics
         self._timeline = runtime.timeline
         self._window = runner.window
         self._truncator = truncator
-        self._decoder = Decoder(runner, sampler)
+        self._decoder = Decoder(runner.slots, runner.batch_buckets, sampler)
         self._savers: dict[Job, TurnSaver] = {}
         self._prefilling: Prefilling | None = None
         self._decode_s = 0.0  # What the last decode step took.
-
-    def warm_up_context(self, chunk_tokens: Sequence[int]) -> None:
-        """Compiles what blending chunks of such lengths needs, where chunks are blended. Nothing may run."""
-        if self._config.blend.reuses_chunks:
-            num_tokens = sum(chunk_tokens)
-            ratio = self._kv.histories.recompute_ratio(num_tokens, 0, _QUESTION_TOKENS)
-            starts = itertools.accumulate(chunk_tokens, initial=0)
-            spans = [ChunkSpan("", start, size) for start, size in zip(starts, chunk_tokens, strict=False)]
-            plan = blend_plan(self._config.blend, self._runner.config.num_layers, num_tokens, 0, spans, ratio)
-            warm_up(self._runner, num_tokens, plan)
 
     def step(self) -> bool:
         """Plans a step and does it; whether there was anything to do."""
         self.settle()
         plan = self._scheduler.schedule(self._kv.ready, self._admits)
-        self._begin_loads(plan)
+        if plan.prefill is not None:
+            self._begin_prefill(plan.prefill)
+        if plan.preload is not None and plan.preload.session is not None:
+            with self._ending(plan.preload):  # Least of all may it end the job whose caller runs the engine now.
+                self._kv.preload(plan.preload, plan.preload.session)
         if plan.decode:
             self._decode(list(plan.decode))
         if plan.prefill is not None and not plan.prefill.done:  # Last, so that a first token goes out at once.
@@ -193,19 +312,11 @@ class Batch:
             for orphan in self._kv.chunks.orphans(job):
                 self.cancel(orphan)
 
-    def _begin_loads(self, plan: StepPlan) -> None:
-        """Begins to load what is prefilled in this step, and what is likely to be next."""
-        if plan.prefill is not None:
-            self._begin_prefill(plan.prefill)
-        if plan.preload is not None and plan.preload.session is not None:
-            with self._ending(plan.preload):  # Least of all may it end the job whose caller runs the engine now.
-                self._kv.preload(plan.preload, plan.preload.session)
-
     def _admits(self, job: Job) -> bool:
         if job.session is None and job.chunk is None:
             return True
         num_tokens = min(len(job.prompt_ids), self._runner.chunk_tokens)
-        return all_agree(self._runtime.processes, "admits", self._kv.write_buffer.admits(num_tokens))
+        return all_agree(self._processes, "admits", self._kv.write_buffer.admits(num_tokens))
 
     def _begin_prefill(self, job: Job) -> None:
         """Begins to load a job's history, if this is its first step."""
@@ -213,28 +324,26 @@ class Batch:
             return
         job.started_s = time.perf_counter()
         with self._ending(job):
-            if job.slot is None:
-                raise RuntimeError(f"job {job.job_id} was planned without a slot")
-            self._sampler.set_slot(job.slot, job.params, job.prompt_ids, job.stop_ids)
             self._prefilling = Prefilling(job, self._runner, self._kv, self._truncator, self._runtime)
+            self._sampler.set_slot(self._prefilling.prefill.slot, job.params, job.prompt_ids, job.stop_ids)
             self._prefilling.begin()
 
     def _run_pass(self, job: Job, is_alone: bool) -> None:
         """Runs a pass of the prefill; with the last one, draws the first token."""
         prefilling = self._prefilling
-        if prefilling is None or job.slot is None:
+        if prefilling is None:
             raise RuntimeError(f"job {job.job_id} has no prefill to go on with")
         with self._ending(job):
-            logits = prefilling.run_pass(self._pass_tokens(prefilling, is_alone), is_alone)
+            logits = prefilling.run_pass(self._pass_tokens(prefilling.prefill, is_alone), is_alone)
             if logits is None:
                 return
             if job.chunk is not None:  # It is on its way to the store, and that is all.
                 prefilling.finish()
                 self._metrics.computed_chunks += 1
-                self._release(job)
-                job.finished_s, job.finish_reason = time.perf_counter(), FinishReason.LENGTH
+                self._finish(job, FinishReason.LENGTH)
                 return
-            drawn = self._sampler.draw(logits, np.array([len(job.prompt_ids) + job.num_gone]), job.slot)
+            num_before = np.array([len(job.prompt_ids) + job.num_gone])
+            drawn = self._sampler.draw(logits, num_before, prefilling.prefill.slot)
             prefilling.finish()
             if prefilling.saver is not None:
                 self._savers[job] = prefilling.saver
@@ -244,21 +353,22 @@ class Batch:
             self._scheduler.prefilled(job)
             self._accept(job, drawn, 0)
 
-    def _pass_tokens(self, prefilling: Prefilling, is_alone: bool) -> int:
+    def _pass_tokens(self, prefill: Prefill, is_alone: bool) -> int:
         """How many tokens the next pass takes: fewer than a chunk where others would wait too long for it."""
         most = self._runner.chunk_tokens
         rates = self._kv.meter.rates
-        if not is_alone and self._config.max_tpot_ms is not None:
+        if not is_alone and self._max_tpot_ms is not None:
             if rates is not None:
-                budget_s = self._config.max_tpot_ms / 1e3 - self._decode_s
-                most = costs.largest_pass(rates, prefilling.num_before, self._runner.pass_sizes, budget_s)
-            [most] = least(self._runtime.processes, "tokens of a pass", [most])
-        return min(most, prefilling.num_left)
+                budget_s = self._max_tpot_ms / 1e3 - self._decode_s
+                num_before = prefill.history_length + prefill.num_done
+                most = costs.largest_pass(rates, num_before, self._runner.pass_sizes, budget_s)
+            [most] = least(self._processes, "tokens of a pass", [most])
+        return min(most, prefill.num_left)
 
     def settle(self) -> None:
         """Moves the last prefill into its decode slot: what was put off so that its first token did not wait."""
         prefilling = self._prefilling
-        if prefilling is not None and prefilling.is_complete:
+        if prefilling is not None and prefilling.prefill.logits is not None:
             with self._ending(prefilling.job):  # With its slot half filled it must not decode.
                 prefilling.insert()
                 self._prefilling = None
@@ -266,20 +376,15 @@ class Batch:
 
     def _decode(self, jobs: list[Job]) -> None:
         for job in jobs:
-            self._make_room(job)
+            if not job.done and job.num_tokens >= self._window:
+                with self._ending(job):  # A discarder may be anybody's.
+                    self._truncator.cut_running(job, self._savers.get(job))
         jobs = [job for job in jobs if not job.done]
         if not jobs:
             return
-        rows = [
-            DecodeRow(job.job_id, job.slot, job.output_ids[-1], job.num_tokens - 1, job.num_gone)
-            for job in jobs
-            if job.slot is not None
-        ]
-        more = all(
-            len(job.output_ids) + 1 < job.params.max_tokens and job.num_tokens + 1 < self._window for job in jobs
-        )
-        is_alone = self._scheduler.prefilling is None and not self._scheduler.may_take
-        self._kv.write_buffer.make_room(len(rows))
+        num_left = min(min(job.params.max_tokens - len(job.output_ids), self._window - job.num_tokens) for job in jobs)
+        may_run_ahead = num_left > 1 and self._scheduler.prefilling is None and not self._scheduler.may_take
+        self._kv.write_buffer.make_room(len(jobs))
         started_s = time.perf_counter()
 
         def await_pass() -> None:
@@ -291,8 +396,8 @@ class Batch:
                         started_s = time.perf_counter()
 
         try:
-            with self._timeline.annotate("engine", "decode", rows=len(rows)):
-                drawn, kv, received = self._decoder.step(rows, run_ahead=more and is_alone, on_dispatched=await_pass)
+            with self._timeline.annotate("engine", "decode", rows=len(jobs)):
+                drawn, kv, received = self._decoder.step(jobs, may_run_ahead, await_pass)
             if self._savers:
                 kv = to_host_memory(kv)  # Once for all of its rows.
         except Exception as error:  # Of all rows alike.
@@ -300,24 +405,18 @@ class Batch:
                 self._fail(job, error)
             return
         self._decode_s = time.perf_counter() - started_s
-        self._timeline.add("compute", "decode", started_s, started_s + self._decode_s, rows=len(rows))
+        self._timeline.add("compute", "decode", started_s, started_s + self._decode_s, rows=len(jobs))
         self._metrics.decode_steps += 1
         self._metrics.decode_s += self._decode_s
-        for row, job in zip(rows, jobs, strict=True):
-            if job.done:  # It was lost with the slots, when another broke.
+        for job in jobs:
+            if job.done or job.slot is None:  # It was lost with the slots, when another broke.
                 continue
             with self._ending(job):
                 if received is not None and job.attention is not None:
-                    job.attention = padded(job.attention, row.length + 1) + received[row.slot, : row.length + 1]
+                    job.attention = padded(job.attention, job.num_tokens) + received[job.slot, : job.num_tokens]
                 if job in self._savers:
-                    self._savers[job].add_decoded(row.token, kv, row.slot)
-                self._accept(job, drawn, row.slot)
-
-    def _make_room(self, job: Job) -> None:
-        """Drops tokens of a job whose context is full."""
-        if not job.done and job.num_tokens >= self._window:
-            with self._ending(job):  # A discarder may be anybody's.
-                self._truncator.cut_running(job, self._savers.get(job))
+                    self._savers[job].add_decoded(job.output_ids[-1], kv, job.slot)
+                self._accept(job, drawn, job.slot)
 
     def _accept(self, job: Job, drawn: Drawn, row: int) -> None:
         """Takes the token that was drawn for a row and ends the job if it is the last."""
@@ -347,8 +446,7 @@ class Batch:
         self._release(job)
         job.finished_s = time.perf_counter()
         self._metrics.completion_tokens += len(job.output_ids)
-        if reason is not FinishReason.CANCELLED:
-            self._metrics.turns += 1
+        self._metrics.turns += reason is not FinishReason.CANCELLED and job.chunk is None
         try:
             if job.session is not None and job.output_ids:
                 job.session.adopt(job, reason)

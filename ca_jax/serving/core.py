@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import itertools
 import os
 import threading
 import weakref
@@ -22,11 +23,14 @@ from ca_jax.device.runner import Runner
 from ca_jax.device.runtime import ComputeWatch, Runtime
 from ca_jax.device.sampler import Sampler
 from ca_jax.device.slots import RunnerSizes
+from ca_jax.errors import check
 from ca_jax.kv.layout import check_buffers, kept_window, kv_layout
 from ca_jax.kv.session_kv import SessionKV
 from ca_jax.models.sharding import model_sharding
 from ca_jax.pretrained import Layout, LoadedModel, Progress
 from ca_jax.recompute.drift import Drift
+from ca_jax.recompute.plan import blend_plan
+from ca_jax.recompute.recomputer import warm_up
 from ca_jax.serving.batch import Batch
 from ca_jax.serving.prompts import TurnBuilder
 from ca_jax.serving.scheduler import Scheduler
@@ -35,9 +39,11 @@ from ca_jax.storage.store import AttentionStore
 from ca_jax.telemetry.metrics import EngineMetrics
 from ca_jax.telemetry.timeline import Timeline
 from ca_jax.telemetry.wakeup import Wakeup
+from ca_jax.turns.text import ChunkSpan
 
 DEFAULT_WINDOW_TOKENS = 4096
 """Largest context window taken unless a larger one is asked for."""
+_QUESTION_TOKENS = 64  # Behind a context that is warmed up for: rates say by them what ratio it will have.
 _KEEP_S = 10.0  # How often times to live are looked at while nothing else happens.
 
 
@@ -63,15 +69,11 @@ class EngineCore:
         self.metrics = EngineMetrics(model_load_s=model.load_s)
         _check_alike(model, config, processes)
         self.window = window = config.context_window or min(model.config.steady_positions, DEFAULT_WINDOW_TOKENS)
-        if window > model.config.max_positions:
-            raise ValueError(
-                f"context_window must be at most the model's {model.config.max_positions} tokens, got {window}"
-            )
-        if config.blend.check_layers > model.config.num_layers:
-            raise ValueError(
-                f"blend check_layers must be at most the model's {model.config.num_layers} layers, "
-                f"got {config.blend.check_layers}"
-            )
+        most, num_layers, check_layers = model.config.max_positions, model.config.num_layers, config.blend.check_layers
+        check(window <= most, "context_window", f"at most the model's {most} tokens", window)
+        check(
+            check_layers <= num_layers, "blend check_layers", f"at most the model's {num_layers} layers", check_layers
+        )
         overflow, drift = config.overflow, None
         if overflow is not None:
             overflow.check_window(window)
@@ -95,14 +97,9 @@ class EngineCore:
         self.runner = Runner(model.config, model.params, sizes, timeline=timeline, sharding=model.sharding)
         layout = kv_layout(model, config)
         check_buffers(config, layout, self.runner)
-        self._watch = ComputeWatch(timeline)
+        self._watch = watch = ComputeWatch(timeline)
         runtime = Runtime(
-            config=config,
-            metrics=self.metrics,
-            timeline=timeline,
-            watch=self._watch,
-            processes=processes,
-            wake=wake,
+            config=config, metrics=self.metrics, timeline=timeline, watch=watch, processes=processes, wake=wake
         )
         # KV of other weights, and of other rotary frequencies where those are the window's, is other KV.
         is_steady = window <= model.config.steady_positions
@@ -130,8 +127,13 @@ class EngineCore:
         for sample in self.runner.measure_prefill(history, new):
             self.kv.meter.add_prefill(*sample)
         self.kv.measure()
-        for chunk_tokens in contexts:
-            self.batch.warm_up_context(chunk_tokens)
+        for chunk_tokens in contexts if self._config.blend.reuses_chunks else ():
+            num_tokens = sum(chunk_tokens)
+            ratio = self.kv.histories.recompute_ratio(num_tokens, 0, _QUESTION_TOKENS)
+            starts = itertools.accumulate(chunk_tokens, initial=0)
+            spans = [ChunkSpan("", start, size) for start, size in zip(starts, chunk_tokens, strict=False)]
+            plan = blend_plan(self._config.blend, self.model.config.num_layers, num_tokens, 0, spans, ratio)
+            warm_up(self.runner, num_tokens, plan)
 
     def close(self) -> None:
         """Finishes saves and lets go of memory. No job may run."""
@@ -158,7 +160,7 @@ def enable_compile_cache(directory: str | None) -> None:
 
 
 def keep_going(engine: weakref.ref[Any], wakeup: Wakeup) -> None:
-    """Has a thread keep saves and tiers going while nobody runs the engine, for as long as it lives and is open.
+    """Has a thread keep saves and tiers going while no thread runs the engine, for as long as it lives and is open.
 
     Its threads end while the interpreter still stands.
     """
@@ -187,8 +189,6 @@ def _check_alike(model: LoadedModel, config: EngineConfig, processes: Processes)
     same = dataclasses.replace(config, compile_cache_dir=None, store=store)
     described = {"model config": repr(model.config), "engine config": repr(same)}
     check_alike(processes, {"weights": model.fingerprint, **described})
-    if config.overflow is not None and config.overflow.token_discarder.needs_kv:
-        raise ValueError(
-            f"discarder {config.overflow.token_discarder.name} must have all of a session's KV in one process, "
-            f"got {processes.count}"
-        )
+    if config.overflow is not None:
+        discarder = config.overflow.token_discarder
+        check(not discarder.needs_kv, f"the processes of discarder {discarder.name}", "one", processes.count)

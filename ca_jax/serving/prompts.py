@@ -18,28 +18,25 @@ from typing import Any, cast
 
 from ca_jax.config import EngineConfig
 from ca_jax.device.processes import Processes, from_first
-from ca_jax.errors import ContextWindowError, EmptyMessageError, InvalidRequestError
+from ca_jax.errors import ContextWindowError, EmptyMessageError, InvalidRequestError, check
 from ca_jax.kv import costs
 from ca_jax.kv.session_kv import SessionKV
 from ca_jax.models.chat_template import ChatTemplate
 from ca_jax.models.tokenizer import Tokenizer
 from ca_jax.pretrained import LoadedModel, check_token_ids
 from ca_jax.serving.truncator import Truncator
-from ca_jax.turns.chunks import ChunkSpan, chunk_text
+from ca_jax.session import Job, Session
 from ca_jax.turns.conversations import Conversation, Message, as_messages, chain_of, padded
-from ca_jax.turns.jobs import Job, TurnSession
 from ca_jax.turns.requests import SamplingParams, TurnRequest
-from ca_jax.turns.text import MESSAGE_CHARS, TextOutput, Texts, num_chars
+from ca_jax.turns.text import MESSAGE_CHARS, ChunkSpan, TextOutput, Texts, chunk_text, num_chars
 
 
 @dataclasses.dataclass(frozen=True)
 class NewTurn:
     """What a turn puts behind a conversation."""
 
-    ids: list[int]
-    """Its tokens, those of its contexts among them."""
-    chunks: list[tuple[int, int]]
-    """Of each chunk of its contexts, where in `ids` it begins and how many tokens it has."""
+    ids: list[int]  # Its tokens, those of its contexts among them.
+    chunks: list[tuple[int, int]]  # Of each chunk of its contexts, where in `ids` it begins and how many tokens it has.
     reply_ends: list[tuple[int, int]]
     """Of each reply among the new messages, how many of `ids` and how many messages there are up to its end; where
     that was asked for."""
@@ -88,14 +85,18 @@ def new_turn(
         elif finds_replies and message["role"] == "assistant":
             replies.add(number)
             marked[-1]["content"] += f"{mark}{number}."
-    text = _turn_text(model, token_ids, [_told(tokenizer, message) for message in messages], marked)
+    before = [_told(tokenizer, message) for message in messages]
+    template = tokenizer.chat_template or ChatTemplate.plain()
+    text = template.next_turn(before, marked) if token_ids else template.first_turn([*before, *marked])
     first, *pieces = re.split(rf"{mark}(\d+)\.", text)
     if sorted(map(int, pieces[::2])) != sorted([*contexts, *replies]):
         raise InvalidRequestError(
             "this model's chat template has no place for a context before a message: it must write the message "
             f"once, as it is, and wrote it {len(pieces) // 2} times"
         )
-    ids, chunks, ends = _behind(model, token_ids, tokenizer.encode_said(first)), [], []
+    ids, chunks, ends = tokenizer.encode_said(first), [], []
+    if token_ids and ids and ids[0] == token_ids[-1] and ids[0] in model.stop_token_ids:
+        ids = ids[1:]  # The template ends the last answer, and the model has ended it with that itself.
     for number, piece in zip(map(int, pieces[::2]), pieces[1::2], strict=True):
         for chunk in contexts.get(number, []):
             chunks.append((len(ids), len(chunk)))
@@ -110,8 +111,7 @@ def context_ids(model: LoadedModel, chunks: Sequence[str | Sequence[int]]) -> li
     """The token ids of each chunk of a context.
 
     Raises:
-      EmptyMessageError: there is no chunk, or one is blank or without tokens; the message says which.
-      InvalidRequestError: what is given is one text, or as of `chunk_ids`; the message says which chunk.
+      EmptyMessageError, InvalidRequestError: there is no chunk, or one is as `chunk_ids` refuses it; it says which.
     """
     if isinstance(chunks, str):
         raise InvalidRequestError(f"a context must be a list of chunks, got one text of {len(chunks)} characters")
@@ -127,15 +127,11 @@ def context_ids(model: LoadedModel, chunks: Sequence[str | Sequence[int]]) -> li
 
 
 def chunk_ids(model: LoadedModel, chunk: str | Sequence[int]) -> list[int]:
-    """The token ids of a chunk given as text or as ids.
-
-    Text is tokenised alone and without a token that begins a sequence, `chunks.CHUNK_END` behind it unless it ends in a
-    line break.
+    """The token ids of a chunk: of ids as they are, of text tokenised alone, without a token that begins a sequence.
 
     Raises:
       EmptyMessageError: a blank text, or no ids.
-      InvalidRequestError: an id outside the vocabulary, what is neither text nor ids, or text for a model without
-        tokenizer.
+      InvalidRequestError: it is neither, an id is outside the vocabulary, or the model has no tokenizer for the text.
     """
     if isinstance(chunk, str):
         if not chunk.strip():
@@ -145,23 +141,23 @@ def chunk_ids(model: LoadedModel, chunk: str | Sequence[int]) -> list[int]:
         ids = [int(i) for i in chunk]
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(f"a chunk must be text or token ids, got {reprlib.repr(chunk)}") from error
-    if not ids:
-        raise EmptyMessageError("a chunk must have at least one token, got an empty one")
-    check_token_ids(ids, model.config.vocab_size)
-    return ids
+    return _checked(model, "a chunk", ids)
 
 
 def prompt_ids(model: LoadedModel, prompt: str | Sequence[int]) -> list[int]:
-    """The token ids of a prompt given as text or as ids. A text is all of the prompt: what it spells of special tokens
-    becomes those.
+    """The token ids of a prompt given as ids, or as text: what that spells of special tokens becomes those.
 
     Raises:
       EmptyMessageError: there are none.
       InvalidRequestError: an id outside the vocabulary, or text for a model without tokenizer.
     """
     ids = _tokenizer(model).encode(prompt) if isinstance(prompt, str) else [int(i) for i in prompt]
+    return _checked(model, "a prompt", ids)
+
+
+def _checked(model: LoadedModel, what: str, ids: list[int]) -> list[int]:
     if not ids:
-        raise EmptyMessageError("a prompt must have at least one token, got an empty one")
+        raise EmptyMessageError(f"{what} must have at least one token, got an empty one")
     check_token_ids(ids, model.config.vocab_size)
     return ids
 
@@ -204,26 +200,9 @@ def _as_id(token: Any) -> Any:
     return int(token) if hasattr(token, "__index__") else token
 
 
-def text_of(model: LoadedModel, token_ids: Sequence[int]) -> str:
-    """The text of token ids; empty for a model without tokenizer."""
-    return "" if model.tokenizer is None else model.tokenizer.decode(token_ids)
-
-
-def _turn_text(model: LoadedModel, token_ids: list[int], messages: list[Message], new: list[Message]) -> str:
-    """What the chat template writes behind a conversation for its next messages, from the last answer's end."""
-    template = _tokenizer(model).chat_template or ChatTemplate.plain()
-    return template.next_turn(messages, new) if token_ids else template.first_turn([*messages, *new])
-
-
 def _told(tokenizer: Tokenizer, message: Message) -> Message:
     """A message as a chat template takes it: its own text, without its context."""
     return tokenizer.said({name: value for name, value in message.items() if name != "context"})
-
-
-def _behind(model: LoadedModel, token_ids: list[int], ids: list[int]) -> list[int]:
-    """New ids without the token that the template ends the last answer with, if the model ended it with that itself."""
-    ended = bool(token_ids and ids) and ids[0] == token_ids[-1] and ids[0] in model.stop_token_ids
-    return ids[int(ended) :]
 
 
 def _tokenizer(model: LoadedModel) -> Tokenizer:
@@ -247,11 +226,12 @@ class TurnBuilder:
         self._model = model
         self._config = config
         self._window = window
+        self._limit = f"the context window of {window} tokens"
         self._kv = kv
         self._truncator = truncator
         self._processes = processes
 
-    def job(self, ids: list[int], params: SamplingParams, session: TurnSession | None = None, priority: int = 0) -> Job:
+    def job(self, ids: list[int], params: SamplingParams, session: Session | None = None, priority: int = 0) -> Job:
         """A job with a prompt.
 
         Raises:
@@ -271,7 +251,7 @@ class TurnBuilder:
             priority=priority,
         )
 
-    def turn(self, session: TurnSession, request: TurnRequest, texts: Texts) -> Job:
+    def turn(self, session: Session, request: TurnRequest, texts: Texts) -> Job:
         """The job of a session's next turn. Tokens that have to leave for it have left when this returns.
 
         Raises:
@@ -303,7 +283,8 @@ class TurnBuilder:
         job = self.job([*held.token_ids, *turn.ids], request.params, session, request.priority)
         job.messages, job.given_ids = said, given_ids
         if given_ids:
-            job.messages = as_messages(text_of(self._model, given_ids))
+            tokenizer = self._model.tokenizer
+            job.messages = as_messages("" if tokenizer is None else tokenizer.decode(given_ids))
             if request.context is not None:
                 job.messages[-1]["context"] = given_chunks(request.context)
         job.dropped_tokens, job.may_drop = num_leaving, may_drop
@@ -318,31 +299,18 @@ class TurnBuilder:
             )
         return job
 
-    def missing_chunks(self, job: Job, session: TurnSession) -> list[Job]:
+    def missing_chunks(self, job: Job, session: Session) -> list[Job]:
         """The jobs that compute the chunks of a turn of which nothing is stored; none of one that keeps nothing."""
-        if not session.is_kept:
-            return []
-        each = (job.prompt_ids[span.start : span.stop] for span in job.spans)
-        found = [self.chunk(ids, session.tenant, job.priority) for ids in each]
-        return [chunk for chunk in found if chunk is not None]
-
-    def chunk(self, ids: list[int], tenant: str, priority: int = 0) -> Job | None:
-        """The job that computes a chunk; None where that is not needed, or would not be kept."""
-        kv = self._kv.chunks
-        span = ChunkSpan(kv.key(ids, tenant), 0, len(ids))
-        if not from_first(self._processes, "a chunk", not kv.is_kept(span) and kv.has_room(len(ids))):
-            return None
-        job = self.job(ids, SamplingParams(), priority=priority)
-        job.chunk, job.tenant = span, tenant
-        kv.coming(job)
-        return job
+        spans = job.spans if session.is_kept else ()
+        return self._chunk_jobs(
+            [job.prompt_ids[each.start : each.stop] for each in spans], session.tenant, job.priority
+        )
 
     def chunks(self, chunks: Sequence[str | Sequence[int]], tenant: str, tier: costs.Tier | None) -> list[Job]:
         """The jobs of those chunks that are not stored; see `Engine.precompute`."""
         each = context_ids(self._model, chunks)
         self.check_chunks(each)
-        kv = self._kv.chunks
-        jobs = [job for ids in each if (job := self.chunk(ids, tenant)) is not None]
+        kv, jobs = self._kv.chunks, self._chunk_jobs(each, tenant)
         for ids in each:
             kv.ask_for(kv.key(ids, tenant))
         for job in jobs:
@@ -350,24 +318,31 @@ class TurnBuilder:
                 kv.keep_on_ssd(job.chunk.key)
         return jobs
 
-    def check_chunks(self, chunks: list[list[int]], num_others: int | None = None) -> None:
-        """Checks that chunks fit the context window, each alone, and all with so many other tokens if that is given.
+    def _chunk_jobs(self, chunks: list[list[int]], tenant: str, priority: int = 0) -> list[Job]:
+        """The jobs that compute chunks, but for those where that is not needed, or that would not be kept."""
+        kv, jobs = self._kv.chunks, []
+        for ids in chunks:
+            span = ChunkSpan(kv.key(ids, tenant), 0, len(ids))
+            if from_first(self._processes, "a chunk", not kv.is_kept(span) and kv.has_room(len(ids))):
+                job = self.job(ids, SamplingParams(), priority=priority)
+                job.chunk, job.tenant = span, tenant
+                kv.coming(job)
+                jobs.append(job)
+        return jobs
+
+    def check_chunks(self, chunks: list[list[int]], num_others: int = 0) -> None:
+        """Checks that chunks fit the context window together with so many other tokens; without others, each alone.
 
         Raises:
           ContextWindowError: they do not.
         """
         for number, ids in enumerate(chunks, 1):
-            if len(ids) >= self._window:
-                raise ContextWindowError(
-                    f"chunks must be under the context window of {self._window} tokens, "
-                    f"got {len(ids)} in chunk {number} of {len(chunks)}"
-                )
-        if num_others is None:
-            return
+            which = f"chunk {number} of {len(chunks)}"
+            check(len(ids) < self._window, which, f"under {self._limit}", len(ids), ContextWindowError)
         num_tokens = num_others + sum(map(len, chunks))
-        if num_tokens >= self._window:
+        if num_others and num_tokens >= self._window:
             raise ContextWindowError(
-                f"a prompt must be under the context window of {self._window} tokens, got {num_tokens}: "
+                f"a prompt must be under {self._limit}, got {num_tokens}: "
                 f"{len(chunks)} chunks of {num_tokens - num_others} and {num_others} others; "
                 f"leave out {num_tokens - self._window + 1} tokens of the chunks or more"
             )
@@ -379,10 +354,7 @@ class TurnBuilder:
             raise InvalidRequestError(f"logit_bias token ids must be in [0, {num_tokens}), got {wrong}")
 
     def _check_length(self, num_tokens: int) -> None:
-        if num_tokens >= self._window:
-            raise ContextWindowError(
-                f"a prompt must be under the context window of {self._window} tokens, got {num_tokens}"
-            )
+        check(num_tokens < self._window, "a prompt", f"under {self._limit}", num_tokens, ContextWindowError)
 
     def _new_turn(
         self,

@@ -5,7 +5,7 @@ all. A waiting job takes the first free slot as soon as there is one and is pref
 as the engine wants; then it joins the jobs that decode, which go on all the while. Jobs whose KV is still on its way
 are passed by, and stay where they are in the queue.
 
-Not here: jax, KV bytes, what a step does (engine), how much is prefilled in one (engine).
+Not here: jax, KV bytes, what a step does and how much is prefilled in one (batch).
 Source: iteration-level scheduling is Orca's (Yu et al., OSDI 2022), prefill in chunks between decode steps Sarathi's
 (Agrawal et al., OSDI 2024).
 """
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 
 from sortedcontainers import SortedDict
 
-from ca_jax.turns.jobs import Job
+from ca_jax.session import Job
 
 _PASSED_JOBS = 16  # How many are looked at for one that can run.
 _MAX_OVERTAKEN = 32  # How many later jobs are taken before a job.
@@ -31,10 +31,8 @@ _Place = tuple[bool, int, int]  # In the queue: whether it may be overtaken, pri
 class StepPlan:
     """What one engine step does."""
 
-    decode: tuple[Job, ...]
-    """Jobs that decode one token each, by slot."""
-    prefill: Job | None
-    """The job to prefill, or to prefill further; its slot is set."""
+    decode: tuple[Job, ...]  # Jobs that decode one token each, by slot.
+    prefill: Job | None  # The job to prefill, or to prefill further; its slot is set.
     preload: Job | None
     """The first of those that still wait, most likely the next to be prefilled: its load may begin now."""
 
@@ -49,9 +47,9 @@ class Scheduler:
     """
 
     def __init__(self, max_batch_size: int, num_parts: int = 1) -> None:
-        self._num_parts = num_parts
         self._part_slots = max_batch_size // num_parts
-        self._free_turns = list(range(max_batch_size))  # A heap: in which order slots are taken.
+        # A heap in the order in which slots are taken: place in its part, slot.
+        self._free_slots = sorted((slot % self._part_slots, slot) for slot in range(max_batch_size))
         self._queue = _Queue()
         self._running: dict[int, Job] = {}
         self.prefilling: Job | None = None
@@ -75,7 +73,7 @@ class Scheduler:
     @property
     def may_take(self) -> bool:
         """Whether a job waits and there is a slot for it."""
-        return bool(self._queue) and bool(self._free_turns)
+        return bool(self._queue) and bool(self._free_slots)
 
     @property
     def idle(self) -> bool:
@@ -109,12 +107,11 @@ class Scheduler:
           admits: whether there is room for what prefilling a job makes. Asked of one job, which is ready.
         """
         decode = tuple(job for job in self.running if job is not self.prefilling)
-        if self.prefilling is None and self._free_turns:
+        if self.prefilling is None and self._free_slots:
             job = self._first_ready(ready)
             if job is not None and admits(job):
                 self._queue.take(job)
-                turn = heapq.heappop(self._free_turns)
-                job.slot = turn % self._num_parts * self._part_slots + turn // self._num_parts
+                _, job.slot = heapq.heappop(self._free_slots)
                 self._running[job.slot] = self.prefilling = job
         return StepPlan(decode, self.prefilling, next(iter(self._queue), None))
 
@@ -135,8 +132,7 @@ class Scheduler:
             self._queue.remove(job)
         elif job.slot is not None and self._is_running(job):
             del self._running[job.slot]
-            part, slot = divmod(job.slot, self._part_slots)
-            heapq.heappush(self._free_turns, slot * self._num_parts + part)
+            heapq.heappush(self._free_slots, (job.slot % self._part_slots, job.slot))
             job.slot = None
             if job is self.prefilling:
                 self.prefilling = None

@@ -11,10 +11,10 @@ from collections.abc import Collection, Iterator
 
 from ca_jax.errors import SessionBusyError, TenantError, UnknownSessionError
 from ca_jax.kv.session_kv import QueuedKV, SessionKV
+from ca_jax.session import Job
 from ca_jax.storage.catalog.notes import Noted
 from ca_jax.storage.records import BlockTiers, EntryInfo, LookAheadWindows, Owner
 from ca_jax.turns.conversations import Conversation
-from ca_jax.turns.jobs import Job
 
 
 class StoredSessions:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ca_jax.device.runner import Runner
-from ca_jax.errors import ContextWindowError, InvalidRequestError
+from ca_jax.errors import InvalidRequestError
 from ca_jax.kv.save import TurnSaver
 from ca_jax.kv.session_kv import SessionKV
 from ca_jax.overflow.config import OverflowConfig, leaving_at_once, num_leaving, oldest_first
@@ -22,17 +22,17 @@ from ca_jax.overflow.discarding import DiscardContext, OldestFirst, check_discar
 from ca_jax.recompute.drift import Drift
 from ca_jax.recompute.plan import Plan, repair_plan
 from ca_jax.recompute.recomputer import Repair, warm_up
+from ca_jax.session import Job, Session
 from ca_jax.storage.records import Residency
 from ca_jax.telemetry.metrics import EngineMetrics
 from ca_jax.turns.conversations import OTHERWISE, Conversation, padded
-from ca_jax.turns.jobs import Job, TurnSession
 
 
 class Truncator:
     """Drops tokens of conversations. Belongs to the engine's thread.
 
     Args:
-      overflow: how; None: never.
+      overflow: how; None: by hand alone.
       drift: of the model; None adds nothing to what stays.
     """
 
@@ -44,82 +44,73 @@ class Truncator:
         runner: Runner,
         metrics: EngineMetrics,
     ) -> None:
-        self._overflow = overflow
+        self._may_drop = overflow is not None
+        self._overflow = overflow or OverflowConfig(repair="none")
         self._drift = drift
+        self._drift_values = None if drift is None else drift.values
         self._kv = kv
         self._runner = runner
         self._metrics = metrics
         self._window = runner.window
+        self._share = leaving_at_once(self._overflow, runner.window)
+        # Whether what stays is repaired: at once in the slot, as far as that is quick, and by the next prefill.
+        self._repairs = self._overflow.method == "ca" and (self._overflow.recomputes or drift is not None)
 
     @property
     def rule(self) -> str:
         """Names how tokens leave: by this rule and what was said anybody could tell which; `OTHERWISE` if not."""
         overflow = self._overflow
-        if overflow is None or overflow.whole_turns or not isinstance(overflow.token_discarder, OldestFirst):
+        if not self._may_drop or overflow.whole_turns or overflow.token_discarder != OldestFirst():
             return OTHERWISE
         return f"{self._share} of {self._window} behind {overflow.keep_first_tokens}"
 
-    @property
-    def _share(self) -> int:
-        return 0 if self._overflow is None else leaving_at_once(self._overflow, self._window)
-
     def _rule_of(self, discarded: np.ndarray) -> str:
         """By which rule these tokens of a context leave, bool `[T]`."""
-        overflow, count = self._overflow, int(discarded.sum())
-        if overflow is None or count % self._share or discarded.all():
+        count = int(discarded.sum())
+        if count % self._share or discarded.all():
             return OTHERWISE
-        oldest = oldest_first(len(discarded), count, overflow.keep_first_tokens)
+        oldest = oldest_first(len(discarded), count, self._overflow.keep_first_tokens)
         return self.rule if np.array_equal(discarded, oldest) else OTHERWISE
 
-    @property
-    def _drift_values(self) -> np.ndarray | None:
-        return None if self._drift is None else self._drift.values
-
-    @property
-    def repairs(self) -> bool:
-        """Whether what stays is repaired: at once in the slot, as far as that is quick, and by the next prefill."""
-        overflow = self._overflow
-        return overflow is not None and overflow.method == "ca" and (overflow.recomputes or self._drift is not None)
-
-    def repair_of(self, session: TurnSession, num_tokens: int, num_places: int) -> Repair | None:
+    def repair_of(self, session: Session, num_tokens: int, num_places: int) -> Repair | None:
         """What is to be done to a session's history before its prefill reads it; None: it is used as it is stored.
 
         Args:
           num_places: of the load, which they are the first of.
         """
-        if self._overflow is None or not self.repairs:
+        if not self._repairs:
             return None
         found = session.conversation.with_kv_of(num_tokens)
-        plan = self._plan(self._overflow, found.num_to_repair, num_places)
+        plan = self._plan(found.num_to_repair, num_places)
         to_drift = tuple(found.to_drift) if self._drift is not None else ()
         if plan is None and not to_drift:
             return None
         return Repair(plan=plan, drift=self._drift, to_drift=to_drift, num_plain=self._overflow.keep_first_tokens)
 
-    def _plan(self, overflow: OverflowConfig, num_tokens: int, num_places: int) -> Plan | None:
+    def _plan(self, num_tokens: int, num_places: int) -> Plan | None:
         capacity = self._runner.padded_history(num_places)
-        return repair_plan(overflow, self._runner.config.num_layers, num_tokens, capacity)
+        return repair_plan(self._overflow, self._runner.config.num_layers, num_tokens, capacity)
 
     def warmup(self) -> None:
         """Compiles what truncation needs, by running it. All slots must be free."""
         overflow = self._overflow
-        if overflow is None or overflow.method != "ca":
+        if not self._may_drop or overflow.method != "ca":
             return
         num_left = max(self._window - self._share, 1)
         self._runner.slots.cut(0, np.arange(num_left), drift=self._drift_values)
         if overflow.recomputes and overflow.anchor_tokens:
             self._runner.recompute_first(0, [0] * num_left, overflow.anchor_tokens)
-        if self.repairs:
+        if self._repairs:
             for size in self._runner.history_buckets:  # What is left may be of any of these: of a discard by hand, too.
                 num_tokens = min(size, self._window)
-                warm_up(self._runner, num_tokens, self._plan(overflow, num_tokens, num_tokens), self._drift)
+                warm_up(self._runner, num_tokens, self._plan(num_tokens, num_tokens), self._drift)
 
     # Between turns.
 
-    def for_prompt(self, session: TurnSession, num_new: int, history: Conversation | None = None) -> np.ndarray | None:
-        """Which tokens of a history leave so that new tokens and one of their answer fit.
+    def for_prompt(self, session: Session, num_new: int, history: Conversation | None = None) -> np.ndarray | None:
+        """Which tokens of a history leave so that new tokens and one of their answer fit. Only where any may leave.
 
-        Where the first tokens that stay are in the way, all of it leaves.
+        Where the first tokens that stay are in the way, all of it leaves; the new tokens alone may still not fit.
 
         Args:
           num_new: how many tokens come.
@@ -127,22 +118,15 @@ class Truncator:
             would look at; None: the session's own.
 
         Returns:
-          bool `[T]`; None where all may stay, or none may leave.
-
-        Raises:
-          ContextWindowError: the new tokens alone do not fit.
+          bool `[T]`; None where all may stay.
         """
         conversation = session.conversation if history is None else history
         overflow, num_history = self._overflow, len(conversation.token_ids)
-        if overflow is None or num_history + num_new < self._window:
+        if num_history + num_new < self._window:
             return None
         slid = np.arange(num_history) < conversation.num_slid
         if slid.any() and num_history - slid.sum() + num_new < self._window:
             return slid
-        if num_new >= self._window:
-            raise ContextWindowError(
-                f"a prompt must be under the context window of {self._window} tokens, got {num_new}"
-            )
         num_wanted = num_new + 1
         count = num_leaving(overflow, window=self._window, num_tokens=num_history, num_wanted=num_wanted)
         if num_history - count + num_wanted > self._window:
@@ -162,16 +146,16 @@ class Truncator:
         self._count(discarded)
         return left.forked(len(left.token_ids))
 
-    def cut(self, session: TurnSession, discarded: np.ndarray, *, by_hand: bool = False) -> None:
+    def cut(self, session: Session, discarded: np.ndarray, *, by_hand: bool = False) -> None:
         """Drops tokens of a session, bool `[T]`, from its conversation and from the store. No turn of it may run.
 
         What leaves by hand is not what drift was measured with: then it is not added.
         """
-        method = "ca" if self._overflow is None else self._overflow.method
+        method = self._overflow.method
         by = OTHERWISE if by_hand else self._rule_of(discarded)
         left = session.conversation.cut(discarded, by=by)
         if method == "ca":
-            if self.repairs:
+            if self._repairs:
                 left = left.with_repair(len(left.token_ids), drifts=not by_hand)
             self._kv.discard(session, discarded, left)
         else:
@@ -188,8 +172,7 @@ class Truncator:
 
     def may_go_on(self, job: Job) -> bool:
         """Whether a job whose context is full can be made room for: one of a session, of which tokens may leave."""
-        may_drop = self._overflow is not None and job.session is not None and job.may_drop
-        return may_drop and self._num_leaving_from(job) > 0
+        return self._may_drop and job.may_drop and job.session is not None and self._num_leaving_from(job) > 0
 
     def cut_running(self, job: Job, saver: TurnSaver | None) -> None:
         """Drops tokens of a job that decodes: from its context, its slot, its session and the store.
@@ -197,7 +180,7 @@ class Truncator:
         The last token of its context is not in the slot yet, and stays.
         """
         session, overflow, slot = job.session, self._overflow, job.slot
-        if session is None or overflow is None or slot is None:
+        if session is None or slot is None or not self._may_drop:
             raise RuntimeError(f"job {job.job_id} has a full context and no session, slot or leave to drop any of it")
         if job.slid_ids:
             slid = np.arange(len(session.token_ids)) < len(job.slid_ids)
@@ -213,9 +196,9 @@ class Truncator:
         kept = np.flatnonzero(~discarded)
         own, others = discarded[:num_history], discarded[num_history:]
         left = session.conversation.cut(own, others=others, by=self._rule_of(discarded))
-        if self.repairs:
+        if self._repairs:
             left = left.with_repair(len(kept), drifts=True)
-        recomputes = overflow.method in ("tt", "of")
+        recomputes = overflow.method != "ca"
         self._metrics.invalidated_histories += overflow.method == "of"
         if saver is not None:
             everything = np.ones_like(discarded)
@@ -225,7 +208,7 @@ class Truncator:
             job.attention = padded(job.attention, len(discarded))[kept]
         job.token_ids = [*(job.token_ids[place] for place in kept), job.token_ids[-1]]
         if recomputes and len(kept):
-            self._recompute(job, saver)
+            self._recompute(job, slot, saver)
         elif not recomputes:
             self._runner.slots.cut(slot, kept, drift=self._drift_values, drifts_from=overflow.keep_first_tokens)
             if overflow.recomputes and overflow.anchor_tokens and len(kept):
@@ -237,15 +220,13 @@ class Truncator:
     # How.
 
     def _num_leaving_from(self, job: Job) -> int:
-        if self._overflow is None:
-            return 0
         # The last token is in the context and not in the slot: it cannot leave.
         count = num_leaving(self._overflow, window=self._window, num_tokens=job.num_tokens, num_wanted=1)
         return min(count, max(job.num_tokens - 1 - self._overflow.keep_first_tokens, 0))
 
     def _choose(
         self,
-        session: TurnSession,
+        session: Session,
         token_ids: list[int],
         count: int,
         turn_starts: list[int],
@@ -254,8 +235,6 @@ class Truncator:
     ) -> np.ndarray:
         """Which of a context's tokens leave, bool `[T]`; its first ones are the session's."""
         overflow, num_tokens = self._overflow, len(token_ids)
-        if overflow is None:
-            raise RuntimeError("tokens were to leave where none may")
         if overflow.whole_turns:
             return oldest_first(num_tokens, count, overflow.keep_first_tokens, turn_starts, num_needed)
         if count == num_tokens:
@@ -275,12 +254,9 @@ class Truncator:
             )
         return discarded
 
-    def _recompute(self, job: Job, saver: TurnSaver | None) -> None:
+    def _recompute(self, job: Job, slot: int, saver: TurnSaver | None) -> None:
         """Prefills a job's context again, into its slot and the store."""
-        token_ids = job.token_ids[:-1]
-        if job.slot is None:
-            raise RuntimeError(f"job {job.job_id} decodes without a slot")
-        prefill = self._runner.start_prefill(job.slot, token_ids, 0)
+        prefill = self._runner.start_prefill(slot, job.token_ids[:-1], 0)
 
         def save(layer: int, kv: jax.Array) -> None:
             if saver is not None:

@@ -24,6 +24,7 @@ import numpy as np
 from ca_jax.kv import costs
 from ca_jax.overflow.config import num_leaving, oldest_first
 from ca_jax.serving.scheduler import Scheduler
+from ca_jax.session import Job
 from ca_jax.simulate.clock import BeladyPolicy, Clock, Link, SimulatedSsd
 from ca_jax.simulate.config import BELADY, ServerConfig, StoreSizes
 from ca_jax.simulate.results import PolicyResult, SimCounts, SimPrefill
@@ -34,7 +35,6 @@ from ca_jax.storage.placement.policy import EVICTION_POLICIES
 from ca_jax.storage.records import StoreRuntime
 from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tickets import LoadTicket, SaveTicket
-from ca_jax.turns.jobs import Job
 from ca_jax.turns.requests import SamplingParams
 from ca_jax.turns.text import TextOutput
 

@@ -250,20 +250,16 @@ class Conversation:
             messages = [_message(each) for each in fields["messages"]]
             if fields["format"] < _CHAINED_FORMAT:
                 fields |= _without_contexts(fields, messages)
+            plain: dict[str, Any] = {name: fields[name] for name in _PACKED}
+            plain |= {name: int(fields[name]) for name in ("lineage", "num_dropped", "num_slid", "num_to_repair")}
+            plain |= {name: str(fields[name]) for name in ("chain", "cut_by", "reached")}
             return cls(
                 messages=messages,
                 turn_starts=[(int(tokens), int(messages)) for tokens, messages in fields["turn_starts"]],
-                lineage=int(fields["lineage"]),
-                num_dropped=int(fields["num_dropped"]),
-                num_slid=int(fields["num_slid"]),
-                num_to_repair=int(fields["num_to_repair"]),
                 to_drift=[int(num_tokens) for num_tokens in fields["to_drift"]],
-                chain=str(fields["chain"]),
                 states=[(str(chain), int(tokens)) for chain, tokens in fields["states"]],
-                cut_by=str(fields["cut_by"]),
-                reached=str(fields["reached"]),
                 generation=int(fields.get("generation", 0)),
-                **{name: fields[name] for name in _PACKED},
+                **plain,
             )
         except (zlib.error, KeyError, TypeError, UnicodeDecodeError, OverflowError, RecursionError) as error:
             raise ValueError(f"the bytes must be a conversation, got {len(data)} other bytes: {error}") from error

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from ca_jax.errors import InvalidRequestError
+from ca_jax.errors import InvalidRequestError, check
 from ca_jax.turns.conversations import Message
 
 MAX_LOGPROBS = 20
@@ -81,8 +81,7 @@ class SamplingParams:
             ("stop", all(self.stop), "no empty string"),
         )
         for name, holds, wanted in checks:
-            if not holds:
-                raise InvalidRequestError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
+            check(holds, name, wanted, getattr(self, name), InvalidRequestError)
 
 
 class FinishReason(enum.Enum):
@@ -181,13 +180,8 @@ an error."""
 class TurnRequest:
     """A turn as it is asked for; see `Session.send`."""
 
-    new: str | Sequence[Message] | Sequence[int]
-    """Messages, or token ids."""
-    params: SamplingParams
-    """How to draw."""
-    priority: int = 0
-    """Jobs of lower values go first."""
-    context: Sequence[str | Sequence[int]] | None = None
-    """Chunks of text that stand in front of the last message."""
-    truncation: Truncation = "auto"
-    """Whether tokens of the conversation may leave for it."""
+    new: str | Sequence[Message] | Sequence[int]  # Messages, or token ids.
+    params: SamplingParams  # How to draw.
+    priority: int = 0  # Jobs of lower values go first.
+    context: Sequence[str | Sequence[int]] | None = None  # Chunks of text that stand in front of the last message.
+    truncation: Truncation = "auto"  # Whether tokens of the conversation may leave for it.

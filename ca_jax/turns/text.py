@@ -1,27 +1,30 @@
-"""Tokens to text as they come, and text to tokens off the engine's thread.
+"""The texts of a turn: tokens to text as they come, text to tokens off the engine's thread, and texts cut into chunks.
 
 Templates and tokenizers take a millisecond for each few thousand characters, in which nobody decodes. What asks for
 more than that under the engine's lock is stopped by a `TextWork`: the caller does the work elsewhere, and asks again.
 By then what is asked for may be something else (a conversation has moved on): then that is work too.
 
-Not here: templates and tokenizers themselves (serving.prompts, models).
+Chunks are reusable passages, whose KV is computed alone and used wherever in a prompt they come. Chunks of text are
+tokenised each alone, so that one is the same tokens wherever it stands:
+
+    tokens     h h h h | a a a a a a | b b b b | a a a a a a | q q q q        h template, a and b chunks, q question
+    ChunkSpan            start 4, 6    10, 4     14, 6
+
+Not here: templates and tokenizers themselves (serving.prompts, models), the KV of chunks (kv.chunk_kv, recompute).
+Source: CacheBlend (Yao et al., EuroSys 2025), section 5.1, KV cache store.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from ca_jax.errors import EmptyMessageError, InvalidRequestError
 
-class TokenStream(Protocol):
-    """What turns ids into text piece by piece (`models.tokenizer.TokenStream`)."""
-
-    def push(self, token_id: int) -> str:
-        """Takes an id and returns the text that is certain now."""
-
-    def flush(self) -> str:
-        """Returns what was held back."""
+if TYPE_CHECKING:
+    from ca_jax.models.tokenizer import TokenStream
 
 
 class TextOutput:
@@ -29,7 +32,7 @@ class TextOutput:
 
     Args:
       stream: detokeniser, or None where there is no tokenizer: the text is then empty.
-      min_tokens: first tokens in whose text they are not looked for.
+      min_tokens: first tokens in whose text stop strings are not looked for.
     """
 
     def __init__(self, stream: TokenStream | None, stop: tuple[str, ...] = (), min_tokens: int = 0) -> None:
@@ -44,12 +47,14 @@ class TextOutput:
 
     def push(self, token_id: int) -> str:
         """Takes a token and returns the text that can be shown."""
-        if self._num_exempt and self._stream is not None:
-            self._num_exempt -= 1
-            shown = self._stream.push(token_id)
-            self.text += shown
-            return shown
-        return self._give(self._stream.push(token_id)) if self._stream is not None and not self.stopped else ""
+        if self._stream is None or self.stopped:
+            return ""
+        if not self._num_exempt:
+            return self._give(self._stream.push(token_id))
+        self._num_exempt -= 1
+        shown = self._stream.push(token_id)
+        self.text += shown
+        return shown
 
     def finish(self) -> str:
         """Returns the rest, at the end of the answer."""
@@ -111,13 +116,7 @@ class Texts:
     def get(self, num_chars: int, function: Callable[..., T], *args: Any) -> T:
         """What a function gives for these arguments, which must be all that it depends on.
 
-        Args:
-          num_chars: of text that it works on.
-          *args: its arguments.
-
-        Raises:
-          TextWork: it is not known yet, and is too much to be done at once.
-          Exception: whatever the function raises.
+        Raises `TextWork` where that is not known yet and `num_chars` of text are too many to be worked on at once.
         """
         for known, its_args, result in self._known:
             if known == function and its_args == args:
@@ -128,3 +127,76 @@ class Texts:
 
     def _do(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._known.append((function, args, function(*args)))
+
+
+# Chunks.
+
+CHUNK_END = "\n\n"
+"""What is put behind a text that is a chunk and does not end in a line break, so that the next one begins a line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkSpan:
+    """One chunk of a prompt: which, and where it lies.
+
+    Raises:
+      ValueError: a negative start, or no tokens.
+    """
+
+    key: str
+    """Of its KV in the store."""
+    start: int
+    """Place of its first token in the prompt."""
+    num_tokens: int
+    """How many it has, at least 1."""
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or self.num_tokens < 1:
+            raise ValueError(
+                f"a chunk must be at least 1 token from place 0 on, got {self.num_tokens} from {self.start} on"
+            )
+
+    @property
+    def stop(self) -> int:
+        """The place behind its last token."""
+        return self.start + self.num_tokens
+
+    def shifted(self, num_tokens: int) -> ChunkSpan:
+        """The same chunk so many tokens further on; before, where that is negative. ValueError before the prompt."""
+        return dataclasses.replace(self, start=self.start + num_tokens)
+
+
+def chunk_text(text: str) -> str:
+    """A chunk's text as it is tokenised: with `CHUNK_END` behind it, unless it ends in a line break."""
+    return text if text.endswith("\n") else text + CHUNK_END
+
+
+def split_text(text: str, separator: str) -> list[str]:
+    """The pieces of a text between separators, blank ones left out.
+
+    Line breaks around a piece are dropped, so that a passage is the same chunk wherever in a text it stands.
+
+    Raises:
+      InvalidRequestError: the separator is empty.
+      EmptyMessageError: the text has no piece that is not blank.
+    """
+    if not separator:
+        raise InvalidRequestError("the separator of chunks must be at least one character, got an empty one")
+    pieces = [piece.strip("\r\n") for piece in text.split(separator) if piece.strip()]
+    if not pieces:
+        raise EmptyMessageError("a text must have at least one chunk in it, got a blank one")
+    return pieces
+
+
+def split_tokens(token_ids: Sequence[int], num_tokens: int) -> list[list[int]]:
+    """Pieces of so many tokens each, the last one of what is left.
+
+    Raises:
+      InvalidRequestError: `num_tokens` below 1.
+      EmptyMessageError: there are no tokens.
+    """
+    if num_tokens < 1:
+        raise InvalidRequestError(f"chunks must be at least 1 token, got {num_tokens}")
+    if not len(token_ids):
+        raise EmptyMessageError("a chunk must have at least one token, got none")
+    return [list(token_ids[start : start + num_tokens]) for start in range(0, len(token_ids), num_tokens)]
