@@ -46,12 +46,12 @@ def poison(engine: Engine, *, staged_layers: int = 2 * kit.NUM_LAYERS) -> None:
     engine.wait_until_ready()
     store, loader, sampler = _store(engine), engine._kv._loader, engine._sampler
     slab = store._dram.slab
-    allocator = store._dram.allocator
+    blocks = store._blocks
 
-    def free(ids: Iterable[int], original: Callable = allocator.free) -> None:
-        freed = list(ids)
-        original(freed)
-        slab.view(np.uint8)[freed] = NAN_BYTE
+    def free(tenant: str, ids: Iterable[int], original: Callable = blocks.free) -> None:
+        given_back = list(ids)
+        original(tenant, given_back)
+        slab.view(np.uint8)[[block for block in given_back if not blocks._taken[block]]] = NAN_BYTE
 
     def free_slot(slot: int, original: Callable = sampler.free_slot) -> None:
         original(slot)
@@ -59,7 +59,7 @@ def poison(engine: Engine, *, staged_layers: int = 2 * kit.NUM_LAYERS) -> None:
 
     slab.view(np.uint8)[...] = NAN_BYTE
     engine._runner.slots.buffers = jax.tree.map(lambda slot: jnp.full_like(slot, jnp.nan), engine._runner.slots.buffers)
-    allocator.free = free
+    blocks.free = free
     sampler.free_slot = free_slot
     loader.buffer = PoisonedBuffer(staged_layers * REGION_BYTES)
 
@@ -214,7 +214,7 @@ def assert_nothing_is_held(engine: Engine) -> None:
 
 def _assert_store_is_at_rest(store: AttentionStore) -> None:
     """No ticket is open, nothing is pinned or asked for, and blocks are those of published tokens."""
-    entries, allocator, layout = list(store._entries), store._dram.allocator, store.layout
+    entries, blocks, layout = list(store._entries), store._blocks, store.layout
     assert not store._transfers._open_loads, "a load's ticket is open"
     assert not store._entries._pins, "a session is pinned"
     assert len(store._placement._look_ahead) == 0, "a job that is gone is looked ahead to"
@@ -226,9 +226,9 @@ def _assert_store_is_at_rest(store: AttentionStore) -> None:
         assert len(entry.block_ids) == layout.num_blocks(entry.num_tokens), f"{entry.key} has blocks without tokens"
         assert not entry.replaced_blocks, f"{entry.key} holds blocks that nobody loads"
     held = sorted({block for entry in entries for block in entry.block_ids})
-    taken = [block for block, is_taken in enumerate(allocator._taken) if is_taken]
+    taken = [block for block, is_taken in enumerate(blocks._taken) if is_taken]
     assert taken == held, f"blocks of nobody: {sorted(set(taken) - set(held))}"
-    assert allocator.num_free == allocator.num_blocks - len(held)
+    assert blocks.num_free == blocks.num_blocks - len(held)
 
 
 def _store(engine: Engine) -> AttentionStore:

@@ -29,7 +29,7 @@ from ca_jax.storage.catalog.file import CATALOG_NAME, CatalogError
 from ca_jax.storage.catalog.records import Namespace, SessionRecord
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
-from ca_jax.storage.placement.blocks import BlockAllocator, ChargedBlocks
+from ca_jax.storage.placement.blocks import ChargedBlocks
 from ca_jax.storage.placement.orders import LookAhead
 from ca_jax.storage.placement.policy import (
     EVICTION_POLICIES,
@@ -271,8 +271,8 @@ class _Books:
             entry = self._table.get(key)
             return () if entry is None or entry.ssd is None else range(entry.ssd.num_blocks)
 
-        blocks = ChargedBlocks(BlockAllocator(0))  # None of them is shared.
-        views = self._table.in_dram, self._table.on_ssd
+        blocks = ChargedBlocks(0)  # None of them is shared.
+        views = self._table.in_dram.view, self._table.on_ssd.view
         self._rooms = [Room(policy, blocks, view, table_of, time.monotonic) for view in views]
         self._keys: Iterator[str] = (f"s{i}" for i in iter(lambda: int(rng.integers(config.num_sessions)), -1))
         self._jobs: collections.deque[tuple[int, str]] = collections.deque()
@@ -295,7 +295,7 @@ class _Books:
             self._table.use(entry, queued_s)
         found_s = time.perf_counter()
         fetch, _ = plan_fetches(
-            self._table.to_fetch(),
+            self._table.to_fetch.view(),
             lambda num_blocks, needed_at: self._rooms[0].choose(num_blocks, needed_at=needed_at),
             window_jobs=self._window_jobs,
             lacking=0,

@@ -17,7 +17,6 @@ import numpy as np
 from ca_jax.storage.catalog.records import Contents
 from ca_jax.storage.config import StoreConfig
 from ca_jax.storage.layout import KVLayout
-from ca_jax.storage.placement.blocks import BlockAllocator
 from ca_jax.storage.placement.policy import StoredEntry, StoreView, last_needed_first
 from ca_jax.storage.records import BlockIoError, IoFailure
 from ca_jax.storage.sessions import StoreParts
@@ -103,7 +102,6 @@ class SimulatedSsd:
         self.layout = layout
         self.num_blocks = num_blocks
         self.stored_block_bytes = layout.block_bytes
-        self.allocator = BlockAllocator(num_blocks)
         self._block_bytes = block_bytes
         self._links = {FetchTask: read, FlushTask: write}
         self._token_ids: dict[str, np.ndarray] = {}  # The catalog.

@@ -14,7 +14,7 @@ import numpy as np
 from ca_jax.storage.catalog.records import SessionRecord
 from ca_jax.storage.records import Owner
 from ca_jax.storage.sessions import Entry
-from ca_jax.storage.tokens import HASH_BYTES, Lineage, prefix_hashes, rows_left
+from ca_jax.storage.tokens import HASH_BYTES, Lineage, num_common, prefix_hashes
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -88,7 +88,7 @@ def shared_on_ssd(
             break
         if other is entry:
             continue
-        num_alike = _num_alike(shared, other.block_ids)
+        num_alike = num_common(np.array(shared), np.array(other.block_ids))
         if other.flush is not None:  # What it has there is not certain, cut as it may be when that has ended.
             num_coming = max(num_coming, min(num_alike, other.flush.record.num_tokens // block_tokens))
         elif other.ssd is not None and (num_alike := min(num_alike, other.num_same_rows // block_tokens)) > len(found):
@@ -134,32 +134,3 @@ def entry_of(record: SessionRecord) -> Entry:
         pinned=record.pinned,
         ssd=record,
     )
-
-
-def cut_copy(entry: Entry, kept: np.ndarray, lineage: Lineage, block_tokens: int) -> list[int]:
-    """Cuts what of a session is on SSD to some of its tokens.
-
-    Args:
-      entry: of the session, which is on SSD.
-      kept: bool `[T]`, which of the tokens there stay.
-      lineage: what has been dropped then.
-      block_tokens: tokens in a block.
-
-    Returns:
-      Its blocks on SSD that have no token left.
-    """
-    if entry.ssd is None:
-        return []
-    before = entry.ssd.block_ids
-    entry.ssd, table = entry.ssd.keep(kept, lineage, block_tokens)
-    entry.num_same_tokens = int(np.count_nonzero(kept[: entry.num_same_tokens]))
-    num_same_rows = rows_left(entry.num_same_rows, table, block_tokens)
-    entry.num_same_rows = min(num_same_rows, entry.places.num_places)
-    gone: list[int] = np.delete(before, table).tolist()
-    return gone
-
-
-def _num_alike(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many leading blocks two tables have in common."""
-    differs = (index for index, (one, other) in enumerate(zip(a, b, strict=False)) if one != other)
-    return next(differs, min(len(a), len(b)))

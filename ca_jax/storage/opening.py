@@ -48,7 +48,7 @@ class OpenedSsd:
     catalog: Catalog
     """Locked: no other engine has the directory."""
     tier: DiskTier
-    """The blocks. Those of `records` are taken in its allocator, all others free."""
+    """The blocks: free are all but those of `records`."""
     records: tuple[SessionRecord, ...]
     """The sessions that can be served, the least recently used first."""
     num_lost: int
@@ -59,7 +59,7 @@ class OpenedSsd:
     def reclaim(self) -> int:
         """Removes from the disk what no session of `records` refers to, leftovers of cut writes too.
 
-        To be called once, before the first write, on the thread that writes. The allocator may meanwhile have given
+        To be called once, before the first write, on the thread that writes. The free list may meanwhile have given
         such a block to a session that is to be written: it has no bytes of that session yet, so nothing is lost.
 
         A catalog that knows no session, or took the place of one that was set aside, says nothing of whose the blocks
@@ -174,7 +174,6 @@ def _take_in(catalog: Catalog, tier: DiskTier) -> tuple[tuple[SessionRecord, ...
         found = ", ".join(f"{number} since {reason}" for reason, number in sorted(reasons.items()))
         _LOG.warning("%d stored sessions in %s were forgotten: %s", num_lost, catalog.block_directory, found)
     sound = [record for index, record in enumerate(records) if index not in refused]
-    tier.allocator.take(np.flatnonzero(np.bincount(_all_block_ids(sound))))  # Each once: sessions share blocks.
     sound.sort(key=lambda record: record.last_used_s)
     return tuple(sound), num_lost
 

@@ -90,18 +90,13 @@ class MissReason(enum.StrEnum):
     """The caller gave the load up."""
     NO_ROOM = "no_room"
     """It is on SSD, and what is not pinned or in use in DRAM does not make room for it."""
+    # Its fetch from SSD failed, see `IoFailure`. What is corrupt or missing is forgotten.
     CORRUPT = "corrupt"
-    """What is on SSD is not what was written: a checksum or a length is wrong. It is forgotten."""
     MISSING = "missing"
-    """A block of it is gone from SSD. It is forgotten."""
     DEADLINE = "deadline"
-    """The SSD did not answer in time, or has not lately."""
     DEVICE = "device"
-    """The SSD reported another error."""
     CATALOG = "catalog"
-    """The catalog could not be read."""
     CANCELLED = "cancelled"
-    """The fetch was given up."""
     OTHER_SHARD = "other_shard"
     """It is there, and another process does not have its shard of it."""
     RECOMPUTED = "recomputed"
@@ -126,16 +121,12 @@ class FlushFailure(enum.StrEnum):
     """It needs more blocks than the tier has, or than its tenant may hold."""
     NO_ROOM = "no_room"
     """What is not pinned or in use on SSD does not hold enough blocks."""
+    # The write failed, see `IoFailure`; it is cancelled where the session was shortened or dropped meanwhile.
     NO_SPACE = "no_space"
-    """The disk is full, or would be under its floor."""
     DEADLINE = "deadline"
-    """The SSD did not answer in time."""
     DEVICE = "device"
-    """The SSD reported another error."""
     CATALOG = "catalog"
-    """The catalog could not be written."""
     CANCELLED = "cancelled"
-    """The session was shortened, dropped, or the store closed meanwhile."""
 
 
 class Note(bytes):

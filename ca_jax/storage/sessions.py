@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 from sortedcontainers import SortedList
 
 from ca_jax.storage.placement.blocks import ChargedBlocks
@@ -24,16 +25,16 @@ from ca_jax.storage.tiers.tasks import FetchTask, FlushTask
 from ca_jax.storage.tokens import (
     HASH_BYTES,
     PLAIN,
+    TOKEN_BYTES,
     Lineage,
     PrefixIndex,
     Published,
     SsdCopy,
     TokenPlaces,
+    as_token_ids,
     as_units,
     prefix_hashes,
 )
-
-_TOKEN_BYTES = 4
 
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
@@ -74,8 +75,6 @@ class Entry:
     ssd: SsdCopy | None = None
     num_same_tokens: int = 0
     """Leading tokens in DRAM that are those on SSD."""
-    num_same_rows: int = 0
-    """Leading rows of the block table in DRAM that are rows of that on SSD, byte for byte."""
     fetch: FetchTask | None = None
     """On its way to DRAM."""
     flush: FlushTask | None = None
@@ -107,6 +106,11 @@ class Entry:
     def num_reserved_places(self) -> int:
         """Rows up to the last of these tokens."""
         return self.open_saves[-1].stop_place if self.open_saves else self.places.num_places
+
+    @property
+    def num_same_rows(self) -> int:
+        """Leading rows of the block table in DRAM that are rows of that on SSD, byte for byte."""
+        return 0 if self.ssd is None else self.places.num_same_rows(self.ssd.places, self.num_same_tokens)
 
     @property
     def num_readable(self) -> int:
@@ -153,21 +157,20 @@ class SessionIndex:
         self._entries: dict[str, Entry] = {}
         self._returns = returns
         grouped = () if returns is None else (returns.group,)
-        self._in_dram: TierOrders[Entry] = TierOrders(look_ahead, self._describe, *grouped)
-        self._on_ssd: TierOrders[Entry] = TierOrders(look_ahead, self._describe_on_ssd, *grouped)
-        self._to_fetch: TierOrders[Entry] = TierOrders(look_ahead, self._describe_on_ssd)
-        self._tiers = self._in_dram, self._on_ssd, self._to_fetch
-        self.in_dram, self.on_ssd, self.to_fetch = (orders.view for orders in self._tiers)
-        """What a policy may see of a tier (of one tenant), or of what is on SSD only, can be fetched and has a job
-        waiting: lazy, so it must be used before the next change."""
+        self.in_dram: TierOrders[Entry] = TierOrders(look_ahead, self._describe, *grouped)
+        """Sessions that hold blocks of DRAM."""
+        self.on_ssd: TierOrders[Entry] = TierOrders(look_ahead, self._describe_on_ssd, *grouped)
+        """Sessions that are on SSD."""
+        self.to_fetch: TierOrders[Entry] = TierOrders(look_ahead, self._describe_on_ssd)
+        """Those on SSD only that can be fetched and have a job waiting."""
+        self._tiers = self.in_dram, self.on_ssd, self.to_fetch
         self._by_name: dict[str, set[str]] = collections.defaultdict(set)
         self._pins: collections.Counter[str] = collections.Counter()  # Of keys, whether they have an entry or not.
         self._by_expiry: SortedList[tuple[float, str]] = SortedList()  # Entries that do not live for ever.
         self._notes: dict[str, bytes] = {}  # Of pinned keys that have no entry yet.
         self._block_tokens = block_tokens
-        self._prefixes = PrefixIndex(self._published, _TOKEN_BYTES, block_tokens)
+        self._prefixes = PrefixIndex(self._published, TOKEN_BYTES, block_tokens)
         self._far_prefixes = PrefixIndex(self._published_on_ssd, HASH_BYTES)
-
         look_ahead.watch(self._requeue)
 
     def __len__(self) -> int:
@@ -181,16 +184,6 @@ class SessionIndex:
         """The other way round."""
         return reversed(self._entries.values())
 
-    @property
-    def num_in_dram(self) -> int:
-        """Sessions that hold blocks of DRAM."""
-        return len(self._in_dram)
-
-    @property
-    def num_on_ssd(self) -> int:
-        """Sessions that are on SSD."""
-        return len(self._on_ssd)
-
     def get(self, key: str) -> Entry | None:
         """The entry of that key, if there is one."""
         return self._entries.get(key)
@@ -199,21 +192,31 @@ class SessionIndex:
         """The entries of that session id, of whatever tenant."""
         return tuple(self._entries[key] for key in sorted(self._by_name.get(session_id, ())))
 
-    def find_prefix(self, tenant: str, token_ids: np.ndarray) -> tuple[int, str]:
-        """The tenant's session in DRAM that begins with the same tokens for longest, at least a block of them.
+    def find_prefix(self, tenant: str, token_ids: npt.ArrayLike, *, in_dram: bool = False) -> str | None:
+        """The tenant's session that begins with the same tokens for longest, at least a block of them. Not a use.
 
-        Of a session from which tokens were dropped only those before the first of them count.
+        In DRAM each token counts, on SSD each full block: what one there has of the next block is less than a fetch is
+        worth. Of equals the one in DRAM. Less than a block is not found: nothing of it could be shared, and computing
+        it anew costs no more than what else a first token takes. Of a session from which tokens were dropped only those
+        before the first of them count.
+
+        Costs what the prompt is long, however many sessions begin like it. Reads no file.
+
+        Args:
+          tenant: whose sessions; others' are never found.
+          token_ids: `[T]`, T > 0.
+          in_dram: look there alone.
 
         Returns:
-          How many tokens agree, and its key; 0 and an empty one where there is none.
+          Its key; None where there is none.
         """
-        return self._prefixes.find(tenant, as_units(token_ids))
-
-    def find_prefix_on_ssd(self, tenant: str, token_ids: np.ndarray) -> tuple[int, str]:
-        """The same among sessions that are on SSD and not in DRAM, counted in full blocks. Reads no file."""
-        hashes = prefix_hashes(token_ids, self._block_tokens)
-        num_blocks, key = self._far_prefixes.find(tenant, hashes)
-        return num_blocks * self._block_tokens, key
+        wanted = as_token_ids(token_ids)
+        num_tokens, near = self._prefixes.find(tenant, as_units(wanted))
+        if not in_dram and len(self.on_ssd):
+            num_blocks, far = self._far_prefixes.find(tenant, prefix_hashes(wanted, self._block_tokens))
+            if num_blocks * self._block_tokens > num_tokens:
+                return far
+        return near or None
 
     def adopt(self, entries: Sequence[Entry]) -> None:
         """Adds the sessions that an earlier process left, the least recently used first: faster than one by one."""
@@ -240,8 +243,7 @@ class SessionIndex:
         if not names:
             del self._by_name[entry.owner.session_id]
         for orders in self._tiers:
-            if entry.key in orders:
-                orders.remove(entry.key)
+            self._put(orders, entry, False)
 
     def num_pins(self, key: str) -> int:
         """How many pins a key has from its current users."""
@@ -306,9 +308,9 @@ class SessionIndex:
         if not (in_dram or entry.open_saves or entry.ssd or entry.fetch or entry.flush or entry.miss):
             self.remove(entry)
             return
-        self._put(self._in_dram, entry, in_dram, self.must_stay(entry))
+        self._put(self.in_dram, entry, in_dram, self.must_stay(entry))
         held = entry.pinned or bool(entry.num_pins) or entry.in_use or bool(entry.fetch or entry.flush)
-        self._put(self._on_ssd, entry, entry.ssd is not None, held)
+        self._put(self.on_ssd, entry, entry.ssd is not None, held)
         fetchable = (
             self._look_ahead.next_ticket(entry.key) is not None
             and entry.ssd is not None
@@ -316,7 +318,7 @@ class SessionIndex:
             and not (in_dram or entry.fetch or entry.flush)
             and len(entry.ssd.block_ids) <= self._max_fetched_blocks
         )
-        self._put(self._to_fetch, entry, fetchable, False)
+        self._put(self.to_fetch, entry, fetchable)
 
     def must_stay(self, entry: Entry) -> bool:
         """Whether a session must not leave DRAM."""
@@ -374,7 +376,7 @@ class SessionIndex:
         prefixes = entry.ssd.prefixes
         return entry.owner.tenant, prefixes, len(prefixes) // HASH_BYTES
 
-    def _put(self, orders: TierOrders[Entry], entry: Entry, belongs: bool, held: bool) -> None:
+    def _put(self, orders: TierOrders[Entry], entry: Entry, belongs: bool, held: bool = False) -> None:
         if belongs != (entry.key in orders):
             if belongs:
                 orders.add(entry.key, entry, entry.owner.tenant)
@@ -405,13 +407,10 @@ class StoreParts:
     """What the parts of one store share. All of it belongs to the bookkeeping thread."""
 
     index: SessionIndex
-    """The entries."""
     look_ahead: LookAhead
-    """The job queue."""
     dram: DramTier
-    """The blocks of DRAM."""
     blocks: ChargedBlocks
-    """Their free list."""
+    """Which of DRAM are free, and who holds which."""
     policy: EvictionPolicy
     """Who is evicted, from either tier."""
     counters: StoreStats

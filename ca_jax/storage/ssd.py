@@ -23,7 +23,7 @@ import numpy as np
 from ca_jax.storage.catalog.file import CatalogError, CatalogLateError
 from ca_jax.storage.catalog.records import SessionRecord
 from ca_jax.storage.config import StoreConfig
-from ca_jax.storage.flush import Cut, Move, cut_copy, entry_of, num_kept_blocks, record_of, shared_on_ssd
+from ca_jax.storage.flush import Cut, Move, entry_of, num_kept_blocks, record_of, shared_on_ssd
 from ca_jax.storage.placement.blocks import ChargedBlocks
 from ca_jax.storage.placement.policy import Room
 from ca_jax.storage.records import BlockIoError, FlushFailure, IoFailure, MissReason, Note, SsdStats
@@ -39,10 +39,10 @@ class SsdIndex:
     """The SSD tier as the AttentionStore sees it. Belongs to the bookkeeping thread.
 
     Args:
-      mover: does what is decided here. The blocks of `records` are taken in its allocator.
+      mover: does what is decided here.
       records: the sessions that are there, the least recently used first.
       num_lost: how many more were there, and cannot be served.
-      config: of the store; says what tenants may hold there.
+      config: says what tenants may hold there.
       parts: of the store; the entries' parts about SSD are changed here alone.
     """
 
@@ -56,25 +56,23 @@ class SsdIndex:
         parts: StoreParts,
     ) -> None:
         self._mover = mover
+        self.stored_block_bytes = mover.stored_block_bytes
+        """What a block takes on disk."""
         self._layout = mover.layout
         self._index = parts.index
         self._dram = parts.dram
         self._dram_blocks = parts.blocks
-        self._blocks = ChargedBlocks.in_bytes(
-            mover.allocator, config.tenant_quota_bytes, config.tenant_quotas, mover.stored_block_bytes
+        self._blocks = ChargedBlocks(
+            mover.num_blocks, config.tenant_quota_bytes, config.tenant_quotas, self.stored_block_bytes
         )
-        self._room = Room(parts.policy, self._blocks, parts.index.on_ssd, self._blocks_on_ssd, parts.runtime.clock)
+        self.room = Room(parts.policy, self._blocks, parts.index.on_ssd.view, self._blocks_on_ssd, parts.runtime.clock)
+        """Who is evicted from SSD."""
         self._counters = SsdStats(num_lost_sessions=num_lost)
         self._moves: dict[FetchTask | FlushTask, Move] = {}
         self._failed: list[Entry] = []  # What could not be written since `poll` was called last.
         self._late_until_s = -np.inf
         self._blocks.adopt((record.tenant, record.block_ids) for record in records)
         parts.index.adopt([entry_of(record) for record in records])
-
-    @property
-    def stored_block_bytes(self) -> int:
-        """What a block takes on disk."""
-        return self._mover.stored_block_bytes
 
     @property
     def can_flush(self) -> bool:
@@ -109,22 +107,10 @@ class SsdIndex:
         """Sizes now, and counts since the store was made."""
         return dataclasses.replace(
             self._counters,
-            **self._room.stats(self.stored_block_bytes),
-            num_sessions=self._index.num_on_ssd,
+            **self.room.stats(self.stored_block_bytes),
+            num_sessions=len(self._index.on_ssd),
             failed_flushes=dict(self._counters.failed_flushes),
         )
-
-    def wanted(self, key: str) -> None:
-        """A session's KV is wanted, for how soon that is after it was evicted from SSD: counts where no tier has it."""
-        entry = self._index.get(key)
-        if entry is not None and entry.ssd is not None:
-            self._room.gaps.forget(key)
-        elif entry is None or not entry.block_ids:
-            self._room.gaps.wanted(key)
-
-    def give_up(self, key: str) -> None:
-        """A session is forgotten by its owner: what was evicted of it will not be wanted."""
-        self._room.gaps.forget(key)
 
     # Moves.
 
@@ -161,16 +147,14 @@ class SsdIndex:
             self._blocks.free(entry.owner.tenant, shared_ids)
             return False
         if failure is FlushFailure.NO_ROOM and entry.ssd is not None:  # Rather its new state alone than its old one.
-            failure = self._make_room(entry, num_blocks - self._room.frees([entry.key]))
+            failure = self._make_room(entry, num_blocks - self.room.frees([entry.key]))
             if failure is None:
                 self._forget_copy(entry)
                 num_kept = 0
-        new_ids = None
-        if failure is None:
-            new_ids = self._blocks.alloc(entry.owner.tenant, num_blocks - num_kept - len(shared_ids))
-        if new_ids is None:
+        if failure is not None:
             self._blocks.free(entry.owner.tenant, shared_ids)
-            return self._skip_flush(entry, failure or FlushFailure.NO_ROOM)
+            return self._skip_flush(entry, failure)
+        new_ids = self._blocks.alloc_room(entry.owner.tenant, num_blocks - num_kept - len(shared_ids))
         kept_ids = [] if entry.ssd is None else entry.ssd.block_ids[:num_kept].tolist()
         dram_ids = entry.block_ids[num_kept:num_blocks]
         entry.flush = FlushTask(
@@ -338,7 +322,7 @@ class SsdIndex:
             block_ids, move.dram_blocks = move.dram_blocks, []
             entry.token_ids, entry.block_ids, entry.fetched = end.contents.token_ids, block_ids, True
             entry.places, entry.lineage = task.copy.places, task.copy.lineage
-            entry.num_same_tokens, entry.num_same_rows = entry.num_tokens, entry.places.num_places
+            entry.num_same_tokens = entry.num_tokens
             self._counters.num_fetches += 1
             self._counters.fetched_bytes += task.copy.num_blocks * self._layout.block_bytes
             return
@@ -352,7 +336,7 @@ class SsdIndex:
         for cut in move.cuts:
             self._cut_copy(move.entry, cut, move.entry.num_same_tokens)
         if move.detached:
-            move.entry.num_same_tokens = move.entry.num_same_rows = 0
+            move.entry.num_same_tokens = 0
 
     def _take_in_flush(self, move: Move, task: FlushTask, end: TaskEnd) -> None:
         entry = move.entry
@@ -370,7 +354,6 @@ class SsdIndex:
         self._blocks.free(entry.owner.tenant, old[task.num_kept_blocks :].tolist())
         entry.ssd = task.record
         entry.num_same_tokens = entry.ssd.num_tokens
-        entry.num_same_rows = entry.ssd.places.num_places
         self._take_in_note(entry, task.note)
         if (entry.pinned, entry.ttl_s) != (task.record.pinned, task.record.ttl_s):  # Changed while it was on its way.
             self.write_down(entry)
@@ -392,7 +375,7 @@ class SsdIndex:
     def _make_room(self, entry: Entry, num_blocks: int) -> FlushFailure | None:
         """Evicts from SSD until `num_blocks` more fit beside what `entry` has; or says why not, and evicts nothing."""
         with self._index.kept(entry):
-            victims = self._room.victims(entry.owner.tenant, num_blocks)
+            victims = self.room.victims(entry.owner.tenant, num_blocks)
         if victims is None:
             return FlushFailure.NO_ROOM
         evicted = {key: found for key in victims if (found := self._index.get(key)) is not None}
@@ -401,7 +384,7 @@ class SsdIndex:
                 self._take_note_back(victim)
         except CatalogLateError:
             return FlushFailure.DEADLINE
-        self._room.evict(evicted, lambda key: self._let_go(evicted[key]))
+        self.room.evict(evicted, lambda key: self._let_go(evicted[key]))
         if victims:
             self._mover.forget(victims)
         return None
@@ -425,8 +408,10 @@ class SsdIndex:
         if not kept.any():
             self._forget_copy(entry)
         elif not (kept.all() and cut.lineage == entry.ssd.lineage and cut.note is None):
-            gone = cut_copy(entry, kept, cut.lineage, self._layout.block_tokens)
-            self._blocks.free(entry.owner.tenant, gone)
+            block_ids = entry.ssd.block_ids
+            entry.ssd, table = entry.ssd.keep(kept, cut.lineage, self._layout.block_tokens)
+            entry.num_same_tokens = int(np.count_nonzero(kept[: entry.num_same_tokens]))
+            self._blocks.free(entry.owner.tenant, np.delete(block_ids, table).tolist())
             self._mover.cut(entry.key, kept, cut.lineage, cut.note)
 
     def _cancel_fetch(self, entry: Entry) -> None:
@@ -458,5 +443,5 @@ class SsdIndex:
         if entry.ssd is not None:
             self._blocks.free(entry.owner.tenant, entry.ssd.block_ids.tolist())
         entry.ssd, entry.noted = None, -1
-        entry.num_same_tokens = entry.num_same_rows = 0
+        entry.num_same_tokens = 0
         self._index.place(entry)

@@ -24,8 +24,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import numpy.typing as npt
-
 from ca_jax.storage.catalog.records import Namespace
 from ca_jax.storage.config import StoreConfig
 from ca_jax.storage.layout import KVLayout
@@ -49,7 +47,7 @@ from ca_jax.storage.sessions import Entry, SessionIndex, StoreParts
 from ca_jax.storage.ssd import SsdIndex
 from ca_jax.storage.tiering import Placement
 from ca_jax.storage.tiers.dram import DramTier
-from ca_jax.storage.transfers import Transfers, as_token_ids
+from ca_jax.storage.transfers import Transfers
 from ca_jax.storage.truncation import Truncation
 
 _CLOSE_S = 60.0  # How long `close` waits for what is on its way to SSD.
@@ -113,8 +111,8 @@ class AttentionStore:
         self._on_progress = runtime.on_progress
         policy = make_policy(config.eviction_policy) if policy is None else policy
         self._dram = DramTier(layout, config.dram_bytes)
-        self._blocks = ChargedBlocks.in_bytes(
-            self._dram.allocator, config.tenant_quota_bytes, config.tenant_quotas, layout.block_bytes
+        self._blocks = ChargedBlocks(
+            self._dram.num_blocks, config.tenant_quota_bytes, config.tenant_quotas, layout.block_bytes
         )
         self._look_ahead = look_ahead = LookAhead()
         returns = ReturnTimes(runtime.clock) if isinstance(policy, ReturnAwarePolicy) else None
@@ -192,7 +190,7 @@ class AttentionStore:
             self._counters,
             **self._placement.room.stats(self.layout.block_bytes),
             num_sessions=len(self._entries),
-            num_dram_sessions=self._entries.num_in_dram,
+            num_dram_sessions=len(self._entries.in_dram),
             misses=dict(self._counters.misses),
             skipped_saves=dict(self._counters.skipped_saves),
             ssd=None if self._ssd is None else self._ssd.stats(),
@@ -216,31 +214,7 @@ class AttentionStore:
         entry = self._entries.get(key)
         return entry is not None and entry.ssd is not None and entry.noted >= generation
 
-    def find_prefix(self, tenant: str, token_ids: npt.ArrayLike, *, in_dram: bool = False) -> str | None:
-        """The tenant's session that begins with the same tokens for longest, at least a block of them. Not a use.
-
-        In DRAM each token counts, on SSD each full block: what one there has of the next block is less than a fetch is
-        worth. Of equals the one in DRAM. Less than a block is not found: nothing of it could be shared, and computing
-        it anew costs no more than what else a first token takes. Of a session from which tokens were dropped only those
-        before the first of them count.
-
-        Costs what the prompt is long, however many sessions begin like it. Reads no file.
-
-        Args:
-          tenant: whose sessions; others' are never found.
-          token_ids: `[T]`, T > 0.
-          in_dram: look there alone.
-
-        Returns:
-          Its key; None where there is none.
-        """
-        wanted = as_token_ids(token_ids)
-        num_near, near = self._entries.find_prefix(tenant, wanted)
-        if self._ssd is not None and not in_dram:
-            num_far, far = self._entries.find_prefix_on_ssd(tenant, wanted)
-            if num_far > num_near:
-                return far
-        return near or None
+    find_prefix = _done_by("_index", SessionIndex.find_prefix)
 
     # The job queue, and what goes on in the background.
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import threading
 from collections.abc import Sequence
 
@@ -47,13 +48,13 @@ class SaveTicket:
         start_token: int,
         token_ids: np.ndarray,
         block_ids: np.ndarray,
-        start_place: int | None = None,
+        start_place: int,
     ) -> None:
         self.key = key
         """Session id."""
         self.start_token = start_token
         """First token, counted from the session's first."""
-        self.start_place = start_token if start_place is None else start_place
+        self.start_place = start_place
         """Where it goes: a row of the session's blocks. The others go behind it."""
         self.token_ids = token_ids
         """The tokens, int32 `[num_tokens]`, read-only."""
@@ -266,26 +267,21 @@ def _all_of(futures: Sequence[ts.Future]) -> ts.Future:
     """A future of several copies, or of none: done with the last of them, and failed if one has."""
     promise: ts.Promise
     promise, future = ts.Promise.new()
-    if not futures:
-        promise.set_result(None)
-        return future
-    lock = threading.Lock()
-    num_left = len(futures)
-    errors: list[BaseException] = []
+    num_done = itertools.count(1)  # Counts callbacks of several threads without a lock.
 
-    def one_done(done: ts.Future) -> None:
-        nonlocal num_left
-        error = done.exception()
-        with lock:
-            num_left -= 1
-            is_last = not num_left
-            if error is not None:
-                errors.append(error)
-        if is_last and errors:
+    def end() -> None:
+        errors = [error for each in futures if (error := each.exception()) is not None]
+        if errors:
             promise.set_exception(errors[0])
-        elif is_last:
+        else:
             promise.set_result(None)
 
+    def one_done(_: ts.Future) -> None:
+        if next(num_done) == len(futures):
+            end()
+
+    if not futures:
+        end()
     for each in futures:
         each.add_done_callback(one_done)
     return future

@@ -15,7 +15,7 @@ Source: CachedAttention (Gao et al., USENIX ATC 2024), section 3.3.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import numpy as np
 
@@ -34,8 +34,6 @@ class Placement:
     """Decides and begins moves. See the module.
 
     Args:
-      parts: of the store.
-      ssd: the SSD tier, if there is one.
       free_fraction: share of DRAM kept free in the background, if there is an SSD.
     """
 
@@ -46,11 +44,11 @@ class Placement:
         self._blocks = parts.blocks
         self._ssd = ssd
         self._looks_at_queue = not isinstance(parts.policy, LruPolicy | FifoPolicy)
-        self.room = Room(parts.policy, parts.blocks, parts.index.in_dram, self._evictable_blocks, parts.runtime.clock)
+        self._clock = parts.runtime.clock
+        self.room = Room(parts.policy, parts.blocks, parts.index.in_dram.view, self._evictable_blocks, self._clock)
         """Who is evicted from DRAM."""
         self._counters = parts.counters
         self._reserve_blocks = int(free_fraction * parts.blocks.num_blocks) if ssd is not None else 0
-        self._clock = parts.runtime.clock
         self._dirty: dict[str, float] = {}  # What is to be written to SSD, oldest first; from when on, by the clock.
 
     # What happens.
@@ -60,20 +58,19 @@ class Placement:
         self._index.use(entry, self._clock())
 
     def wanted(self, key: str) -> None:
-        """A session's KV is wanted, wherever it is: if it was evicted, this is how soon it is missed."""
+        """A session's KV is wanted. If a tier evicted it, and no tier has it at hand, this is how soon it is missed."""
         entry = self._index.get(key)
-        if entry is not None and entry.block_ids:
-            self.room.gaps.forget(key)
-        else:
-            self.room.gaps.wanted(key)
-        if self._ssd is not None:
-            self._ssd.wanted(key)
+        in_dram = entry is not None and bool(entry.block_ids)
+        on_ssd = entry is not None and entry.ssd is not None
+        self.room.wanted(key, in_dram)
+        if self._ssd is not None and (on_ssd or not in_dram):
+            self._ssd.room.wanted(key, on_ssd)
 
     def give_up(self, key: str) -> None:
         """A session is forgotten by its owner, stored or not: what was evicted of it will not be wanted."""
         self.room.gaps.forget(key)
         if self._ssd is not None:
-            self._ssd.give_up(key)
+            self._ssd.room.gaps.forget(key)
 
     def changed(self, entry: Entry) -> None:
         """A session has what SSD has not, in DRAM or kept with it."""
@@ -82,14 +79,14 @@ class Placement:
             self._dirty[entry.key] = 0.0
         self._index.place(entry)
 
-    def set_note(self, key: str, note: bytes) -> None:
+    def set_note(self, key: str, note: bytes | None) -> None:
         """Has `note` kept with a session, on SSD, from its next flush on, or without one if it is in no other place.
 
         For a pinned key of which nothing is stored it waits until something is: a turn may have ended before the store
-        had room for any of its KV.
+        had room for any of its KV. None keeps what is kept.
         """
         entry = self._index.get(key)
-        if self._ssd is None:
+        if self._ssd is None or note is None:
             return
         if entry is None:
             self._index.expect(key, note)
@@ -246,7 +243,7 @@ class Placement:
                 del entry.share_group[entry.key]
                 entry.share_group = None
             entry.lineage = PLAIN
-            entry.num_same_tokens = entry.num_same_rows = 0
+            entry.num_same_tokens = 0
             entry.waits_for_flush = entry.fetched = False
             if entry.ssd is None:
                 self._dirty.pop(entry.key, None)
@@ -254,11 +251,10 @@ class Placement:
                 self._dirty[entry.key] = 0.0
         self._index.place(entry)
 
-    def evict(self, entry: Entry) -> None:
-        """Forgets what of a session is in DRAM, for another state of it; what is on its way to SSD gets there."""
-        if self._ssd is not None:
-            self._ssd.detach(entry)
-        self._leave_dram(entry)
+    def leave_dram(self, entry: Entry) -> None:
+        """Forgets what of a session is in DRAM."""
+        entry.token_ids, entry.places = np.zeros(0, np.int32), TokenPlaces()
+        self.free_unused(entry)
 
     def forget(self, entry: Entry) -> None:
         """Forgets a session in both tiers, and what is on its way; it must not be in use."""
@@ -268,7 +264,7 @@ class Placement:
             self._ssd.cancel(entry)
             self._ssd.forget(entry)
         entry.miss = entry.note = None
-        self._leave_dram(entry)
+        self.leave_dram(entry)
 
     # How.
 
@@ -289,12 +285,7 @@ class Placement:
 
     def _evict(self, keys: Sequence[str]) -> None:
         entries = {key: found for key in keys if (found := self._index.get(key)) is not None}
-        self.room.evict(entries, lambda key: self._leave_dram(entries[key]))
-
-    def _leave_dram(self, entry: Entry) -> None:
-        """Forgets what of a session is in DRAM."""
-        entry.token_ids, entry.places = np.zeros(0, np.int32), TokenPlaces()
-        self.free_unused(entry)
+        self.room.evict(entries, lambda key: self.leave_dram(entries[key]))
 
     def _evictable_blocks(self, key: str) -> Sequence[int]:
         entry = self._index.get(key)
@@ -354,15 +345,25 @@ class Placement:
         if self._ssd is None or self._ssd.is_late or not len(self._look_ahead):
             return
         num_fetches = _MAX_FETCHES - self._ssd.num_fetching
-        if num_fetches <= 0 or not self._index.num_on_ssd:
+        if num_fetches <= 0 or not len(self._index.on_ssd):
             return
+        planned: collections.Counter[str] = collections.Counter()  # Blocks by tenant.
+
+        def admits(stored: StoredEntry) -> bool:
+            """Whether all planned of its tenant fits the quota: behind the first that does not, none is admitted."""
+            entry = self._index.get(stored.key)
+            if entry is None:
+                return False
+            planned[entry.owner.tenant] += stored.num_blocks
+            return not self._blocks.excess(entry.owner.tenant, planned[entry.owner.tenant])
+
         fetch, evict = plan_fetches(
-            self._index.to_fetch(),
+            self._index.to_fetch.view(),
             lambda num_blocks, needed_at: self.room.choose(num_blocks, needed_at=needed_at),
             window_jobs=self._prefetch_window(),
             lacking=self._reserve_blocks - self._blocks.num_free,
             max_fetches=num_fetches,
-            admits=self._within_quotas(),
+            admits=admits,
         )
         self._evict(evict)
         for entry in filter(None, map(self._index.get, fetch)):
@@ -371,29 +372,11 @@ class Placement:
 
     def _prefetch_window(self) -> int:
         """How many jobs from the queue's head on are fetched for."""
-        if self._ssd is None or not self._index.num_on_ssd:
+        if self._ssd is None or not len(self._index.on_ssd):
             return 0
         block_bytes = self._layout.block_bytes
-        mean_bytes = self._ssd.num_used_blocks * block_bytes / self._index.num_on_ssd
+        mean_bytes = self._ssd.num_used_blocks * block_bytes / len(self._index.on_ssd)
         return look_ahead_window(self._blocks.num_blocks * block_bytes, mean_bytes)
-
-    def _within_quotas(self) -> Callable[[StoredEntry], bool]:
-        """Admits sessions to a plan while each tenant's fit its quota together.
-
-        Behind the first of a tenant's that does not fit none of them is admitted: a small one must not take the room of
-        one that is needed sooner.
-        """
-        planned: collections.Counter[str] = collections.Counter()
-
-        def admits(stored: StoredEntry) -> bool:
-            entry = self._index.get(stored.key)
-            if entry is None:
-                return False
-            tenant = entry.owner.tenant
-            planned[tenant] += stored.num_blocks
-            return not self._blocks.excess(tenant, planned[tenant])
-
-        return admits
 
     def _expire(self) -> None:
         now_s = self._clock()

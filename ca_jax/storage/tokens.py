@@ -27,8 +27,11 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 from sortedcontainers import SortedList
 
+TOKEN_BYTES = 4
+"""Of a token id at rest."""
 _RUN = struct.Struct("<II")
 _MAX_CHANGED = 64  # Sessions that a search puts in their place, at most: a millisecond or two.
 
@@ -159,6 +162,22 @@ class TokenPlaces:
         is_first = np.diff(blocks, prepend=-1) > 0
         table = blocks[is_first]
         return TokenPlaces.of(places + (np.cumsum(is_first) - 1 - blocks) * block_tokens), table
+
+    def num_same_rows(self, other: TokenPlaces, num_tokens: int) -> int:
+        """Leading rows in use, up to the last of the leading tokens that lie at the same places in both sequences.
+
+        Args:
+          other: the places of the other sequence.
+          num_tokens: how many leading tokens the two have in common.
+        """
+        num_rows = 0
+        for run, other_run in zip(self.take(num_tokens).runs, other.take(num_tokens).runs, strict=False):
+            if run[0] != other_run[0]:
+                break
+            num_rows = run[0] + min(run[1], other_run[1])
+            if run != other_run:
+                break
+        return num_rows
 
     def stretches(self, block_tokens: int) -> tuple[list[tuple[int, int, int]], tuple[BlockRows, ...]]:
         """The tokens of whole blocks side by side, and those of other blocks: quick where there are few runs.
@@ -333,20 +352,6 @@ class SsdCopy:
         return tokens, blocks
 
 
-def rows_left(num_rows: int, kept_blocks: np.ndarray, block_tokens: int) -> int:
-    """How many of the first `num_rows` rows of a block table are leading rows of what stays of it.
-
-    Args:
-      num_rows: leading rows of the table.
-      kept_blocks: int64 `[n]`, which of its blocks stay, ascending.
-      block_tokens: rows in a block.
-    """
-    num_full, rest = divmod(num_rows, block_tokens)
-    num_kept = int(np.searchsorted(kept_blocks, num_full))
-    has_part = num_kept < len(kept_blocks) and kept_blocks[num_kept] == num_full
-    return num_kept * block_tokens + (rest if has_part else 0)
-
-
 Published = tuple[str, np.ndarray | bytes, int]
 """What a session has to share: its tenant; token ids, int32 `[T]`, or hashes of blocks, joined, another object whenever
 they are others; and how many of these units, from the first on, others may have the KV of."""
@@ -416,11 +421,11 @@ class PrefixIndex:
           How many units agree, and its key; 0 and an empty one where there is none.
         """
         self._catch_up()
-        place = tenant, wanted
+        place, sequence = (tenant, wanted), np.frombuffer(wanted, np.uint8)
         around = (self._sorted.irange(maximum=place, reverse=True), self._sorted.irange(minimum=place))
         neighbours = [item for item in (next(items, None) for items in around) if item is not None]
         found = [
-            (_num_common_bytes(item.sequence, wanted) // self._unit_bytes, item.key)
+            (num_common(np.frombuffer(item.sequence, np.uint8), sequence) // self._unit_bytes, item.key)
             for item in neighbours
             if item.tenant == tenant
         ]
@@ -444,13 +449,30 @@ class PrefixIndex:
         self._sorted.update(added)  # Of few it adds one by one; with many it sorts all.
 
 
+def as_token_ids(token_ids: npt.ArrayLike) -> np.ndarray:
+    """Token ids as int32 `[T]`, read-only.
+
+    Raises:
+      ValueError: there are none, or they are not a list of int32.
+    """
+    given = np.asarray(token_ids)
+    if given.ndim != 1 or not given.size or not np.issubdtype(given.dtype, np.integer):
+        raise ValueError(f"token_ids must be a non-empty list of integers, got {given.dtype}{list(given.shape)}")
+    ids = given.astype(np.int32)
+    if not np.array_equal(ids, given):
+        raise ValueError(f"token_ids must be int32, got values in [{given.min()}, {given.max()}]")
+    ids.flags.writeable = False
+    return ids
+
+
 def as_units(token_ids: np.ndarray) -> bytes:
     """Token ids as units of 4 bytes: in whatever order they sort so, sequences that begin alike stand side by side."""
     return np.ascontiguousarray(token_ids, "<i4").tobytes()
 
 
-def _num_common_bytes(a: bytes, b: bytes) -> int:
+def num_common(a: np.ndarray, b: np.ndarray) -> int:
+    """Length of the longest common prefix."""
     length = min(len(a), len(b))
-    differs = np.frombuffer(a, np.uint8, length) != np.frombuffer(b, np.uint8, length)
+    differs = a[:length] != b[:length]
     first = int(differs.argmax()) if length else 0
     return first if length and differs[first] else length

@@ -14,7 +14,7 @@ from ca_jax.storage.records import MissReason, Owner, Residency
 from ca_jax.storage.sessions import Entry, StoreParts
 from ca_jax.storage.tickets import LoadTicket, SaveTicket, TicketState
 from ca_jax.storage.tiering import Placement
-from ca_jax.storage.tokens import Lineage
+from ca_jax.storage.tokens import Lineage, as_token_ids, num_common
 from ca_jax.storage.truncation import Truncation
 
 
@@ -22,9 +22,6 @@ class Transfers:
     """Saves and loads of sessions in DRAM. Belongs to the bookkeeping thread.
 
     Args:
-      parts: of the store.
-      placement: makes room.
-      truncation: shortens what is stored.
       ttl_s: how long sessions are kept whose owner does not say.
     """
 
@@ -88,7 +85,7 @@ class Transfers:
             return None
         if self._would_write_to_others(entry):  # A session that shared it may have made the room.
             self._own_last_block(entry)
-        entry.block_ids.extend(self._take_blocks(entry, num_blocks))
+        entry.block_ids.extend(self._blocks.alloc_room(entry.owner.tenant, num_blocks))
         if not start_token:
             entry.lineage = Lineage(num_dropped, num_plain)
         ticket = SaveTicket(self._dram, key, start_token, token_ids, np.array(entry.block_ids), start_place)
@@ -142,14 +139,21 @@ class Transfers:
         Raises:
           ValueError: the ticket is completed already, or not of this store.
         """
-        if ticket.state is not TicketState.ABORTED:
-            self._abort_saves(self._entry_of(ticket), first=ticket)
+        if ticket.state is TicketState.ABORTED:
+            return
+        entry = self._entry_of(ticket)
+        position = entry.open_saves.index(ticket)
+        for each in entry.open_saves[position:]:
+            each.close(TicketState.ABORTED)
+            self._counters.num_aborted_saves += 1
+        del entry.open_saves[position:]
+        self._placement.free_unused(entry)
 
     def abort_saves(self, key: str) -> None:
         """Gives up all open saves of a session. Waits for writes under way."""
         entry = self._index.get(key)
         if entry is not None and entry.open_saves:
-            self._abort_saves(entry, first=entry.open_saves[0])
+            self.abort_save(entry.open_saves[0])
 
     # Loads.
 
@@ -180,17 +184,19 @@ class Transfers:
         token_ids = as_token_ids(token_ids)
         self._placement.wanted(key)
         entry = self._index.get(key)
-        num_tokens = 0 if entry is None else _num_served(entry, token_ids, num_dropped)
-        miss = self._miss_of(entry, num_tokens)
-        if entry is not None:
-            self._placement.used(entry)
-        if entry is None or miss is not None:
-            self._counters.misses[miss or MissReason.ABSENT] += 1
-            if entry is not None:
-                entry.miss = None
-                if truncate:  # What comes would come between this and the save from the first token.
-                    self._placement.give_up_fetch(entry)
-                self._index.place(entry)
+        if entry is None:
+            self._counters.misses[MissReason.ABSENT] += 1
+            return None
+        self._placement.used(entry)
+        num_tokens = num_common(entry.token_ids, token_ids)
+        if entry.lineage.num_dropped != num_dropped:
+            num_tokens = entry.lineage.plain_tokens(num_tokens)
+        if not num_tokens:
+            self._counters.misses[_miss_of(entry)] += 1
+            entry.miss = None
+            if truncate:  # What comes would come between this and the save from the first token.
+                self._placement.give_up_fetch(entry)
+            self._index.place(entry)
             return None
         if truncate and not entry.in_use:
             if num_tokens < entry.num_tokens:
@@ -262,7 +268,7 @@ class Transfers:
         entry = entry or self._new_entry(key, owner)
         if entry.owner.tenant != from_entry.owner.tenant:
             raise ValueError(f"the source must be of tenant {entry.owner.tenant!r}, got another's")
-        num_tokens = from_entry.lineage.plain_tokens(_common_prefix(from_entry.token_ids, token_ids))
+        num_tokens = from_entry.lineage.plain_tokens(num_common(from_entry.token_ids, token_ids))
         num_shared, num_rows = divmod(num_tokens, self._layout.block_tokens)
         entry.block_ids = from_entry.block_ids[:num_shared]
         self._blocks.share(entry.block_ids)
@@ -273,7 +279,7 @@ class Transfers:
         if not num_tokens:
             return 0
         if num_rows:
-            (own,) = self._take_blocks(entry, 1)
+            (own,) = self._blocks.alloc_room(entry.owner.tenant, 1)
             self._copy_rows(from_entry.block_ids[num_shared], own, num_rows)
             entry.block_ids.append(own)
         entry.token_ids = from_entry.token_ids[:num_tokens].copy()
@@ -307,7 +313,7 @@ class Transfers:
     def _own_last_block(self, entry: Entry) -> None:
         """Has a session copy its last block: no block that others hold is ever written to. There is room."""
         shared = entry.block_ids.pop()
-        (own,) = self._take_blocks(entry, 1)
+        (own,) = self._blocks.alloc_room(entry.owner.tenant, 1)
         self._copy_rows(shared, own, entry.num_reserved_places % self._layout.block_tokens)
         entry.block_ids.append(own)
         if entry.num_open_loads:
@@ -318,11 +324,6 @@ class Transfers:
     def _copy_rows(self, source: int, block: int, num_rows: int) -> None:
         """Copies the first rows of a block of DRAM to another. Those behind may be written meanwhile."""
         np.copyto(self._dram.slab[block, :, :, :num_rows], self._dram.slab[source, :, :, :num_rows])
-
-    def _take_blocks(self, entry: Entry, num_blocks: int) -> tuple[int, ...]:
-        """Blocks for a session to go on in, for which room was made."""
-        last = entry.block_ids[-1] if entry.block_ids else None
-        return self._blocks.alloc_room(entry.owner.tenant, num_blocks, last)
 
     def _new_entry(self, key: str, owner: Owner | None) -> Entry:
         owner = owner or Owner()
@@ -344,25 +345,6 @@ class Transfers:
             self._index.add(entry)
         self._index.place(entry)
         self._placement.used(entry)
-
-    def _miss_of(self, entry: Entry | None, num_served: int) -> MissReason | None:
-        """Why a load that serves so many tokens serves nothing; None if it serves some."""
-        if entry is None:
-            return MissReason.ABSENT
-        if not entry.num_tokens:
-            if entry.miss is not None:
-                return entry.miss
-            return MissReason.ABSENT if entry.residency is Residency.ABSENT else MissReason.PENDING
-        return None if num_served else MissReason.MISMATCH
-
-    def _abort_saves(self, entry: Entry, first: SaveTicket) -> None:
-        """Aborts `first` and the later saves of `entry`."""
-        position = entry.open_saves.index(first)
-        for ticket in entry.open_saves[position:]:
-            ticket.close(TicketState.ABORTED)
-            self._counters.num_aborted_saves += 1
-        del entry.open_saves[position:]
-        self._placement.free_unused(entry)
 
     def _end_load(self, ticket: LoadTicket, state: TicketState) -> None:
         entry = self._open_loads.pop(ticket, None)
@@ -387,30 +369,10 @@ class Transfers:
         return entry
 
 
-def as_token_ids(token_ids: npt.ArrayLike) -> np.ndarray:
-    """Token ids as int32 `[T]`, read-only.
-
-    Raises:
-      ValueError: there are none, or they are not a list of int32.
-    """
-    given = np.asarray(token_ids)
-    if given.ndim != 1 or not given.size or not np.issubdtype(given.dtype, np.integer):
-        raise ValueError(f"token_ids must be a non-empty list of integers, got {given.dtype}{list(given.shape)}")
-    ids = given.astype(np.int32)
-    if not np.array_equal(ids, given):
-        raise ValueError(f"token_ids must be int32, got values in [{given.min()}, {given.max()}]")
-    ids.flags.writeable = False
-    return ids
-
-
-def _num_served(entry: Entry, token_ids: np.ndarray, num_dropped: int) -> int:
-    """How many of these tokens' KV a session in DRAM has, for one from which so many tokens were dropped."""
-    num_tokens = _common_prefix(entry.token_ids, token_ids)
-    return num_tokens if entry.lineage.num_dropped == num_dropped else entry.lineage.plain_tokens(num_tokens)
-
-
-def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """Length of the longest common prefix."""
-    length = min(len(a), len(b))
-    differs = np.flatnonzero(a[:length] != b[:length])
-    return int(differs[0]) if differs.size else length
+def _miss_of(entry: Entry) -> MissReason:
+    """Why a load of a session serves nothing."""
+    if entry.num_tokens:
+        return MissReason.MISMATCH
+    if entry.miss is not None:
+        return entry.miss
+    return MissReason.ABSENT if entry.residency is Residency.ABSENT else MissReason.PENDING

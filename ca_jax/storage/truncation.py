@@ -47,13 +47,7 @@ class _Copy:
 
 
 class Truncation:
-    """Cuts sessions that are not in use. See the module.
-
-    Args:
-      parts: of the store.
-      placement: is notified of changes.
-      ssd: the SSD tier, if there is one.
-    """
+    """Cuts sessions that are not in use. See the module."""
 
     def __init__(self, parts: StoreParts, placement: Placement, ssd: SsdIndex | None) -> None:
         self._index = parts.index
@@ -109,10 +103,10 @@ class Truncation:
             self._placement.give_up(key)
         entry = self._index.get(key)
         if entry is None:
-            if not num_tokens:
-                self._index.expect(key, None)
-            elif note is not None:
+            if num_tokens:
                 self._placement.set_note(key, note)
+            else:
+                self._index.expect(key, None)
             return 0
         _check_idle(entry)
         self.shorten(entry, num_tokens, note)
@@ -123,8 +117,7 @@ class Truncation:
         if num_tokens and not entry.num_readable and self._ssd is not None:
             self._ssd.cancel(entry)  # What is on its way is of a state that was given up, with tokens that must go.
             self._index.place(entry)
-            if note is not None:
-                self._placement.set_note(entry.key, note)
+            self._placement.set_note(entry.key, note)
         elif num_tokens:
             self._discard(entry, np.arange(max(entry.num_readable, num_tokens)) >= num_tokens, note)
         else:
@@ -158,7 +151,9 @@ class Truncation:
         num_plain = entry.known_lineage.num_plain
         if entry.num_tokens:
             _check_idle(entry)
-            self._placement.evict(entry)
+            if self._ssd is not None:
+                self._ssd.detach(entry)
+            self._placement.leave_dram(entry)
         return num_plain
 
     def discard(self, key: str, discarded: npt.ArrayLike, note: bytes | None = None) -> int:
@@ -181,11 +176,12 @@ class Truncation:
           ValueError: `discarded` is no list of bool.
           EntryInUseError: a load or save of it is open.
         """
-        mask = as_mask(discarded)
+        mask = np.asarray(discarded)
+        if mask.ndim != 1 or mask.dtype != np.bool_:
+            raise ValueError(f"discarded must be bool[T], got {mask.dtype}{list(mask.shape)}")
         entry = self._index.get(key)
         if entry is None:
-            if note is not None:
-                self._placement.set_note(key, note)
+            self._placement.set_note(key, note)
             return 0
         _check_idle(entry)
         self._discard(entry, mask, note)
@@ -194,8 +190,7 @@ class Truncation:
     def _discard(self, entry: Entry, discarded: np.ndarray, note: bytes | None) -> None:
         """Forgets tokens of a session in both tiers, and of what is on its way."""
         if not entry.num_readable:
-            if note is not None:
-                self._placement.set_note(entry.key, note)
+            self._placement.set_note(entry.key, note)
             return
         kept = np.ones(entry.num_readable, bool)
         num_tokens = min(len(kept), len(discarded))
@@ -257,7 +252,6 @@ class Truncation:
         if error is None and is_same:
             entry.block_ids, entry.places = list(copy.fresh_ids), TokenPlaces.dense(entry.num_tokens)
             self._placement.free_dram(entry, copy.block_ids)
-            entry.num_same_rows = 0  # It lies otherwise on SSD.
             self._placement.changed(entry)
             return
         self._blocks.free(entry.owner.tenant, copy.fresh_ids)
@@ -288,18 +282,6 @@ def copy_together(
             num_rows = min(block_tokens - row, part.num_tokens - done)
             slab[fresh_ids[index]][:, :, row : row + num_rows] = rows[:, :, done : done + num_rows]
             done += num_rows
-
-
-def as_mask(discarded: npt.ArrayLike) -> np.ndarray:
-    """Which tokens to discard, as bool `[T]`.
-
-    Raises:
-      ValueError: it is something else.
-    """
-    mask = np.asarray(discarded)
-    if mask.ndim != 1 or mask.dtype != np.bool_:
-        raise ValueError(f"discarded must be bool[T], got {mask.dtype}{list(mask.shape)}")
-    return mask
 
 
 def _check_idle(entry: Entry) -> None:

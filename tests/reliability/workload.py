@@ -161,9 +161,9 @@ def check_books(engine: Engine, directory: Path, *, fresh: bool = False) -> None
     holders = collections.Counter(block for record in records for block in record.block_ids.tolist())
     held = sorted(holders)
     assert ssd._blocks._others == {block: number - 1 for block, number in holders.items() if number > 1}
-    taken = [block for block, is_taken in enumerate(tier.allocator._taken) if is_taken]
+    taken = [block for block, is_taken in enumerate(ssd._blocks._taken) if is_taken]
     assert taken == held, f"the free list must be {held} to be taken, got {taken}"
-    assert tier.allocator.num_free == tier.num_blocks - len(held)
+    assert ssd._blocks.num_free == tier.num_blocks - len(held)
     assert stats.ssd is not None
     assert stats.ssd.used_bytes == len(held) * tier.stored_block_bytes
     assert sum(info.ssd_bytes for info in infos) == holders.total() * tier.stored_block_bytes

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ca_jax.storage import AttentionStore
+from ca_jax.storage.store import AttentionStore
 
 from .filled_store import Kept, fill
 from .store_helpers import make_store, open_gated

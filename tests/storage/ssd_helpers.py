@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tensorstore as ts
 
-from ca_jax.storage import KVLayout
+from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.tiers.disk import DiskOptions, DiskTier
 from ca_jax.storage.tiers.formats import RawTier, Zarr3Tier
 

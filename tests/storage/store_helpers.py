@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from ca_jax.storage import AttentionStore, EntryInfo, EvictionPolicy, KVLayout, StoreConfig
 from ca_jax.storage import opening as ssd_setup
-from ca_jax.storage.config import GIB
+from ca_jax.storage.config import GIB, StoreConfig
+from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.opening import open_ssd
-from ca_jax.storage.records import Owner, StoreRuntime
+from ca_jax.storage.placement.policy import EvictionPolicy
+from ca_jax.storage.records import EntryInfo, Owner, StoreRuntime
+from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tiers.disk import DiskTier
 from ca_jax.storage.tiers.io import IoHandle, IoQueue
 from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline

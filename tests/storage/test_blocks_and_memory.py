@@ -10,78 +10,62 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ca_jax.storage import BlockAllocator, DramTier, host_array
 from ca_jax.storage.placement.blocks import ChargedBlocks
+from ca_jax.storage.tiers.dram import DramTier, host_array
 
 from .store_helpers import make_layout
 
 
 def test_a_double_free_is_refused_and_frees_nothing():
-    free = BlockAllocator(4)
-    free.alloc(3)
+    blocks = charged(4, None)
+    blocks.alloc("x", 3)
     with pytest.raises(ValueError, match="block 3 is freed twice"):
-        free.free([0, 3])
+        blocks.free("x", [0, 3])
     with pytest.raises(ValueError, match="block 1 is freed twice"):
-        free.free([1, 1])
+        blocks.free("x", [1, 1])
     with pytest.raises(ValueError, match=r"in \[0, 4\), got 4"):
-        free.free([4])
-    assert free.num_free == 1
-    free.free([0, 1, 2])
-    assert free.alloc(4) == (0, 1, 2, 3)
+        blocks.free("x", [4])
+    assert blocks.num_free == 1
+    blocks.free("x", [0, 1, 2])
+    assert blocks.alloc("x", 4) == (0, 1, 2, 3)
 
 
-def test_taking_is_all_or_nothing():
-    free = BlockAllocator(6)
-    free.take(block for block in (2, 3))
-    free.take([])
-    with pytest.raises(ValueError, match="block 3 is taken twice"):
-        free.take([0, 3, 5])
-    with pytest.raises(ValueError, match="block 5 is taken twice"):
-        free.take([5, 0, 5])
+def test_adopting_is_all_or_nothing():
+    blocks = charged(6, None)
+    blocks.adopt([])
     for outside in (-1, 6, 2**40):
         with pytest.raises(ValueError, match=rf"block id must be in \[0, 6\), got {outside}"):
-            free.take([0, outside])
-    for others in ([0.0], [[0]], np.zeros((1, 1), np.int64), [True], [0, 2**64]):
-        with pytest.raises(ValueError, match="block ids must be integers"):
-            free.take(others)
-    with pytest.raises(ValueError, match=r"in \[0, 0\), got 0"):
-        BlockAllocator(0).take([0])
-    assert free.num_free == 4
-    assert free.alloc(4) == (0, 1, 4, 5)  # Two runs of two, the first one first.
+            blocks.adopt([("x", np.array([0, outside]))])
+    blocks.adopt([("x", np.array([2, 3]))])
+    with pytest.raises(ValueError, match="no block must be taken before, got 2"):
+        blocks.adopt([("x", np.array([0]))])
+    assert blocks.num_free == 4
+    assert blocks.alloc("x", 4) == (0, 1, 4, 5)
 
 
 @given(st.data())
 def test_accounting_is_exact_whatever_comes(data):
-    free = BlockAllocator(12)
+    blocks = charged(12, None)
     held: list[tuple[int, ...]] = []
+    adopted = tuple(data.draw(st.lists(st.integers(0, 11), unique=True, max_size=6)))
+    blocks.adopt([("x", np.array(adopted, np.int64))])
+    held.append(adopted)
     for _ in range(data.draw(st.integers(0, 25))):
-        if data.draw(st.booleans()):
-            taken = {block for ids in held for block in ids}
-            ids = tuple(data.draw(st.lists(st.integers(0, 11), unique=True, max_size=6)))
-            if taken.isdisjoint(ids):
-                free.take(ids)
-                held.append(ids)
-            else:
-                with pytest.raises(ValueError, match="is taken twice"):
-                    free.take(ids)
-            continue
         if held and data.draw(st.booleans()):
-            free.free(held.pop(data.draw(st.integers(0, len(held) - 1))))
+            blocks.free("x", held.pop(data.draw(st.integers(0, len(held) - 1))))
         else:
             taken = {block for ids in held for block in ids}
             wanted = data.draw(st.integers(1, 6))
-            ids = free.alloc(wanted, after=data.draw(st.none() | st.integers(0, 11)))
+            ids = blocks.alloc("x", wanted)
             if ids is None:
                 assert wanted > 12 - len(taken)
                 continue
-            assert len(set(ids)) == wanted
-            assert taken.isdisjoint(ids)
-            assert all(0 <= block < 12 for block in ids)
+            assert list(ids) == sorted(set(range(12)) - taken)[:wanted]
             held.append(ids)
-        assert free.num_free == 12 - sum(map(len, held))
+        assert blocks.num_free == 12 - sum(map(len, held))
     for ids in held:
-        free.free(ids)
-    assert free.alloc(12) == tuple(range(12))  # One run again.
+        blocks.free("x", ids)
+    assert blocks.alloc("x", 12) == tuple(range(12))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
@@ -131,10 +115,10 @@ def test_a_capacity_that_cannot_be_is_refused():
 
 
 def test_a_quota_below_nothing_and_blocks_never_taken_are_refused():
-    with pytest.raises(ValueError, match="quota must be a number of blocks >= 0, or None, got -1"):
-        charged(quota_blocks=-1)
+    with pytest.raises(ValueError, match="quota must be a number of bytes >= 0, or None, got -1"):
+        charged(quota_bytes=-1)
     with pytest.raises(ValueError, match="got -2"):
-        ChargedBlocks(BlockAllocator(0), None, {"x": -2})
+        ChargedBlocks(0, None, {"x": -2})
     blocks = charged()
     blocks.alloc("x", 3)
     blocks.alloc("y", 3)
@@ -142,14 +126,14 @@ def test_a_quota_below_nothing_and_blocks_never_taken_are_refused():
         blocks.free("x", [0, 1, 2, 3])
 
 
-def charged(num_blocks: int = 6, quota_blocks: int | None = 4) -> ChargedBlocks:
-    return ChargedBlocks(BlockAllocator(num_blocks), quota_blocks)
+def charged(num_blocks: int = 6, quota_bytes: int | None = 4) -> ChargedBlocks:
+    return ChargedBlocks(num_blocks, quota_bytes)
 
 
 def test_blocks_are_charged_to_who_takes_them():
     blocks = charged()
     assert blocks.alloc("x", 3) == (0, 1, 2)
-    assert blocks.alloc("y", 2, after=2) == (3, 4)
+    assert blocks.alloc("y", 2) == (3, 4)
     assert (blocks.num_blocks, blocks.num_free, blocks.lacking(1), blocks.lacking(3)) == (6, 1, 0, 2)
     assert blocks.alloc("y", 2) is None
     assert (blocks.excess("x", 1), blocks.excess("x", 3), blocks.excess("y", 2), blocks.excess("z", 5)) == (0, 2, 0, 1)
@@ -160,10 +144,8 @@ def test_blocks_are_charged_to_who_takes_them():
     assert blocks.excess("x", 4) == 1
 
 
-def test_what_was_taken_before_is_charged_afterwards():
-    allocator = BlockAllocator(6)
-    allocator.take([1, 3])
-    blocks = ChargedBlocks(allocator, 4)
+def test_what_was_held_before_is_taken_and_charged():
+    blocks = ChargedBlocks(6, 4)
     blocks.adopt([("x", np.array([3])), ("y", np.array([], np.int64)), ("x", np.array([1, 3]))])
     assert (blocks.num_free, blocks.excess("x", 3), blocks.excess("y", 4)) == (4, 1, 0)
     blocks.free("x", [1, 3])
@@ -173,11 +155,11 @@ def test_what_was_taken_before_is_charged_afterwards():
 
 
 def test_a_tenant_that_is_named_has_a_quota_of_its_own():
-    quota = ChargedBlocks.in_bytes(BlockAllocator(9), 29, (("x", 50), ("y", 0)), block_bytes=10)
+    quota = ChargedBlocks(9, 29, (("x", 50), ("y", 0)), block_bytes=10)
     quota.alloc("x", 4)
     assert [quota.excess(tenant, 3) for tenant in "xyz"] == [2, 3, 1]
     assert [quota.admits(tenant, 3) for tenant in "xyz"] == [True, False, False]
-    assert ChargedBlocks.in_bytes(BlockAllocator(9), None, (("x", 50),), block_bytes=10).excess("z", 1 << 60) == 0
+    assert ChargedBlocks(9, None, (("x", 50),), block_bytes=10).excess("z", 1 << 60) == 0
 
 
 def test_a_shared_block_is_charged_once_and_free_when_all_have_given_it_back():

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from ca_jax.storage import AttentionStore
 from ca_jax.storage.catalog.file import CatalogLateError
 from ca_jax.storage.records import FlushFailure, MissReason, Residency
+from ca_jax.storage.store import AttentionStore
 
 from .store_helpers import (
     LAYOUT,

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ca_jax.storage import DramTier
 from ca_jax.storage.layout import layer_sums
 from ca_jax.storage.records import BlockIoError, IoFailure
 from ca_jax.storage.tiers.disk import DiskOptions
+from ca_jax.storage.tiers.dram import DramTier
 from ca_jax.storage.tiers.formats import Zarr3Tier
 
 from .ssd_helpers import NUM_BLOCKS, Disk, StoppedClock, make_blocks, make_disk, read, small_disk, unwritable

@@ -9,7 +9,7 @@ import crc32c
 import numpy as np
 import pytest
 
-from ca_jax.storage import StoreConfig
+from ca_jax.storage.config import StoreConfig
 from ca_jax.storage.layout import layer_sums
 
 from .store_helpers import as_bits, make_kv, make_layout

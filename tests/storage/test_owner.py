@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ca_jax.storage import AttentionStore
 from ca_jax.storage.collect import collect_garbage, drop_session, take_over_blocks
 from ca_jax.storage.inspector import StoreInspector
+from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tiers.formats import Zarr3Tier
 from ca_jax.storage.tiers.owner import ID_NAME, OWNER_NAME, BlocksOwnedError, claim_blocks
 

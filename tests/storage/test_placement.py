@@ -7,8 +7,7 @@ import functools
 import numpy as np
 import pytest
 
-from ca_jax.storage import MissReason, Residency, SkipReason
-from ca_jax.storage.records import FlushFailure, Owner
+from ca_jax.storage.records import FlushFailure, MissReason, Owner, Residency, SkipReason
 
 from .ssd_helpers import StoppedClock
 from .store_helpers import (

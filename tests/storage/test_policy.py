@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.loop_workload import Stored, Tier, describe, hits_of_one_tier
-from ca_jax.storage.placement.blocks import BlockAllocator, ChargedBlocks
+from ca_jax.storage.placement.blocks import ChargedBlocks
 from ca_jax.storage.placement.orders import LookAhead, TierOrders
 from ca_jax.storage.placement.policy import (
     EvictionPolicy,
@@ -72,7 +72,7 @@ def view(*entries: tuple) -> StoreView:
 def make_room(policy, stored: StoreView, num_free: int = 0) -> Room:
     """Room in a tier of these sessions, which share no block."""
     tables = {entry.key: range(entry.num_blocks) for entry in stored.by_created}
-    blocks = ChargedBlocks(BlockAllocator(num_free))
+    blocks = ChargedBlocks(num_free)
     return Room(policy, blocks, lambda tenant: stored, lambda key: tables.get(key, ()), lambda: 0.0)
 
 
@@ -367,10 +367,8 @@ class Lacking(ChargedBlocks):
 
 
 def room(lacking: int, excess: int = 0, tenant: str = "x", held: str = "", policy=None, tables=TABLES):
-    orders, allocator = TierOrders(LookAhead(), describe), BlockAllocator(12)
-    blocks = Lacking(allocator)
+    orders, blocks = TierOrders(LookAhead(), describe), Lacking(12)
     blocks.num_lacking, blocks.num_excess = lacking, excess
-    allocator.take({block for table in tables.values() for block in table})
     blocks.adopt((key[0], np.array(table)) for key, table in tables.items())
     for key, table in tables.items():
         orders.add(key, Stored(key, len(table)), key[0])

@@ -68,7 +68,7 @@ TOKENS_ON_SSD = st.lists(st.integers(0, 1), min_size=1, max_size=9)
     sessions=st.lists(st.tuples(TOKENS_ON_SSD, st.sampled_from("xy"), st.none() | st.integers(0, 9), st.booleans())),
     wanted=st.lists(st.integers(0, 1), max_size=9),
 )
-def test_on_ssd_it_is_the_longest_that_a_scan_of_all_blocks_finds(sessions, wanted):
+def test_in_both_tiers_it_is_the_longest_that_a_scan_finds_on_ssd_by_whole_blocks(sessions, wanted):
     table = SessionIndex(LookAhead(), 99, BLOCK_TOKENS)
     agreeing: dict[str, int] = {}
     with table._prefixes.loading(), table._far_prefixes.loading():
@@ -83,10 +83,13 @@ def test_on_ssd_it_is_the_longest_that_a_scan_of_all_blocks_finds(sessions, want
                 prefixes=prefix_hashes(np.array(plain), BLOCK_TOKENS),
             )
             if in_dram:
-                entry.token_ids = np.array(tokens, np.int32)
-            elif tenant == "x":
-                agreeing[entry.key] = min(num_common(plain, wanted), len(plain)) // BLOCK_TOKENS * BLOCK_TOKENS
+                entry.token_ids, entry.lineage = np.array(tokens, np.int32), lineage
+            if tenant == "x":
+                common = min(num_common(plain, wanted), len(plain))
+                num_full = common // BLOCK_TOKENS * BLOCK_TOKENS
+                agreeing[entry.key] = common if in_dram and num_full else num_full
             table.add(entry)
-    num_tokens, key = table.find_prefix_on_ssd("x", np.array(wanted, np.int32))
-    assert num_tokens == max(agreeing.values(), default=0)
-    assert agreeing.get(key, 0) == num_tokens
+    if wanted:
+        key = table.find_prefix("x", wanted)
+        longest = max(agreeing.values(), default=0)
+        assert (key is None, agreeing.get(key, 0)) == (not longest, longest)

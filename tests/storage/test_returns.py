@@ -10,10 +10,9 @@ import itertools
 import numpy as np
 import pytest
 
-from ca_jax.storage import Residency
 from ca_jax.storage.placement import returns
 from ca_jax.storage.placement.returns import NUM_GROUPS, ReturnTimes, ReuseGaps, best_rates
-from ca_jax.storage.records import GAP_BOUNDS_S, GapHistogram
+from ca_jax.storage.records import GAP_BOUNDS_S, GapHistogram, Residency
 
 from .ssd_helpers import StoppedClock
 from .store_helpers import LAYOUT, ids, load, make_kv, make_store, put, save

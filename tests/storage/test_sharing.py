@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ca_jax.storage import Residency
-from ca_jax.storage.records import Owner, SkipReason
+from ca_jax.storage.records import Owner, Residency, SkipReason
 
 from .store_helpers import (
     LAYOUT,

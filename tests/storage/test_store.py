@@ -7,14 +7,9 @@ import threading
 import numpy as np
 import pytest
 
-from ca_jax.storage import (
-    AttentionStore,
-    MissReason,
-    Residency,
-    SkipReason,
-    StoreClosedError,
-    StoreConfig,
-)
+from ca_jax.storage.config import StoreConfig
+from ca_jax.storage.records import MissReason, Residency, SkipReason, StoreClosedError
+from ca_jax.storage.store import AttentionStore
 
 from .store_helpers import (
     BLOCK_TOKENS,

@@ -25,9 +25,10 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from ca_jax.storage import EntryInUseError, KVLayout, LoadTicket, MissReason, Residency, SaveTicket
+from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.placement.blocks import ChargedBlocks
-from ca_jax.storage.records import FlushFailure, Owner
+from ca_jax.storage.records import EntryInUseError, FlushFailure, MissReason, Owner, Residency
+from ca_jax.storage.tickets import LoadTicket, SaveTicket
 from ca_jax.storage.tiers.tasks import FlushTask
 from ca_jax.storage.tokens import PLAIN, Lineage, SsdCopy, TokenPlaces
 
@@ -931,7 +932,7 @@ class StoreMachine(RuleBasedStateMachine):
 def check_books(blocks: ChargedBlocks, tables: list[tuple[str, list[int]]]) -> int:
     """Blocks are taken, counted and charged as tenants' tables hold them; how many."""
     held = collections.Counter(block for _, table in tables for block in table)
-    taken = {block for block, is_taken in enumerate(blocks._allocator._taken) if is_taken}
+    taken = {block for block, is_taken in enumerate(blocks._taken) if is_taken}
     assert taken == held.keys()
     assert blocks.num_free + len(held) == blocks.num_blocks
     assert blocks._others == {block: number - 1 for block, number in held.items() if number > 1}

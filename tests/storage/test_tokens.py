@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ca_jax.storage.tokens import PLAIN, Lineage, SsdCopy, TokenPlaces, rows_left
+from ca_jax.storage.tokens import PLAIN, Lineage, SsdCopy, TokenPlaces
 
 BLOCK_TOKENS = st.integers(1, 5)
 # What happens to a session: so many tokens more, so many left, or which of them stay.
@@ -118,12 +120,12 @@ def test_runs_that_cannot_be_are_refused(runs):
         TokenPlaces(runs)
 
 
-@given(BLOCK_TOKENS, st.integers(0, 30), st.sets(st.integers(0, 9)))
-def test_leading_rows_that_are_left(block_tokens, num_rows, kept):
-    rows = [(i, row) for i in sorted(kept) for row in range(block_tokens)]
-    leading = {(i, row) for i in range(30) for row in range(block_tokens) if i * block_tokens + row < num_rows}
-    expected = next((n for n, each in enumerate(rows) if each not in leading), len(rows))
-    assert rows_left(num_rows, np.array(sorted(kept), np.int64), block_tokens) == expected
+@given(st.sets(st.integers(0, 12)), st.sets(st.integers(0, 12)), st.integers(0, 14))
+def test_leading_rows_are_the_same_as_far_as_tokens_lie_at_the_same_places(one, other, num_tokens):
+    alike = list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(sorted(one), sorted(other), strict=False)))
+    expected = [place + 1 for place, _ in alike[:num_tokens]]
+    places = [TokenPlaces.of(np.array(sorted(each), np.int64)) for each in (one, other)]
+    assert places[0].num_same_rows(places[1], num_tokens) == (expected[-1] if expected else 0)
 
 
 @given(

@@ -7,8 +7,8 @@ import threading
 import numpy as np
 import pytest
 
-from ca_jax.storage import MissReason
 from ca_jax.storage import truncation as cutting
+from ca_jax.storage.records import MissReason
 
 from .store_helpers import LAYOUT, PATIENCE_S, as_bits, ids, info, load, make_kv, make_store, mask_of, save, used_blocks
 

@@ -9,12 +9,12 @@ import shutil
 import numpy as np
 import pytest
 
-from ca_jax.storage import AttentionStore, Residency
 from ca_jax.storage.catalog.catalog import CatalogReader
 from ca_jax.storage.catalog.file import CatalogAccessError
 from ca_jax.storage.catalog.records import Namespace
 from ca_jax.storage.inspector import StoreInspector, catalog_problems, read_session, verify
-from ca_jax.storage.records import FlushFailure
+from ca_jax.storage.records import FlushFailure, Residency
+from ca_jax.storage.store import AttentionStore
 
 from .store_helpers import (
     LAYOUT,

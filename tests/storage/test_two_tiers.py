@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ca_jax.storage import MissReason, Residency, SkipReason
 from ca_jax.storage.catalog.catalog import CatalogReader
 from ca_jax.storage.catalog.file import CatalogFullError
 from ca_jax.storage.catalog.records import Namespace
-from ca_jax.storage.records import FlushFailure, Note, Owner
+from ca_jax.storage.records import FlushFailure, MissReason, Note, Owner, Residency, SkipReason
 from ca_jax.telemetry.timeline import Timeline
 
 from .ssd_helpers import StoppedClock

@@ -198,7 +198,7 @@ class TierOrders(Generic[T]):
             by_created=_Described(orders.by_created, described),
             idle=_Described(orders.idle, described),
             by_next_job=_Described(orders.waiting, described),
-            idle_groups=tuple(_Described(group, described) for group in orders.groups.values()),
+            idle_groups=tuple(_Described(group, described) for group in orders.groups.values() if group),
         )
 
     def _enter(self, slot: _Slot[T]) -> None:
@@ -228,8 +228,7 @@ class TierOrders(Generic[T]):
             slot.group = self._group_of(slot.key)
         for orders in slot.orders:
             if ticket is None:
-                orders.idle[slot.key] = slot
-                orders.groups.setdefault(slot.group, collections.OrderedDict())[slot.key] = slot
+                orders.idle[slot.key] = orders.groups[slot.group][slot.key] = slot
             else:
                 orders.waiting[ticket] = slot
 
@@ -237,8 +236,6 @@ class TierOrders(Generic[T]):
         for orders in slot.orders:
             if ticket is None:
                 del orders.idle[slot.key], orders.groups[slot.group][slot.key]
-                if not orders.groups[slot.group]:
-                    del orders.groups[slot.group]
             else:
                 del orders.waiting[ticket]
 
@@ -263,7 +260,8 @@ class _Orders(Generic[T]):
         self.by_created: collections.OrderedDict[str, _Slot[T]] = collections.OrderedDict()
         self.by_last_used: collections.OrderedDict[str, _Slot[T]] = collections.OrderedDict()
         self.idle: collections.OrderedDict[str, _Slot[T]] = collections.OrderedDict()
-        self.groups: dict[int, collections.OrderedDict[str, _Slot[T]]] = {}  # Of the idle ones; no group is empty.
+        self.groups: dict[int, collections.OrderedDict[str, _Slot[T]]]  # Of the idle ones.
+        self.groups = collections.defaultdict(collections.OrderedDict)
         self.waiting: SortedDict[int, _Slot[T]] = SortedDict()  # Those that are not idle, by ticket of their next job.
 
 

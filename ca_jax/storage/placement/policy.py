@@ -229,6 +229,10 @@ class Room:
             self._num_evicted_blocks += self._blocks.num_free - num_free
             self.gaps.evicted(key)
 
+    def wanted(self, key: str, is_here: bool) -> None:
+        """A session is wanted, which the tier has or misses."""
+        (self.gaps.forget if is_here else self.gaps.wanted)(key)
+
     def stats(self, block_bytes: int) -> dict[str, Any]:
         """The fields of `TierStats`, for blocks of so many bytes."""
         num_blocks, num_free = self._blocks.num_blocks, self._blocks.num_free
@@ -327,21 +331,10 @@ def last_needed_first(view: StoreView, needed_at: int | None) -> Iterable[Stored
 
 def _least_worth_first(groups: Iterable[Reversible[StoredEntry]]) -> Iterator[StoredEntry]:
     """The entries of all groups, always the one of the lowest rate among those at their ends."""
-    ends: list[tuple[float, float, int, StoredEntry, Iterator[StoredEntry]]] = []
-    number = itertools.count()  # So that entries are never compared.
-
-    def push(end: Iterator[StoredEntry]) -> None:
-        entry = next(end, None)
-        if entry is not None:
-            heapq.heappush(ends, (entry.return_rate, entry.last_used_s, next(number), entry, end))
-
-    for group in groups:
-        push(iter(group))
-        push(reversed(group))
+    ends = [end for group in groups for end in (iter(group), reversed(group))]
     named: set[str] = set()
-    while ends:
-        _, _, _, entry, end = heapq.heappop(ends)
+    # Within a group the rates may fall and rise: `merge` looks at the next of each end only, as is wanted here.
+    for entry in heapq.merge(*ends, key=lambda entry: (entry.return_rate, entry.last_used_s)):
         if entry.key not in named:  # If it is, the other end has come from there.
             named.add(entry.key)
             yield entry
-            push(end)

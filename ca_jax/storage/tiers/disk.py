@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 
 from ca_jax.storage.layout import KVLayout, layer_sums
-from ca_jax.storage.placement.blocks import BlockAllocator
 from ca_jax.storage.records import BlockIoError, IoFailure
 from ca_jax.storage.tiers.io import IoHandle, IoQueue
 
@@ -54,7 +53,7 @@ class DiskTier(abc.ABC):
     blocks of a move belong to it until the handle has `settled`, after an error or a missed deadline too. Only whole
     blocks are written. The tier does not know whose a block is: a write replaces what was there.
 
-    Any thread may move blocks; the allocator belongs to one thread. L layers, K KV heads, H head dim.
+    Any thread may move blocks. L layers, K KV heads, H head dim.
 
     Args:
       layout: the shape of a block.
@@ -98,11 +97,6 @@ class DiskTier(abc.ABC):
             IoQueue(max_in_flight=number, deadline_s=options.deadline_s, clock=options.clock)
             for number in (MAX_READS, MAX_WRITES)
         )
-
-    @functools.cached_property
-    def allocator(self) -> BlockAllocator:
-        """The free list. At start all blocks are free, whatever is on disk: the catalog takes its own."""
-        return BlockAllocator(self.num_blocks)
 
     def read_blocks(
         self,

@@ -22,7 +22,6 @@ import numpy.typing as npt
 import tensorstore as ts
 
 from ca_jax.storage.layout import KVLayout
-from ca_jax.storage.placement.blocks import BlockAllocator
 
 
 class DramTier:
@@ -39,8 +38,6 @@ class DramTier:
         """The shape of a block."""
         self.num_blocks = capacity_bytes // layout.block_bytes
         """How many blocks the capacity holds."""
-        self.allocator = BlockAllocator(self.num_blocks)
-        """The free list."""
         self.slab = host_array((self.num_blocks, *layout.block_shape), layout.numpy_dtype)
         """`[num_blocks, L, 2, block_tokens, K, H]`: the slab itself. For parts of blocks."""
         self.blocks = ts.array(self.slab)

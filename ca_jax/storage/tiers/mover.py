@@ -79,7 +79,7 @@ class SsdWorker:
         """See `SsdMover`."""
         self.stored_block_bytes = tier.stored_block_bytes
         """See `SsdMover`."""
-        self.allocator = tier.allocator
+        self.num_blocks = tier.num_blocks
         """See `SsdMover`."""
         self.num_changes = 0
         """See `SsdMover`."""

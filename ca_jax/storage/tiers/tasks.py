@@ -13,7 +13,6 @@ import numpy as np
 
 from ca_jax.storage.catalog.records import Contents, SessionRecord
 from ca_jax.storage.layout import KVLayout
-from ca_jax.storage.placement.blocks import BlockAllocator
 from ca_jax.storage.records import BlockIoError
 from ca_jax.storage.tokens import Lineage, SsdCopy
 
@@ -100,8 +99,8 @@ class SsdMover(Protocol):
     """The shape of a block."""
     stored_block_bytes: int
     """What one block takes on SSD: the unit of the cap."""
-    allocator: BlockAllocator
-    """The free list."""
+    num_blocks: int
+    """How many blocks the cap holds."""
     num_changes: int
     """Changes of the catalog that were asked for and not tried yet."""
 
