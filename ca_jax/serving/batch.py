@@ -26,7 +26,7 @@ from ca_jax.device.buckets import pad_to
 from ca_jax.device.processes import all_agree, least
 from ca_jax.device.runner import Runner
 from ca_jax.device.runtime import Runtime
-from ca_jax.device.sampler import Draw, Drawn, Sampler
+from ca_jax.device.sampler import Draw, Sampler
 from ca_jax.device.transfer import to_host, to_host_memory
 from ca_jax.kv import costs
 from ca_jax.kv.save import TurnSaver
@@ -81,7 +81,7 @@ class Decoder:
 
     def step(
         self, rows: list[DecodeRow], run_ahead: bool, on_dispatched: Callable[[], None] = lambda: None
-    ) -> tuple[Drawn, jax.Array, np.ndarray | None]:
+    ) -> tuple[Draw, jax.Array, np.ndarray | None]:
         """Decodes one token for each row, and waits for them.
 
         Args:
@@ -190,7 +190,7 @@ class Batch:
         if not job.done:
             self._metrics.cancelled += 1
             self._finish(job, FinishReason.CANCELLED)
-            for orphan in self._kv.chunks.orphans(job):
+            for orphan in self._kv.orphans(job):
                 self.cancel(orphan)
 
     def _begin_loads(self, plan: StepPlan) -> None:
@@ -319,7 +319,7 @@ class Batch:
             with self._ending(job):  # A discarder may be anybody's.
                 self._truncator.cut_running(job, self._savers.get(job))
 
-    def _accept(self, job: Job, drawn: Drawn, row: int) -> None:
+    def _accept(self, job: Job, drawn: Draw, row: int) -> None:
         """Takes the token that was drawn for a row and ends the job if it is the last."""
         token = int(drawn.tokens[row])
         if not job.output_ids:

@@ -3,7 +3,7 @@
 A pass runs some of the new tokens through all layers. Each layer's history is taken from the load just before it is
 dispatched, and its new KV handed to be saved right after. Between passes other jobs decode.
 
-Not here: which job and how many tokens (engine), staging (load), jitted code (steps).
+Not here: which job and how many tokens (engine), staging (layer_loader), jitted code (steps).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ca_jax.device.processes import least
 from ca_jax.device.runner import JOINED_TOKENS, Prefill, Runner
 from ca_jax.device.runtime import Runtime
 from ca_jax.errors import ProcessesError
-from ca_jax.kv.histories import History
-from ca_jax.kv.load import LayerLoad, LoadError
+from ca_jax.kv.layer_loader import LayerLoad, LoadError
+from ca_jax.kv.load import History
 from ca_jax.kv.save import TurnSaver
 from ca_jax.kv.session_kv import SessionKV
 from ca_jax.recompute.plan import blend_plan
@@ -218,10 +218,7 @@ class Prefilling:
 
     def insert(self) -> None:
         """Moves the KV into its decode slot. Does not wait."""
-        done = self._runner.insert(self._prefill)
-        if self._history is not None and self._history.load is not None:
-            for layer, marker in done.items():
-                self._history.load.used(layer, marker)
+        self._runner.insert(self._prefill)
 
     def release(self) -> None:
         """Lets go of staging, however far it is; waits for what reads it unless it was inserted."""
@@ -229,7 +226,7 @@ class Prefilling:
             self._kv.histories.release(self._history)
 
     def _start(self, num_loaded: int) -> Prefill:
-        return self._runner.start_prefill(self._slot, self.job.prompt_ids[num_loaded:], num_loaded)
+        return Prefill(self._slot, self.job.prompt_ids[num_loaded:], num_loaded)
 
     def _dispatch(self, num_tokens: int) -> None:
         prefill = self._prefill
@@ -318,7 +315,7 @@ class Prefilling:
         session, prefill = self.job.session, self._prefill
         if session is None:
             raise RuntimeError(f"job {self.job.job_id} has a history and no session")
-        self._mended = None
+        self._mended = prefill.source = None  # Its layers go when they are in the slot.
         if session.is_kept:
             self._kv.write_buffer.make_room(prefill.history_length + prefill.num_done)
             parts = [  # All of it before what is stored gives way to it.

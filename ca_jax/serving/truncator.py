@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from ca_jax.device.runner import Runner
+from ca_jax.device.runner import Prefill, Runner
 from ca_jax.errors import ContextWindowError, InvalidRequestError
 from ca_jax.kv.save import TurnSaver
 from ca_jax.kv.session_kv import SessionKV
@@ -280,7 +280,7 @@ class Truncator:
         token_ids = job.token_ids[:-1]
         if job.slot is None:
             raise RuntimeError(f"job {job.job_id} decodes without a slot")
-        prefill = self._runner.start_prefill(job.slot, token_ids, 0)
+        prefill = Prefill(job.slot, token_ids, 0)
 
         def save(layer: int, kv: jax.Array) -> None:
             if saver is not None:
