@@ -56,7 +56,7 @@ STRANGERS = {
 WITHOUT_JAX = {
     *("errors", "telemetry.timeline", "telemetry.wakeup", "storage", "overflow", "turns", "config", "session"),
     *("simulate.clock", "simulate.config", "simulate.paper", "simulate.server", "simulate.traces"),
-    *("kv.costs", "kv.rates", "serving.scheduler"),
+    *("kv.costs", "serving.scheduler"),
 }
 JAX_PACKAGES = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}
 LINKS = {"models", "storage", "launch"}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ca_jax.config import EngineConfig
-from ca_jax.kv.rates import PrefillRate
+from ca_jax.kv.costs import PrefillRate
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.simulate.config import DecodeSample
 from ca_jax.simulate.replay.running import (
