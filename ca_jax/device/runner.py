@@ -133,11 +133,8 @@ class Runner:
         """Copies small host data to all devices of the model; see `transfer.to_device`."""
         self.config = config
         """Of the model."""
-        params = (
-            params
-            if sharding is not None
-            else {**params, "packed": params_to_device(pack_params(config, params["params"]))}
-        )
+        if sharding is None:
+            params = {**params, "packed": params_to_device(pack_params(config, params["params"]))}
         self._params = params
         self._timeline = timeline
         self.with_attention = sizes.with_attention

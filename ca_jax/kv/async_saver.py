@@ -190,8 +190,8 @@ class AsyncSaver:
 
     def _write(self, ticket: SaveTicket, part: Part) -> None:
         is_layer = isinstance(part, LayerPart)
-        jax.block_until_ready(part.kv if is_layer else part.steps)
-        name = f"save {part.layer}" if is_layer else f"save {len(part.steps)} decoded"
+        jax.block_until_ready(part.kv if isinstance(part, LayerPart) else part.steps)
+        name = f"save {part.layer}" if isinstance(part, LayerPart) else f"save {len(part.steps)} decoded"
         started_s = time.perf_counter()
         with self._timeline.annotate("save", name, key=ticket.key[:12]):
             part.write(ticket)
