@@ -193,8 +193,11 @@ class LayerLoad:
           LoadError: they could not be read.
           StagingInUseError: there is no room for them.
         """
-        if layer:
-            self._give_up_if_short(layer - 1)
+        num_regions = self._loader.buffer.memory.nbytes // self._num_bytes
+        if layer and layer - 1 + num_regions < self.num_layers:
+            # A later layer is to lie where the last one does, and nothing is dispatched before it now: later on giving
+            # it up would wait for all that was dispatched meanwhile, and the link for that.
+            self.reclaim(layer - 1)
         self._loader.pump()
         last = self.num_layers - 1
         ahead = min(layer + min(self._loader.device_ahead, self.depth + 1), last)
@@ -256,14 +259,6 @@ class LayerLoad:
         if stage.used is None and stage.computed is not None and self._reclaim is not None:
             self.used(layer, self._reclaim(layer))
         return stage.used is not None
-
-    def _give_up_if_short(self, layer: int) -> None:
-        """Has a computed layer given up at once where a later one is to lie in its region: nothing is before it then.
-
-        Later on that would wait for all that was dispatched meanwhile, and the link for that.
-        """
-        if layer + self._loader.buffer.memory.nbytes // self._num_bytes < self.num_layers:
-            self.reclaim(layer)
 
     @property
     def _num_bytes(self) -> int:
