@@ -292,28 +292,19 @@ class Runner:
         row[0, : len(token_ids)] = token_ids
         return self.embed(row)
 
-    def recompute_first(self, slot: int, tokens: list[int], num_tokens: int) -> int:
+    def recompute_first(self, slot: int, tokens: list[int], num_tokens: int) -> None:
         """Computes the first tokens of a slot anew, with nothing before them, and puts them there. Does not wait.
 
         Args:
           slot: which.
           tokens: all that are in it.
           num_tokens: how many to compute; rounded up to what is compiled.
-
-        Returns:
-          How many were computed.
         """
-        num_tokens = min(num_tokens, len(tokens))
-        count = 0
-        while count < num_tokens:
-            part = min(self.chunk_tokens, num_tokens - count)
-            part = min(pad_to(self.new_token_buckets, part), len(tokens) - count)
-            count += part
+        _, count = self.padded(0, num_tokens)
         prefill = Prefill(slot, tokens[:count], 0)
         while prefill.num_left:
             self.run_pass(prefill, min(self.chunk_tokens, prefill.num_left))
             self.insert(prefill, with_past=False)  # Its past is padded: each pass is put in by itself.
-        return count
 
     def warmup(self, max_history: int, max_new: int, progress: Callable[[str, int, int], None] | None = None) -> None:
         """Compiles what prefills up to these sizes and decoding need, by running it. All slots must be free.
