@@ -267,16 +267,6 @@ def test_others_move_by_the_map_that_fits_best(start, stop):
     np.testing.assert_array_equal(found[:, stop:], kv[:, stop:])
 
 
-@pytest.mark.parametrize("positions", [np.arange(0, 96, 8), np.array([90]), np.arange(8)])
-def test_what_all_move_by_is_what_others_move_by(positions):
-    """By nothing, where nobody says it: first tokens do not."""
-    kv, by = noise()[0], noise(1)[0][:, :1]
-    wanted = kv.copy()
-    if positions.max() >= 16:
-        wanted[:, 4:96] += by
-    assert_close(carried(kv[:, positions] + by, positions, kv, 4, 96), wanted)
-
-
 @pytest.mark.parametrize("num_first", [0, 5])
 def test_spread_tokens_are_computed_over_what_has_moved(num_first):
     tokens, x, kv = fresh()

@@ -348,8 +348,12 @@ class WriteBuffer:
         for result in results:
             saved = result.ticket.key
             if result.error is None:
-                if self._store.complete_save(result.ticket):
-                    self._note_published(saved, len(result.ticket.token_ids))
+                saver = self._turns.get(saved) or self._ending.get(
+                    saved
+                )  # The next turn waits for the last one's saves.
+                if self._store.complete_save(result.ticket) and saver is not None:
+                    saver.times.published_s = time.perf_counter()
+                    saver.times.num_published += len(result.ticket.token_ids)
             else:
                 self._metrics.failed_saves += not isinstance(result.error, SaveAbandonedError)
                 if result.ticket.state is TicketState.OPEN:  # Else it is of a state of the session that was given up.
@@ -385,12 +389,6 @@ class WriteBuffer:
     @property
     def _held_bytes(self) -> int:
         return sum(saver.held_bytes for saver in self._turns.values())
-
-    def _note_published(self, key: str, num_tokens: int) -> None:
-        saver = self._turns.get(key) or self._ending.get(key)  # A session's next turn waits for its last one's saves.
-        if saver is not None:
-            saver.times.published_s = time.perf_counter()
-            saver.times.num_published += num_tokens
 
     def _give_up(self, saver: TurnSaver) -> None:
         saver.give_up()
