@@ -348,12 +348,10 @@ class WriteBuffer:
         for result in results:
             saved = result.ticket.key
             if result.error is None:
-                saver = self._turns.get(saved) or self._ending.get(
-                    saved
-                )  # The next turn waits for the last one's saves.
-                if self._store.complete_save(result.ticket) and saver is not None:
-                    saver.times.published_s = time.perf_counter()
-                    saver.times.num_published += len(result.ticket.token_ids)
+                turn = self._turns.get(saved) or self._ending.get(saved)  # The next turn waits for this one's saves.
+                if self._store.complete_save(result.ticket) and turn is not None:
+                    turn.times.published_s = time.perf_counter()
+                    turn.times.num_published += len(result.ticket.token_ids)
             else:
                 self._metrics.failed_saves += not isinstance(result.error, SaveAbandonedError)
                 if result.ticket.state is TicketState.OPEN:  # Else it is of a state of the session that was given up.
