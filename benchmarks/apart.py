@@ -17,12 +17,12 @@ import jax
 import numpy as np
 
 from benchmarks.harness import BenchError, Sample
-from ca_jax.device.runner import LayerSource
+from ca_jax.device.runner import LayerSource, Prefill
 from ca_jax.device.transfer import to_host
 from ca_jax.engine import Engine
 from ca_jax.kv.chunk_kv import FusedTicket
-from ca_jax.kv.histories import History
-from ca_jax.kv.load import LayerLoad, LayerLoader
+from ca_jax.kv.layer_loader import LayerLoad, LayerLoader
+from ca_jax.kv.load import History
 from ca_jax.recompute.plan import blend_plan
 from ca_jax.recompute.recomputer import RecomputedHistory
 from ca_jax.session import Session
@@ -90,7 +90,7 @@ class ApartEngine:
           BenchError: the store has not all of it in DRAM.
         """
         ticket = self._open_load(session)
-        with self._on_device(ticket, [ticket]) as (layers, load_s, _):
+        with self._on_device(FusedTicket([(ticket, 0)]), [ticket]) as (layers, load_s, _):
             yield HistoryOnDevice(ticket.num_tokens, layers, load_s)
 
     @contextlib.contextmanager
@@ -159,7 +159,7 @@ class ApartEngine:
 
     @contextlib.contextmanager
     def _on_device(
-        self, ticket: LoadTicket | FusedTicket, held: Sequence[LoadTicket]
+        self, ticket: FusedTicket, held: Sequence[LoadTicket]
     ) -> Iterator[tuple[list[jax.Array], float, LayerLoad]]:
         num_layers = self._store.layout.num_layers
         started_s = time.perf_counter()
@@ -178,7 +178,7 @@ class ApartEngine:
         with self._engine._lock:
             started_s = time.perf_counter()
             history = source()
-            prefill = runner.start_prefill(_SLOT, new_ids, num_tokens)
+            prefill = Prefill(_SLOT, new_ids, num_tokens)
             while prefill.num_left:
                 runner.run_pass(
                     prefill, min(prefill.num_left, runner.chunk_tokens), None if prefill.num_done else history

@@ -21,8 +21,8 @@ from benchmarks.harness import BenchError
 from benchmarks.overflow_store import LAYOUT, save_tokens
 from ca_jax.device.processes import current
 from ca_jax.engine import Engine
-from ca_jax.kv.histories import packed_prompt
 from ca_jax.kv.kept_conversations import KeptConversations
+from ca_jax.kv.load import packed_prompt
 from ca_jax.models.chat_template import ChatTemplate
 from ca_jax.session import Job, Session
 from ca_jax.storage.catalog.notes import NoteLog

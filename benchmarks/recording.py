@@ -58,7 +58,7 @@ class Recorder:
             yield
             return
         self.timeline.clear()
-        with self.timeline.span("engine", name):
+        with self.timeline.annotate("engine", name):
             yield
         self._turns[name] = self.timeline.spans()
 

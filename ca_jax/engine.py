@@ -23,8 +23,7 @@ import numpy as np
 from ca_jax.config import EngineConfig
 from ca_jax.device.processes import Processes, current, from_first
 from ca_jax.errors import InvalidRequestError, SessionBusyError, SessionClosedError, TenantError
-from ca_jax.kv.costs import Tier
-from ca_jax.kv.rates import Rates
+from ca_jax.kv.costs import Rates, Tier
 from ca_jax.pretrained import LoadedModel, Progress, load_model
 from ca_jax.serving.core import EngineCore, enable_compile_cache, keep_going, layout_of
 from ca_jax.serving.prompts import prompt_ids

@@ -18,7 +18,7 @@ import ca_jax
 from ca_jax.device import steps, transfer
 from ca_jax.device.transfer import params_to_device
 from ca_jax.kv import layout as device_memory
-from ca_jax.kv.load import LayerLoad
+from ca_jax.kv.layer_loader import LayerLoad
 from ca_jax.kv.save import TurnSaver
 from ca_jax.models.config import ModelConfig, RopeConfig
 from ca_jax.models.random_weights import random_params

@@ -14,7 +14,7 @@ import pytest
 
 from ca_jax import BlendConfig
 from ca_jax.errors import ContextWindowError, EmptyMessageError, InvalidRequestError
-from ca_jax.kv.rates import PrefillRate, Rates, TransferRate
+from ca_jax.kv.costs import PrefillRate, Rates, TransferRate
 from ca_jax.storage.records import Residency
 from tests import engine_kit as kit
 from tests import overflow_kit as ok

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ca_jax.device import steps
-from ca_jax.device.runner import Runner
+from ca_jax.device.runner import Prefill, Runner
 from ca_jax.device.slots import RunnerSizes
 from ca_jax.models import huggingface
 from ca_jax.models.random_weights import random_params
@@ -85,7 +85,7 @@ def test_layers_of_each_window_are_compiled_once_and_by_the_warm_up(recorded_dat
     runner.warmup(max_history=0, max_new=8)
     assert steps.prefill_layer._cache_size() - before == 2
     with CompileCounter() as counter:
-        prefill = runner.start_prefill(0, [1, 2, 3], 0)
+        prefill = Prefill(0, [1, 2, 3], 0)
         runner.run_pass(prefill, 3)
         runner.insert(prefill)
         runner.slots.decode(np.array([4], np.int32), np.array([3], np.int32))

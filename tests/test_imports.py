@@ -57,7 +57,7 @@ STRANGERS = {
 WITHOUT_JAX = {
     *("errors", "telemetry.timeline", "telemetry.wakeup", "storage", "overflow", "turns", "config", "session"),
     "simulate",
-    *("kv.costs", "kv.rates", "serving.scheduler"),
+    *("kv.costs", "serving.scheduler"),
 }
 LINKS = {"models", "storage", "launch"}
 

@@ -19,8 +19,8 @@ import ca_jax
 from ca_jax.device.slots import DecodeSlots
 from ca_jax.device.transfer import to_device, to_host
 from ca_jax.kv import costs
-from ca_jax.kv.load import LayerLoader
-from ca_jax.kv.save import AsyncSaver, DecodedPart, LayerPart
+from ca_jax.kv.async_saver import AsyncSaver, DecodedPart, LayerPart
+from ca_jax.kv.layer_loader import LayerLoader
 from ca_jax.models import rope
 from ca_jax.models.kv import KVCache, LayerKV
 from ca_jax.storage.config import GIB, StoreConfig
@@ -101,7 +101,7 @@ def test_position_enters_in_one_function(monkeypatch):
     """Without `rope.rotate` the model is blind to positions, of new tokens and of history."""
     model = kit.tiny_model()
     tokens = to_device([kit.prompt(9)], np.int32)
-    _, history = model.model.apply(model.params, tokens, jnp.arange(9)[None])
+    _, history = jax.jit(model.model.apply)(model.params, tokens, jnp.arange(9)[None])
     turned = KVCache(tuple(LayerKV(kv.k[:, ::-1], kv.v[:, ::-1]) for kv in history.layers), history.lengths)
 
     def changes() -> list[float]:
@@ -221,12 +221,10 @@ def test_hbm_to_dram_to_hbm_is_bit_exact(dtype):
     with contextlib.closing(AttentionStore(layout, config)) as store:
         saver = AsyncSaver()
         passes = ((0, 20, 24), (20, 10, 16))  # first token, tokens, padded tokens
-        prefilled = [
-            LayerPart(layer, to_device(kv[layer, :, start : start + padded]), num_tokens, start)
-            for start, num_tokens, padded in passes
-            for layer in range(layout.num_layers)
-        ]
-        saver.submit(store.prepare_save("a", 0, range(30)), prefilled)
+        for start, num_tokens, padded in passes:
+            layers = (to_device(kv[layer, :, start : start + padded]) for layer in range(layout.num_layers))
+            parts = [LayerPart(layer, kv, num_tokens) for layer, kv in enumerate(layers)]
+            saver.submit(store.prepare_save("a", start, range(start, start + num_tokens)), parts)
         for start, stop in ((30, 38), (38, 45)):
             steps = tuple(to_device(np.stack([kv[:, :, i]] * 3, axis=2)) for i in range(start, stop))
             rows = tuple(i % 3 for i in range(start, stop))
@@ -271,7 +269,7 @@ def test_compiles_are_bounded_by_the_buckets_and_none_comes_after_warmup(rest_dt
     """
     model = kit.model_of(head_dim=head_dim, num_layers=2)
     blend = ca_jax.BlendConfig(recompute_ratio=0.5)
-    sizes = {"context_window": 256, "max_batch_size": 4}
+    sizes = {"context_window": 256, "max_batch_size": 2}
     with kit.small_engine(model, blend=blend, kv_rest_dtype=rest_dtype, **sizes) as engine:
         with CompileCounter() as during:
             engine.warmup()
@@ -288,8 +286,8 @@ def test_compiles_are_bounded_by_the_buckets_and_none_comes_after_warmup(rest_dt
         with CompileCounter() as after:
             for length in (1, 7, 8, 9, 63, 64, 65, 129, 200, 250):
                 engine.generate([kit.prompt(length)], SamplingParams(max_tokens=4, ignore_eos=True))
-            kit.drain(*(engine.session().send_ids([65], sampling=SAMPLED) for _ in range(11)))
-            engine.generate([kit.prompt(3), kit.prompt(200)] * 4, [SAMPLED, SamplingParams(max_tokens=9)] * 4)
+            kit.drain(*(engine.session().send_ids([65], sampling=SAMPLED) for _ in range(5)))
+            engine.generate([kit.prompt(3), kit.prompt(200)] * 2, [SAMPLED, SamplingParams(max_tokens=9)] * 2)
             engine.generate([kit.prompt(3)] * 4, ASKED)
             for params in ASKED:
                 engine.generate([kit.prompt(3)], params)
@@ -319,7 +317,7 @@ def test_none_comes_after_warmup_where_passes_are_short_and_histories_are_loaded
         return min((0, block_tokens, history_tokens)[next(num_plans) % 3], history_tokens)
 
     model = kit.model_of(head_dim=28, num_layers=1)
-    sizes = {"context_window": 256, "max_batch_size": 2}
+    sizes = {"context_window": 256, "max_batch_size": 2, "overflow": None}
     with kit.small_engine(model, max_tpot_ms=1.0, recompute_if_faster=True, **sizes) as engine:
         engine.warmup()
         assert engine.rates is not None
@@ -341,11 +339,11 @@ def test_none_comes_after_warmup_where_passes_are_short_and_histories_are_loaded
 
 
 def test_none_comes_after_warmup_where_decode_is_compiled_for_its_extent_as_on_a_gpu():
-    with kit.small_engine(kit.model_of(head_dim=20, num_layers=1), max_batch_size=4) as engine:
+    with kit.small_engine(kit.model_of(head_dim=20, num_layers=1), max_batch_size=2, overflow=None) as engine:
         engine._runner.slots._needs_static_extent = True
         assert len(engine._runner.slots.extents) > 1
         engine.warmup(max_new_tokens=8)
         with CompileCounter() as after:
-            for num_jobs in (1, 4):
+            for num_jobs in (1, 2):
                 engine.generate([kit.prompt(8)] * num_jobs, SamplingParams(max_tokens=kit.WINDOW, ignore_eos=True))
         assert after.count == 0

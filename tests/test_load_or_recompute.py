@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import ca_jax
-from ca_jax.kv.rates import PrefillRate, RateMeter, Rates, TransferRate
+from ca_jax.kv.costs import PrefillRate, RateMeter, Rates, TransferRate
 from ca_jax.storage.records import MissReason
 from tests import engine_kit as kit
 

@@ -1,7 +1,4 @@
-"""Transfers held at a gate: others go on meanwhile, and whoever is given up or overtaken waits for its own reads alone.
-
-And the guard of staging, seen from the engine.
-"""
+"""Transfers held at a gate: others go on meanwhile, and a job that is given up or overtaken waits for its own reads."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from ca_jax.engine import Engine
-from ca_jax.kv.load import LayerLoad
+from ca_jax.kv.layer_loader import LayerLoad
 from ca_jax.session import Session
 from ca_jax.storage.records import MissReason
 from tests import engine_kit as kit
@@ -164,19 +161,3 @@ def test_while_saves_are_held_the_slot_is_free_and_others_go_on():
         kit.drain(going_on)
         kit.expect_right(first, second)
         assert first.usage.num_cached_tokens == 41
-
-
-# The guard of staging.
-
-
-def test_staging_is_rewritten_only_when_it_is_in_the_decode_slot():
-    """The second answer's layers want the regions that hold the first's, for one history has room.
-
-    Its load is opened before the first's prefill is dispatched, and its layers arrive as soon as they have a region:
-    before the first's history is in its decode slot, if they may.
-    """
-    with one_at_a_time() as (engine, _, _):
-        sessions = [with_history(engine, 1), with_history(engine, 2)]
-        kit.drain(*(session.send_ids(kit.prompt(20), max_tokens=12) for session in sessions))
-        assert engine.metrics.preloads == 1
-        kit.expect_right(*sessions)

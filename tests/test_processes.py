@@ -67,12 +67,6 @@ def expected() -> tuple[list, list]:
     return answers, [0, 40 + 12 - 1, 40 + 12 + 30 + 12 - 1]
 
 
-def test_two_that_serve_as_one_answer_like_one():
-    for found in run_together(2, talk):
-        assert (found.answers, found.cached) == expected()
-        assert found.metrics.loaded_histories == 2
-
-
 @pytest.mark.parametrize("num_left", [0, 37, 64])
 def test_what_one_has_less_of_is_loaded_as_far_as_it_goes(num_left):
     def shorten(engine: Engine, process: int, session_id: str) -> None:

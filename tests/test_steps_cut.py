@@ -30,9 +30,9 @@ def kv(slot: int) -> np.ndarray:
     return np.random.default_rng(slot).standard_normal(shape).astype(np.float32)
 
 
-def filled(rows: dict[int, np.ndarray]) -> steps.Slots:
+def filled(rows: dict[int, np.ndarray], dtype: str = "float32") -> steps.Slots:
     """Slots that hold unrotated rows, inserted at places 0 and on."""
-    slots = steps.make_slots(CONFIG, NUM_SLOTS, CAPACITY, "float32")
+    slots = steps.make_slots(CONFIG, NUM_SLOTS, CAPACITY, dtype)
     for slot, layers in rows.items():
         for layer, part in enumerate(layers):
             slots.keys[layer], slots.values[layer], _ = steps.insert_slot(
@@ -97,13 +97,8 @@ def test_what_stays_drifts_as_unrotated_kv_does(start, stop):
 
 def test_half_precision_slots_are_cut_in_half_precision():
     """Rotated once more, and rounded once more."""
-    slots = steps.make_slots(CONFIG, 1, CAPACITY, "bfloat16")
-    for layer, part in enumerate(kv(0)):
-        slots.keys[layer], slots.values[layer], _ = steps.insert_slot(
-            slots.keys[layer], slots.values[layer], jnp.asarray(part), jnp.int32(0), jnp.int32(0), table()
-        )
     kept = KEPT["the first and the last half"]
-    found = cut(slots, 0, kept)
+    found = cut(filled({0: kv(0)}, "bfloat16"), 0, kept)
     assert {buffer.dtype for part in found for buffer in part} == {jnp.dtype("bfloat16")}
     expected = held(filled({0: kv(0)[:, :, kept]}))[:, :, 0, :, : len(kept)]
     np.testing.assert_allclose(

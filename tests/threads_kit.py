@@ -10,19 +10,17 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from ca_jax.device.processes import Processes
 from ca_jax.errors import ProcessesError
 
 T = TypeVar("T")
 
 
-class ThreadProcesses:
+class ThreadProcesses(Processes):
     """One of several threads that act as processes; see `ca_jax.device.processes.Processes`. Made by `run_together`."""
 
     def __init__(self, index: int, barrier: threading.Barrier, answers: list[Any], timeout_s: float) -> None:
-        self.index = index
-        """Of this one."""
-        self.count = len(answers)
-        """How many there are."""
+        self.index, self.count = index, len(answers)
         self.asked: list[str] = []
         """What was agreed upon so far."""
         self._barrier = barrier

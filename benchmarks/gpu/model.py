@@ -159,7 +159,7 @@ class RunnerBench:
 
     def _prefill(self, slot: int, num_tokens: int) -> Prefill:
         """A prefill that has ended."""
-        prefill = self._runner.start_prefill(slot, self._tokens[:num_tokens], 0)
+        prefill = Prefill(slot, self._tokens[:num_tokens], 0)
         while prefill.num_left:
             self._runner.run_pass(prefill, min(prefill.num_left, self._config.chunk_tokens))
         jax.block_until_ready((prefill.logits, prefill.kv))

@@ -17,8 +17,8 @@ from benchmarks.replay.serving import Sample, Served, Summary, compare, serve, s
 from benchmarks.replay.workload import ReplayError, Workload, WorkloadConfig, make_workload
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
+from ca_jax.kv.costs import PrefillSample
 from ca_jax.kv.layout import kv_layout
-from ca_jax.kv.rates import PrefillSample
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import LoadedModel, Progress
 from ca_jax.serving.core import DEFAULT_WINDOW_TOKENS

@@ -31,8 +31,8 @@ from benchmarks.harness import NOISE, BenchError, Rounds, Row, Run, Sample, Step
 from benchmarks.links import CALIBRATIONS, AdjustableLink, paced_engine
 from ca_jax.engine import Engine
 from ca_jax.kv import costs
+from ca_jax.kv.costs import Rates
 from ca_jax.kv.layout import kv_layout
-from ca_jax.kv.rates import Rates
 from ca_jax.session import Session
 
 COMPUTE = "compute"
@@ -383,9 +383,9 @@ class PreloadCell:
             best=self._best_depth(compute_s, head_start_s),
             measured_best=min(depth for depth, time_s in ttft_s.items() if time_s <= as_fast_s),
             noise=NOISE,
-            rates_load_s=costs.load_s(rates, self.history_tokens),
+            rates_load_s=self.num_layers * costs.layer_load_s(rates, self.history_tokens),
             load_s=self.load_s,
-            rates_compute_s=costs.prefill_s(rates, *padded),
+            rates_compute_s=rates.prefill.seconds(*padded),
             compute_s=compute_s,
         )
 

@@ -5,7 +5,7 @@ what has arrived, how long something took) and that decides what is dispatched i
 of it. Bytes of KV are never exchanged, and devices take no part: values of a few bytes go through the key-value service
 of `jax.distributed`, 1.3 ms an agreement between two processes of one machine.
 
-Not here: what is agreed upon (batch, histories, prefilling, session_kv), who has which heads (models.sharding).
+Not here: what is agreed upon (batch, load, prefilling, session_kv), who has which heads (models.sharding).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from ca_jax.errors import ProcessesError
 
@@ -21,16 +21,13 @@ _TIMEOUT_S = 600.0  # Longer than a compile takes. Of a process that died jax te
 _KEPT = 2  # Agreements whose values stay where others may still read them: nobody is further behind.
 
 
-class Processes(Protocol):
-    """The processes of an engine. Every method but the properties waits for all of them, in the same order on each."""
+class Processes:
+    """The processes of an engine: this one alone. Of several, every method waits for all, in the same order on each."""
 
-    @property
-    def index(self) -> int:
-        """Of this one, from 0."""
-
-    @property
-    def count(self) -> int:
-        """How many there are."""
+    index: int = 0
+    """Of this one, from 0."""
+    count: int = 1
+    """How many there are."""
 
     def gather(self, what: str, value: Any) -> list[Any]:
         """What each process says, by index.
@@ -42,20 +39,10 @@ class Processes(Protocol):
         Raises:
           ProcessesError: another process asks something else, or none answers in time.
         """
-
-
-class OneProcess:
-    """There is no other: what this one says is agreed."""
-
-    index = 0
-    count = 1
-
-    def gather(self, what: str, value: Any) -> list[Any]:
-        """See `Processes`."""
         return [value]
 
 
-class JaxProcesses:
+class JaxProcesses(Processes):
     """The processes of `jax.distributed`. Belongs to the engine's thread.
 
     Args:
@@ -72,8 +59,8 @@ class JaxProcesses:
         state = distributed.global_state
         if state.client is None:
             raise ProcessesError("jax.distributed.initialize must be called before, and was not")
-        self.index: int = state.process_id
-        self.count: int = state.num_processes
+        self.index = state.process_id
+        self.count = state.num_processes
         self._client = state.client
         self._name = f"ca_jax/{name}"
         self._timeout_s = timeout_s
@@ -117,7 +104,7 @@ def current() -> Processes:
     """The processes of `jax.distributed`; one, where that is not initialised or has no other."""
     import jax  # Here: what runs without it imports this module too.
 
-    return JaxProcesses(f"engine {next(_names)}") if jax.process_count() > 1 else OneProcess()
+    return JaxProcesses(f"engine {next(_names)}") if jax.process_count() > 1 else Processes()
 
 
 def check_alike(processes: Processes, mine: Mapping[str, str]) -> None:
@@ -130,8 +117,6 @@ def check_alike(processes: Processes, mine: Mapping[str, str]) -> None:
     Raises:
       ProcessesError: another one says otherwise.
     """
-    if processes.count == 1:
-        return
     for index, theirs in enumerate(processes.gather("what is served", dict(mine))):
         for name, wanted in mine.items():
             if theirs[name] != wanted:
@@ -143,21 +128,19 @@ def check_alike(processes: Processes, mine: Mapping[str, str]) -> None:
 
 def all_agree(processes: Processes, what: str, holds: bool) -> bool:
     """Whether something holds on every process."""
-    return all(processes.gather(what, holds)) if processes.count > 1 else holds
+    return all(processes.gather(what, holds))
 
 
 def any_agrees(processes: Processes, what: str, holds: bool) -> bool:
     """Whether something holds on any process."""
-    return any(processes.gather(what, holds)) if processes.count > 1 else holds
+    return any(processes.gather(what, holds))
 
 
 def least(processes: Processes, what: str, values: Sequence[int]) -> list[int]:
     """The smallest of each of some numbers over all processes."""
-    if processes.count == 1:
-        return list(values)
     return [min(column) for column in zip(*processes.gather(what, list(values)), strict=True)]
 
 
 def from_first(processes: Processes, what: str, value: Any) -> Any:
     """What the first process says."""
-    return processes.gather(what, value if processes.index == 0 else None)[0] if processes.count > 1 else value
+    return processes.gather(what, value if processes.index == 0 else None)[0]

@@ -37,7 +37,7 @@ length. Returns the history `[2, S, K, H]`, and of the new tokens what goes into
 
 
 class LayerSource(Protocol):
-    """Where a prefill takes its history from, layer by layer; see `kv.load.LayerLoad`."""
+    """Where a prefill takes its history from, layer by layer; see `kv.layer_loader.LayerLoad`."""
 
     def layer(self, layer: int) -> jax.Array:
         """Unrotated KV `[2, S, K, H]`, or in int8 `[2, S, K, H + 2]`, S as `Runner.padded_history` says."""
@@ -71,7 +71,11 @@ class Received:
 
 @dataclasses.dataclass
 class Prefill:
-    """A job's prefill, from its first pass to its insertion into the decode slot."""
+    """A job's prefill, from its first pass to its insertion into the decode slot: says what of it is there already.
+
+    Raises:
+      ValueError: no tokens.
+    """
 
     slot: int
     """Where it will decode."""
@@ -81,9 +85,9 @@ class Prefill:
     """Tokens before them, whose KV is loaded."""
     num_done: int = 0
     """New tokens that were dispatched."""
-    past: list[jax.Array | None] = dataclasses.field(default_factory=list)
-    """Per layer the unrotated KV `[2, S, K, H]` of all tokens before the last pass, before the first pass as it was
-    kept; None where there are none, or they are in the slot."""
+    past: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
+    """By layer the unrotated KV `[2, S, K, H]` of all tokens before the last pass, before the first pass as it was
+    kept; none where there are none, or they are in the slot."""
     kv: list[jax.Array] = dataclasses.field(default_factory=list)
     """Per layer the unrotated KV `[2, T, K, H]` of the last pass."""
     outputs: list[jax.Array] = dataclasses.field(default_factory=list)
@@ -94,8 +98,14 @@ class Prefill:
     """Of the last token, f32 `[1, V]`; None before the last pass."""
     owns_past: bool = False
     """Whether `past` is its own, and not staging."""
+    source: LayerSource | None = None
+    """Where `past` came from at first."""
     received: list[Received] = dataclasses.field(default_factory=list)
     """Of each pass, the attention that tokens received in it, if the runner measures that."""
+
+    def __post_init__(self) -> None:
+        if not self.tokens:
+            raise ValueError("a prefill must have at least one new token, got none")
 
     @property
     def num_left(self) -> int:
@@ -123,11 +133,8 @@ class Runner:
         """Copies small host data to all devices of the model; see `transfer.to_device`."""
         self.config = config
         """Of the model."""
-        params = (
-            params
-            if sharding is not None
-            else {**params, "packed": params_to_device(pack_params(config, params["params"]))}
-        )
+        if sharding is None:
+            params = {**params, "packed": params_to_device(pack_params(config, params["params"]))}
         self._params = params
         self._timeline = timeline
         self.with_attention = sizes.with_attention
@@ -174,22 +181,6 @@ class Runner:
 
     # Prefill.
 
-    def start_prefill(self, slot: int, tokens: list[int], history_length: int) -> Prefill:
-        """Begins a job's prefill; runs nothing.
-
-        Args:
-          slot: where it will decode.
-          tokens: new ones.
-          history_length: tokens before them.
-
-        Raises:
-          ValueError: no tokens.
-        """
-        if not tokens:
-            raise ValueError("a prefill must have at least one new token, got none")
-        past: list[jax.Array | None] = [None] * self.config.num_layers
-        return Prefill(slot, tokens, history_length, past=past)
-
     def run_pass(
         self,
         prefill: Prefill,
@@ -216,6 +207,7 @@ class Runner:
         length = self.to_device(start, np.int32)
         received: list[jax.Array] = []
         prefill.kv, prefill.outputs, prefill.last_start = [], [], start
+        prefill.source = history or prefill.source
         for i in range(self.config.num_layers):
             with self._timeline.annotate("engine", f"dispatch {i}", layer=i):
                 if join is not None:
@@ -251,7 +243,7 @@ class Runner:
         received: list[jax.Array],
     ) -> tuple[jax.Array, jax.Array]:
         """Dispatches a layer of a pass; what tokens received in it is appended, if that is measured."""
-        past, window = prefill.past[layer], self.config.window_of(layer)
+        past, window = prefill.past.get(layer), self.config.window_of(layer)
         count = self.to_device(num_new, np.int32) if self.with_attention else None
         x, kv, *attention = steps.prefill_layer(
             self.config, self.layers[layer], x, past, length, self.table, window, self.sharding, count
@@ -264,31 +256,26 @@ class Runner:
 
         Nobody may decode between the first such call and `insert`: rows that are not in use are written to.
         """
-        past = prefill.past[layer]
-        if past is None:
+        if layer not in prefill.past:
             raise RuntimeError(f"layer {layer} has nothing to insert")
-        prefill.past[layer] = None  # No later pass reads it.
+        past = prefill.past.pop(layer)  # No later pass reads it.
         return self.slots.insert(layer, past, self.to_device(prefill.slot, np.int32), self.to_device(0, np.int32))
 
-    def insert(self, prefill: Prefill, *, with_past: bool = True) -> dict[int, jax.Array]:
-        """Puts a job's KV into its decode slot, rotated, as far as it is not there. Does not wait.
-
-        Returns:
-          For each layer whose past was inserted now, a scalar that is ready when that is done.
-        """
-        done = {}
+    def insert(self, prefill: Prefill, *, with_past: bool = True) -> None:
+        """Puts a job's KV into its decode slot, rotated, as far as it is not there. Does not wait."""
         slot, start = self.to_device(prefill.slot, np.int32), self.to_device(prefill.last_start, np.int32)
         for layer, kv in enumerate(prefill.kv):
-            if with_past and prefill.past[layer] is not None:
-                done[layer] = self.insert_past(prefill, layer)
+            if with_past and layer in prefill.past:
+                done = self.insert_past(prefill, layer)
+                if prefill.source is not None:
+                    prefill.source.used(layer, done)
             self.slots.insert(layer, kv, slot, start)
-        return done
 
     def _extend_past(
         self, prefill: Prefill, layer: int, start: jax.Array, num_tokens: int, history: LayerSource | None
     ) -> None:
         """Puts a pass's KV behind its past, so that the next pass finds all of it."""
-        past, capacity = prefill.past[layer], self.padded_history(num_tokens)
+        past, capacity = prefill.past.get(layer), self.padded_history(num_tokens)
         if past is None:
             past = self.empty_kv(capacity)
         elif not prefill.owns_past or past.shape[1] != capacity:
@@ -305,28 +292,19 @@ class Runner:
         row[0, : len(token_ids)] = token_ids
         return self.embed(row)
 
-    def recompute_first(self, slot: int, tokens: list[int], num_tokens: int) -> int:
+    def recompute_first(self, slot: int, tokens: list[int], num_tokens: int) -> None:
         """Computes the first tokens of a slot anew, with nothing before them, and puts them there. Does not wait.
 
         Args:
           slot: which.
           tokens: all that are in it.
           num_tokens: how many to compute; rounded up to what is compiled.
-
-        Returns:
-          How many were computed.
         """
-        num_tokens = min(num_tokens, len(tokens))
-        count = 0
-        while count < num_tokens:
-            part = min(self.chunk_tokens, num_tokens - count)
-            part = min(pad_to(self.new_token_buckets, part), len(tokens) - count)
-            count += part
-        prefill = self.start_prefill(slot, tokens[:count], 0)
+        _, count = self.padded(0, num_tokens)
+        prefill = Prefill(slot, tokens[:count], 0)
         while prefill.num_left:
             self.run_pass(prefill, min(self.chunk_tokens, prefill.num_left))
             self.insert(prefill, with_past=False)  # Its past is padded: each pass is put in by itself.
-        return count
 
     def warmup(self, max_history: int, max_new: int, progress: Callable[[str, int, int], None] | None = None) -> None:
         """Compiles what prefills up to these sizes and decoding need, by running it. All slots must be free.
@@ -352,7 +330,7 @@ class Runner:
             self._last_logits(x, zero)
             for history in pasts:
                 for layer in self._kinds:
-                    prefill = Prefill(0, [0], 0, past=[history] * self.config.num_layers)
+                    prefill = Prefill(0, [0], 0, past={} if history is None else {layer: history})
                     self._prefill_layer(prefill, layer, x, zero, 1, [])
                 done += 1
                 if progress is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
 import jax
@@ -43,18 +43,46 @@ class SamplerRows:
     seed: jax.Array
     """u32 `[B]`."""
 
+    @classmethod
+    def of(cls, params: Iterable[SamplingParams], put: Callable[..., jax.Array] = to_device) -> SamplerRows:
+        """Those of each of B answers, put on the device by `put`."""
+        rows, dtypes = tuple(params), {"top_k": np.int32, "seed": np.uint32}
+        names = (field.name for field in dataclasses.fields(cls))
+        return cls(**{name: put([getattr(row, name) for row in rows], dtypes.get(name, np.float32)) for name in names})
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class LogProbabilities:
-    """How likely B drawn tokens were to the model, and what it held likeliest. All natural logarithms."""
+class Draw:
+    """Tokens of n rows, on the device or, once they were waited for, on the host.
 
-    drawn: jax.Array
-    """f32 `[B]`, of the drawn token."""
-    top_ids: jax.Array
-    """i32 `[B, n]`, the likeliest tokens, likeliest first; of equals the lower id."""
-    top: jax.Array
-    """f32 `[B, n]`, theirs."""
+    How likely they were is there where a row's answer is to have it. All logarithms are natural ones.
+    """
+
+    tokens: jax.Array | np.ndarray
+    """i32 `[n]`."""
+    logprobs: jax.Array | np.ndarray | None = None
+    """f32 `[n]`, how likely each was to the model."""
+    top_ids: jax.Array | np.ndarray | None = None
+    """i32 `[n, m]`, what the model held likeliest, likeliest first; of equals the lower id."""
+    top: jax.Array | np.ndarray | None = None
+    """f32 `[n, m]`, how likely that is."""
+
+    def wait(self) -> Draw:
+        """The same on the host."""
+        return jax.tree.map(to_host, self)
+
+    def logprob(self, row: int, params: SamplingParams) -> TokenLogprob | None:
+        """What is said of a row's token where its answer is drawn by `params`; None where they ask for nothing."""
+        num_top = params.logprobs
+        if num_top is None or self.logprobs is None or self.top_ids is None or self.top is None:
+            return None
+        top = zip(self.top_ids[row, :num_top], self.top[row, :num_top], strict=True)
+        return TokenLogprob(
+            token_id=int(self.tokens[row]),
+            logprob=float(self.logprobs[row]),
+            top=tuple((int(token), float(logprob)) for token, logprob in top),
+        )
 
 
 @jax.jit
@@ -134,30 +162,24 @@ def _greatest(ordered: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.
 
 
 @partial(jax.jit, static_argnames=("num_top",))
-def log_probabilities(logits: jax.Array, drawn: jax.Array, num_top: int) -> LogProbabilities:
+def log_probabilities(logits: jax.Array, tokens: jax.Array, num_top: int) -> Draw:
     """How likely drawn tokens were by the model's own distribution, whatever they were drawn from.
 
     That is the softmax of the logits as they are: before penalties, biases, temperature and filters.
 
     Args:
-      drawn: i32 `[B]`.
+      tokens: i32 `[B]`, as they were drawn.
       num_top: static, how many of the likeliest tokens are wanted, at most V.
     """
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     top, top_ids = jax.lax.top_k(logprobs, num_top)
-    return LogProbabilities(jnp.take_along_axis(logprobs, drawn[:, None], axis=-1)[:, 0], top_ids, top)
+    return Draw(tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0], top_ids, top)
 
 
-@jax.jit
-def mark_seen(seen: jax.Array, row: jax.Array, token: jax.Array) -> jax.Array:
-    """Adds one token to one row: bool `[slots, V]`, i32 scalars."""
-    return seen.at[row, token].set(True)
-
-
-@partial(jax.jit, donate_argnames=("addends",))
-def set_addend(addends: jax.Array, row: jax.Array, token: jax.Array, value: jax.Array) -> jax.Array:
-    """Replaces one number: f32 `[slots, V]`, which is donated, i32 scalars, f32 scalar."""
-    return addends.at[row, token].set(value)
+@partial(jax.jit, donate_argnames=("values",))
+def set_entry(values: jax.Array, row: jax.Array, token: jax.Array, value: jax.Array) -> jax.Array:
+    """Replaces one entry: `[slots, V]`, which is donated, i32 scalars, a scalar of the same dtype."""
+    return values.at[row, token].set(value)
 
 
 @jax.jit
@@ -167,42 +189,6 @@ def set_row(values: jax.Array, row: jax.Array, new: jax.Array) -> jax.Array:
 
 
 _NEVER = -1e9  # Added to a logit.
-
-
-@dataclasses.dataclass(frozen=True)
-class Drawn:
-    """Tokens of n rows, on the host."""
-
-    tokens: np.ndarray
-    """i32 `[n]`."""
-    of: LogProbabilities | None = None
-    """On the host too; None where no row's answer is to have it."""
-
-    def logprob(self, row: int, params: SamplingParams) -> TokenLogprob | None:
-        """What is said of a row's token where its answer is drawn by `params`; None where they ask for nothing."""
-        of, num_top = self.of, params.logprobs
-        if num_top is None or of is None:
-            return None
-        top = zip(of.top_ids[row, :num_top], of.top[row, :num_top], strict=True)
-        return TokenLogprob(
-            token_id=int(self.tokens[row]),
-            logprob=float(of.drawn[row]),
-            top=tuple((int(token), float(logprob)) for token, logprob in top),
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Draw:
-    """Tokens of n rows that the device is about to draw, and how likely they are."""
-
-    tokens: jax.Array
-    """i32 `[n]`."""
-    logprobs: LogProbabilities | None
-    """Of the same logits; None where no row's answer is to have it."""
-
-    def wait(self) -> Drawn:
-        """Waits for them."""
-        return Drawn(to_host(self.tokens), jax.tree.map(to_host, self.logprobs))
 
 
 class Sampler:
@@ -261,7 +247,7 @@ class Sampler:
         """Whether a draw depends on tokens that must be marked first."""
         return any(params is not None and _penalises(params) for params in self._params)
 
-    def draw(self, logits: jax.Array, positions: np.ndarray, first_slot: int = 0) -> Drawn:
+    def draw(self, logits: jax.Array, positions: np.ndarray, first_slot: int = 0) -> Draw:
         """Draws as `start` does, and waits for the tokens."""
         return self.start(logits, positions, first_slot).wait()
 
@@ -283,19 +269,18 @@ class Sampler:
         else:
             rows = self._rows.get((first_slot, num_rows))
             if rows is None:
-                rows = self._rows[first_slot, num_rows] = self._rows_of(slots)
+                rows = self._rows[first_slot, num_rows] = SamplerRows.of(
+                    (self._params[slot] or SamplingParams() for slot in slots), self._to_device
+                )
             first, places = self._to_device(first_slot, np.int32), self._to_device(positions, np.int32)
             addends = self._addends if any(_adds(params) for params in used) else None
             tokens = sample(logits, rows, self._seen, first, places, addends)
         if all(params.logprobs is None for params in used):
-            return Draw(tokens, None)
-        return Draw(tokens, log_probabilities(logits, tokens, self._num_top))
+            return Draw(tokens)
+        return log_probabilities(logits, tokens, self._num_top)
 
     def warmup(self, batch_sizes: tuple[int, ...]) -> None:
-        """Compiles drawing for these numbers of rows. All slots must be free; drawing is then as if never called.
-
-        That is greedily or not, with and without what is added to logits, and how likely the tokens are.
-        """
+        """Compiles all ways of drawing for these numbers of rows. All slots must be free, and are as before then."""
         sampled = SamplingParams(temperature=1.0, repetition_penalty=1.1, logprobs=0)
         for params in (SamplingParams(logprobs=0), sampled, dataclasses.replace(sampled, presence_penalty=1.0)):
             self.set_slot(0, params, [])
@@ -311,28 +296,28 @@ class Sampler:
         params = self._params[slot]
         if params is None or not _penalises(params):
             return
-        at, drawn = self._to_device(slot, np.int32), self._to_device(token, np.int32)
         if params.repetition_penalty != 1.0 and self._seen is not None:
-            self._seen = mark_seen(self._seen, at, drawn)
+            self._seen = self._with_entry(self._seen, slot, token, True)
         self._counts[slot][token] += 1
-        if _penalises_answer(params) and self._addends is not None:
-            penalty = params.presence_penalty + params.frequency_penalty * self._counts[slot][token]
-            value = self._to_device(dict(params.logit_bias).get(token, 0.0) - penalty, np.float32)
-            self._addends = set_addend(self._addends, at, drawn, value)
-        if params.min_tokens and self._counts[slot].total() == params.min_tokens:
-            self._unbar(slot, params)
+        if _penalises_answer(params):
+            self._set_addend(slot, params, token)
+        if params.min_tokens and self._counts[slot].total() == params.min_tokens:  # From here on it may end.
+            self._params[slot] = dataclasses.replace(params, min_tokens=0)
+            self._rows.clear()
+            for barred in self._barred[slot]:
+                self._set_addend(slot, params, barred)
+            self._barred[slot] = ()
 
-    def _unbar(self, slot: int, params: SamplingParams) -> None:
-        """Lets an answer end that is as long as it must be."""
-        self._params[slot] = params = dataclasses.replace(params, min_tokens=0)
-        self._rows.clear()
-        biases = dict(params.logit_bias)
-        for token in self._barred[slot]:
-            if self._addends is not None:
-                value = self._to_device(biases.get(token, 0.0), np.float32)
-                at, barred = self._to_device(slot, np.int32), self._to_device(token, np.int32)
-                self._addends = set_addend(self._addends, at, barred, value)
-        self._barred[slot] = ()
+    def _set_addend(self, slot: int, params: SamplingParams, token: int) -> None:
+        """Says what is added to a token that may be drawn: its bias, less penalties for how often it was."""
+        if self._addends is not None:
+            count, bias = self._counts[slot][token], dict(params.logit_bias).get(token, 0.0)
+            penalty = params.presence_penalty * (count > 0) + params.frequency_penalty * count
+            self._addends = self._with_entry(self._addends, slot, token, bias - penalty)
+
+    def _with_entry(self, values: jax.Array, slot: int, token: int, value: float) -> jax.Array:
+        at, drawn = self._to_device(slot, np.int32), self._to_device(token, np.int32)
+        return set_entry(values, at, drawn, self._to_device(value, values.dtype))
 
     def _set_addends(self, slot: int, params: SamplingParams) -> None:
         """Begins what is added to a slot's logits: its biases, what bars stop tokens, and no penalties so far."""
@@ -347,17 +332,6 @@ class Sampler:
         row[list(self._barred[slot])] = _NEVER
         self._addends = set_row(self._addends, self._to_device(slot, np.int32), self._to_device(row))
         (self._added.add if _adds(params) else self._added.discard)(slot)
-
-    def _rows_of(self, slots: range) -> SamplerRows:
-        filled = [self._params[slot] or SamplingParams() for slot in slots]
-        return SamplerRows(
-            temperature=self._to_device([row.temperature for row in filled], np.float32),
-            top_k=self._to_device([row.top_k for row in filled], np.int32),
-            top_p=self._to_device([row.top_p for row in filled], np.float32),
-            min_p=self._to_device([row.min_p for row in filled], np.float32),
-            repetition_penalty=self._to_device([row.repetition_penalty for row in filled], np.float32),
-            seed=self._to_device([row.seed for row in filled], np.uint32),
-        )
 
 
 def _penalises(params: SamplingParams) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ca_jax.device import steps
 from ca_jax.device.buckets import pad_to
-from ca_jax.device.sampler import Draw, Drawn, Sampler
+from ca_jax.device.sampler import Draw, Sampler
 from ca_jax.device.transfer import to_device, to_host
 from ca_jax.models import rope
 from ca_jax.models.attention import SLOT_BLOCK, slot_attention
@@ -208,7 +208,7 @@ class Decoder:
 
     def step(
         self, jobs: Sequence[Job], run_ahead: bool, on_dispatched: Callable[[], None]
-    ) -> tuple[Drawn, jax.Array, np.ndarray | None]:
+    ) -> tuple[Draw, jax.Array, np.ndarray | None]:
         """Decodes one token for each job, and waits for them.
 
         Args:

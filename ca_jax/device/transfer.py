@@ -6,7 +6,7 @@ staging *is* the device array, and what is saved is read where it was computed. 
 
 Sharded arrays move shard by shard; no device sees another's part, and no process that of another's devices.
 
-Not here: staging and what is loaded when (kv.load), threads and what is saved (kv.save).
+Not here: staging and what is loaded when (kv.layer_loader), threads and what is saved (kv.save).
 """
 
 from __future__ import annotations

@@ -6,27 +6,25 @@ evicted late.
 
 `FusedTicket` reads several entries as one history, each in its place, with room between for what is not stored.
 
-Not here: how chunks become a context (recompute), loads (histories), who computes one that is missing (engine).
+Not here: how chunks become a context (recompute), loads (load), who computes one that is missing (engine).
 Source: CacheBlend (Yao et al., EuroSys 2025), section 5.
 """
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
-import functools
 import hashlib
-import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import tensorstore as ts
 
-from ca_jax.kv.save import TurnKV, TurnSaver
-from ca_jax.kv.write_buffer import WriteBuffer
+from ca_jax.kv.save import TurnKV, TurnSaver, WriteBuffer
 from ca_jax.session import Job
 from ca_jax.storage.records import MissReason, Owner, Residency
 from ca_jax.storage.store import AttentionStore
-from ca_jax.storage.tickets import LoadTicket
+from ca_jax.storage.tickets import LoadTicket, all_of
 from ca_jax.turns.text import ChunkSpan
 
 _NAME_DIGITS = 16  # Of the key, in the name that listings show.
@@ -44,7 +42,6 @@ class ChunkKV:
         self._write_buffer = write_buffer
         self._salt = salt
         self._coming: dict[str, Job] = {}  # By key, jobs that compute a chunk.
-        self._wanted: collections.Counter[str] = collections.Counter()  # By key, jobs of contexts that wait.
         self._asked_for: set[str] = set()  # Keys of those that are computed whether such a job waits or not.
         self._leaving: set[str] = set()  # Keys of chunks that are to be on SSD alone.
 
@@ -75,10 +72,13 @@ class ChunkKV:
         if key in self._coming:
             self._asked_for.add(key)
 
-    def orphans(self, job: Job) -> list[Job]:
-        """Jobs that compute chunks of a job that was given up, which nobody else wants."""
-        coming = (span.key for span in _distinct(job.spans) if span.key in self._coming)
-        return [self._coming[key] for key in coming if key not in self._asked_for and not self._wanted[key]]
+    def is_coming(self, key: str) -> bool:
+        """Whether a job is queued, or runs, that computes a chunk."""
+        return key in self._coming
+
+    def unasked(self, key: str) -> Job | None:
+        """The job that computes a chunk for contexts alone; None if there is none, or the chunk was asked for."""
+        return None if key in self._asked_for else self._coming.get(key)
 
     def ended(self, job: Job) -> None:
         """A job has ended, well or not."""
@@ -92,7 +92,7 @@ class ChunkKV:
             return None
         self._store.drop(chunk.key)  # What of it was saved by a job that was given up.
         owner = Owner(tenant=tenant, session_id=_name(chunk.key))
-        return self._write_buffer.begin(TurnKV(key=chunk.key, owner=owner, start_token=0))
+        return self._write_buffer.begin(TurnKV(chunk.key, owner, 0))
 
     # Where chunks are.
 
@@ -114,36 +114,6 @@ class ChunkKV:
 
     # A job that uses chunks.
 
-    def announce(self, job: Job) -> None:
-        """A job is queued: from here on its chunks are fetched early and evicted late."""
-        for span in _distinct(job.spans):
-            self._store.enqueue((job, span.key), span.key, job.priority)
-            self._wanted[span.key] += 1
-
-    def withdraw(self, job: Job) -> None:
-        """A job that was announced is not queued any more."""
-        for span in _distinct(job.spans):
-            self._store.dequeue((job, span.key))
-            self._wanted[span.key] -= 1
-            if not self._wanted[span.key]:
-                del self._wanted[span.key]
-
-    def ready(self, job: Job, is_next: bool) -> bool:
-        """Whether a queued job would find its chunks, or find that there are none, without waiting."""
-        keys = [span.key for span in _distinct(job.spans)]
-        if any(key in self._coming or self._is_on_its_way(key) for key in keys):
-            return False
-        found = [self._store.ready(key, is_next) for key in keys]  # All are asked for, not up to the first.
-        return all(found)
-
-    def is_at_hand(self, job: Job) -> bool:
-        """Whether all chunks of a job can be loaded now, or are not stored at all."""
-        waits = (Residency.PENDING, Residency.SSD)
-        keys = [span.key for span in _distinct(job.spans)]
-        return not any(
-            key in self._coming or self._is_on_its_way(key) or self._store.residency(key) in waits for key in keys
-        )
-
     def hold(self, span: ChunkSpan, token_ids: list[int]) -> LoadTicket | None:
         """All of a chunk's KV, to be read; None where not all of it is stored."""
         ticket = self._store.prepare_load(span.key, token_ids)
@@ -160,7 +130,7 @@ class ChunkKV:
 
 
 class FusedTicket:
-    """Open loads of a store, read as one history: to a `LayerLoader` they are one load.
+    """Open loads of a store, or one, read as one history: to a `LayerLoader` they are one load.
 
         places     0 .. 120   120 .. 140   140 .. 652   652 .. 1164   1164 .. 1676
         read from  session    nothing      chunk        nothing       chunk
@@ -172,8 +142,12 @@ class FusedTicket:
     def __init__(self, parts: Sequence[tuple[LoadTicket, int]]) -> None:
         self.parts = tuple(parts)
         """Loads and where they go."""
-        self.broken: set[str] = set()
+        self._reads: list[tuple[str, Any]] = []  # Futures, by what they are of.
+
+    @property
+    def broken(self) -> set[str]:
         """Keys of what could not be read."""
+        return {key for key, read in self._reads if read.done() and read.exception() is not None}
 
     @property
     def num_tokens(self) -> int:
@@ -182,44 +156,25 @@ class FusedTicket:
         return start + ticket.num_tokens
 
     @property
-    def num_read(self) -> int:
-        """Tokens that are read."""
-        return sum(ticket.num_tokens for ticket, _ in self.parts)
-
-    @property
     def from_ssd(self) -> bool:
         """Whether any of it was fetched from SSD for this load."""
         return any(ticket.from_ssd for ticket, _ in self.parts)
 
-    def read(self, layer: int, dst: np.ndarray) -> concurrent.futures.Future[None]:
+    def read(self, layer: int, dst: np.ndarray) -> ts.Future:
         """Copies one layer's KV into places of `dst [2, S, K, H]`, and touches no others. Does not wait.
 
         Returns:
           A future, done when all of it is in place; failed if any of it is not.
         """
-        joined: concurrent.futures.Future[None] = concurrent.futures.Future()
-        left, errors, lock = [len(self.parts)], list[BaseException](), threading.Lock()
-
-        def ended(ticket: LoadTicket, error: BaseException | None) -> None:
-            with lock:
-                left[0] -= 1
-                if error is not None:
-                    self.broken.add(ticket.key)
-                    errors.append(error)
-                is_last = not left[0]
-            if is_last and errors:
-                joined.set_exception(errors[0])
-            elif is_last:
-                joined.set_result(None)
-
+        futures: list[Any] = []
         for ticket, start in self.parts:
             try:
-                future = ticket.read(layer, dst[:, start : start + ticket.num_tokens])
+                futures.append(ticket.read(layer, dst[:, start : start + ticket.num_tokens]))
             except Exception as error:  # Raised where the layer is taken: copies into it may be under way.
-                ended(ticket, error)
-                continue
-            future.add_done_callback(functools.partial(lambda ticket, done: ended(ticket, done.exception()), ticket))
-        return joined
+                futures.append(concurrent.futures.Future())
+                futures[-1].set_exception(error)
+        self._reads += zip((ticket.key for ticket, _ in self.parts), futures, strict=True)
+        return futures[0] if len(futures) == 1 else all_of(futures)
 
 
 def _name(key: str) -> str:
@@ -227,6 +182,6 @@ def _name(key: str) -> str:
     return f"chunk-{key[:_NAME_DIGITS]}"
 
 
-def _distinct(spans: Sequence[ChunkSpan]) -> list[ChunkSpan]:
-    """One span of each key."""
-    return list({span.key: span for span in spans}.values())
+def distinct_keys(spans: Sequence[ChunkSpan]) -> list[str]:
+    """Each key of chunks once, in order."""
+    return list(dict.fromkeys(span.key for span in spans))

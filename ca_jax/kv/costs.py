@@ -1,8 +1,9 @@
-"""What loading, saving and prefilling will take; how deep to pre-load, and what not to load at all.
+"""What loading, saving and prefilling take, as measured; how deep to pre-load, and what not to load at all.
 
-Pure arithmetic over measured rates, in seconds, bytes and tokens: the read buffer of layer-wise pre-loading, the time
-of the pipeline that it makes, how much of a history is better computed again than loaded, and how many tokens of a
-context of chunks are computed anew for nothing, while others load:
+Rates are fitted to measurements, of which `RateMeter` keeps the latest. Behind them is pure arithmetic, in seconds,
+bytes and tokens: the read buffer of layer-wise pre-loading, the time of the pipeline that it makes, how much of a
+history is better computed again than loaded, and how many tokens of a context of chunks are computed anew for nothing,
+while others load:
 
     link      [ load 0 ][ load 1 ][ load 2 ][ load 3 ]
     device              [ blend 0 ][ blend 1 ][ blend 2 ][ blend 3 ]      one: some of the chunks' tokens, the new ones
@@ -11,22 +12,239 @@ Arguments are the same everywhere: `rates` of model and machine; `history_tokens
 loaded; `context_tokens`, of chunks, loaded too; `new_tokens` behind them, which are computed in any case, at least one;
 `tier`, where KV is loaded from, layer by layer.
 
-Not here: rates and how they are fitted (rates), moving bytes (transfer), what is stored (storage).
+Not here: measuring, moving bytes (transfer), what is stored (storage).
 Source: read buffer and its size, CachedAttention (Gao et al., USENIX ATC 2024), section 3.2.1; loading controller of
 chunks, CacheBlend (Yao et al., EuroSys 2025), section 5.1.
 """
 
 from __future__ import annotations
 
+import collections
+import dataclasses
+import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Literal
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
 
-from ca_jax.kv.rates import Rates, check
+import numpy as np
+import scipy.optimize
 
+_KEPT_SAMPLES = 64
+_REFIT_SAMPLES = 8  # New ones that make another fit worth its half millisecond.
 _ROUNDING = 1e-9  # Relative: closer than that, two times are the same.
 Tier = Literal["ssd", "dram"]
 """Where KV is loaded from."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefillSample:
+    """One measured prefill of all layers, its history on the device already.
+
+    Raises:
+      ValueError: a number of tokens that cannot be, or a time that is not positive.
+    """
+
+    history_tokens: int
+    """Of history, as padded."""
+    new_tokens: int
+    """Prefilled, as padded."""
+    seconds: float
+    """What that took."""
+
+    def __post_init__(self) -> None:
+        check(self.history_tokens >= 0, "history_tokens", "at least 0", self.history_tokens)
+        check(self.new_tokens > 0, "new_tokens", "at least 1", self.new_tokens)
+        check(0 < self.seconds < math.inf, "seconds", "a positive number", self.seconds)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransferRate:
+    """A link that makes one transfer after the other: `seconds = fixed_s + num_bytes / bytes_per_s`.
+
+    Raises:
+      ValueError: a rate that is not positive, or a negative time.
+    """
+
+    bytes_per_s: float
+    """Bandwidth; infinite where bytes cost nothing."""
+    fixed_s: float = 0.0
+    """Of each transfer, however small."""
+
+    def __post_init__(self) -> None:
+        check(self.bytes_per_s > 0, "bytes_per_s", "a positive number", self.bytes_per_s)
+        check(0 <= self.fixed_s < math.inf, "fixed_s", "at least 0", self.fixed_s)
+
+    @classmethod
+    def fit(cls, samples: Iterable[tuple[int, float]]) -> TransferRate:
+        """The rate of least relative error. Samples of one size give a bandwidth alone.
+
+        Args:
+          samples: bytes and seconds of transfers, both positive.
+
+        Raises:
+          ValueError: there is no sample.
+        """
+        samples = tuple(samples)
+        byte_s, fixed_s = fit_times([(size, 1.0) for size, _ in samples], [seconds for _, seconds in samples])
+        return cls(bytes_per_s=1 / byte_s if byte_s else math.inf, fixed_s=fixed_s)
+
+    def seconds(self, num_bytes: float) -> float:
+        """Of one transfer; nothing for no bytes."""
+        return self.fixed_s + num_bytes / self.bytes_per_s if num_bytes else 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefillRate:
+    """Prefill of all layers: `seconds = fixed_s + token_s * new + pair_s * new * (history + new / 2)`.
+
+    The three are what is paid once, what goes through the weights, and the (query, key) pairs of attention. Embedding
+    and logits are within the first two.
+
+    Raises:
+      ValueError: a time that is negative.
+    """
+
+    fixed_s: float = 0.0
+    """Of each prefill, however short."""
+    token_s: float
+    """Of each new token."""
+    pair_s: float = 0.0
+    """Of each pair of a new token and one that it attends to."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            check(0 <= getattr(self, field.name) < math.inf, field.name, "at least 0", getattr(self, field.name))
+
+    @classmethod
+    def fit(cls, samples: Iterable[PrefillSample]) -> PrefillRate:
+        """The rate of least relative error. Samples of one size give `token_s` alone.
+
+        Raises:
+          ValueError: there is no sample.
+        """
+        samples = tuple(samples)
+        rows = [(each.new_tokens, _num_pairs(each.history_tokens, each.new_tokens), 1.0) for each in samples]
+        token_s, pair_s, fixed_s = fit_times(rows, [each.seconds for each in samples])
+        return cls(fixed_s=fixed_s, token_s=token_s, pair_s=pair_s)
+
+    def seconds(self, history_tokens: int, new_tokens: int) -> float:
+        """Of one prefill with its history on the device."""
+        return self.fixed_s + self.token_s * new_tokens + self.pair_s * _num_pairs(history_tokens, new_tokens)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What one model on one machine does per second.
+
+    Raises:
+      ValueError: a size that is not positive.
+    """
+
+    num_layers: int
+    """L."""
+    layer_token_bytes: int
+    """Of one token's keys and values in one layer."""
+    load: TransferRate
+    """Of one layer, from DRAM to the device."""
+    save: TransferRate
+    """Of one layer, from the device to DRAM."""
+    prefill: PrefillRate
+    """Of all layers."""
+    fetch: TransferRate | None = None
+    """Of all layers at once, from SSD to DRAM; None where nothing has been fetched."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "layer_token_bytes"):
+            check(getattr(self, name) > 0, name, "a positive number", getattr(self, name))
+
+
+def _num_pairs(history_tokens: int, new_tokens: int) -> float:
+    return new_tokens * (history_tokens + new_tokens / 2)
+
+
+def fit_times(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Times >= 0 of the terms that measured times are sums of: those of least relative error.
+
+    Terms that no sample tells apart are the first column's.
+
+    Args:
+      rows: how much of each term is in each measured time; every term is in one at least.
+
+    Raises:
+      ValueError: there is no sample.
+    """
+    if not rows:
+        raise ValueError("a rate must be fitted to at least one sample, got none")
+    weighted = np.array(rows, float) / np.array(seconds)[:, None]  # Of relative errors: short times count as well.
+    scale = weighted.max(axis=0)
+    best, _ = scipy.optimize.nnls(weighted / scale, np.ones(len(weighted)))
+    return [float(value) for value in best / scale]
+
+
+def check(is_so: bool, name: str, wanted: str, found: float) -> None:
+    """Raises ValueError that says what was wanted of a number and what was found, if it is not so."""
+    if not is_so:
+        raise ValueError(f"{name} must be {wanted}, got {found}")
+
+
+class RateMeter:
+    """Keeps the last samples of each kind. Any thread may add; fitting is the engine's thread's."""
+
+    def __init__(self, num_layers: int, layer_token_bytes: int) -> None:
+        self._num_layers = num_layers
+        self._layer_token_bytes = layer_token_bytes
+        self._lock = threading.Lock()
+        self._samples: dict[str, collections.deque[Any]] = {
+            kind: collections.deque(maxlen=_KEPT_SAMPLES) for kind in ("load", "save", "fetch", "prefill")
+        }
+        self._num_new = 0
+        self._rates: Rates | None = None
+
+    def add_transfer(self, kind: Literal["load", "save", "fetch"], num_bytes: int, seconds: float) -> None:
+        """One layer was loaded or saved, or all layers of some sessions were fetched from SSD to DRAM."""
+        if num_bytes <= 0 or seconds <= 0:
+            return  # Below what the clock tells apart.
+        with self._lock:
+            self._samples[kind].append((num_bytes, seconds))
+            self._num_new += 1
+
+    add_load = functools.partialmethod(add_transfer, "load")
+    add_save = functools.partialmethod(add_transfer, "save")
+    add_fetch = functools.partialmethod(add_transfer, "fetch")
+
+    def add_prefill(self, history_tokens: int, new_tokens: int, seconds: float) -> None:
+        """All layers of so many tokens, as padded, were computed without waiting for anything else."""
+        sample = PrefillSample(history_tokens=history_tokens, new_tokens=new_tokens, seconds=seconds)
+        with self._lock:
+            self._samples["prefill"].append(sample)
+            self._num_new += 1
+
+    def forget(self) -> None:
+        """Drops all samples: what they were measured on has changed."""
+        with self._lock:
+            for samples in self._samples.values():
+                samples.clear()
+            self._num_new, self._rates = 0, None
+
+    @property
+    def rates(self) -> Rates | None:
+        """Fitted to the last samples; None until there are loads, saves and prefills."""
+        with self._lock:
+            loads, saves, fetches, prefills = (tuple(samples) for samples in self._samples.values())
+            knows_all = self._rates is not None and (self._rates.fetch is not None or not fetches)
+            if (knows_all and self._num_new < _REFIT_SAMPLES) or not (loads and saves and prefills):
+                return self._rates
+            self._num_new = 0
+        self._rates = Rates(
+            num_layers=self._num_layers,
+            layer_token_bytes=self._layer_token_bytes,
+            load=TransferRate.fit(loads),
+            save=TransferRate.fit(saves),
+            prefill=PrefillRate.fit(prefills),
+            fetch=TransferRate.fit(fetches) if fetches else None,
+        )
+        return self._rates
 
 
 def _as_they_are(history_tokens: int, new_tokens: int) -> tuple[int, int]:
@@ -50,19 +268,9 @@ def layer_load_s(rates: Rates, num_tokens: int, tier: Tier = "dram") -> float:
     return max(load_s, rates.fetch.seconds(num_tokens * rates.num_layers * rates.layer_token_bytes) / rates.num_layers)
 
 
-def load_s(rates: Rates, history_tokens: int) -> float:
-    """Seconds of loading all layers of a history: the paper's `T_load L_hist`."""
-    return rates.num_layers * layer_load_s(rates, history_tokens)
-
-
-def prefill_s(rates: Rates, history_tokens: int, new_tokens: int) -> float:
-    """Seconds of computing new tokens over a history on the device: the paper's `T_pref L_new`."""
-    return rates.prefill.seconds(history_tokens, new_tokens)
-
-
 def layer_compute_s(rates: Rates, history_tokens: int, new_tokens: int) -> float:
-    """Seconds of computing one layer of new tokens: an even share of the prefill."""
-    return prefill_s(rates, history_tokens, new_tokens) / rates.num_layers
+    """Seconds of computing one layer of new tokens over a history on the device: an even share of the prefill."""
+    return rates.prefill.seconds(history_tokens, new_tokens) / rates.num_layers
 
 
 # The read buffer.
@@ -90,8 +298,8 @@ def read_buffer_layers(
 
     Source: CachedAttention (Gao et al., USENIX ATC 2024), section 3.2.1.
     """
-    loading_s = load_s(rates, history_tokens)
-    share = max(0.0, 1 - prefill_s(rates, *padded(history_tokens, new_tokens)) / loading_s) if loading_s else 0.0
+    loading_s = rates.num_layers * layer_load_s(rates, history_tokens)
+    share = max(0.0, 1 - rates.prefill.seconds(*padded(history_tokens, new_tokens)) / loading_s) if loading_s else 0.0
     depth = math.ceil(rates.num_layers * share * (1 - _ROUNDING))
     if max_buffer_bytes is None or not depth:
         return depth
@@ -127,9 +335,6 @@ def pipeline_s(
     is free again before the link is, and where computing is slower, the next layer is always there in time.
 
     Args:
-      load_s_per_layer: of the link.
-      compute_s_per_layer: of the device.
-      num_layers: L.
       depth: layers that the read buffer holds; 0 is pre-loading without one, L or more is all layers.
       head_start_s: infinite where the buffer is full in any case; negative where loading begins only after 0.
 
@@ -171,7 +376,7 @@ def largest_pass(rates: Rates, history_tokens: int, sizes: Sequence[int], budget
       sizes: to choose from, ascending, at least one.
       budget_s: seconds.
     """
-    fitting = [size for size in sizes if prefill_s(rates, history_tokens, size) <= budget_s]
+    fitting = [size for size in sizes if rates.prefill.seconds(history_tokens, size) <= budget_s]
     return max(fitting, default=sizes[0])
 
 
@@ -242,7 +447,7 @@ def blend_layer_s(
     check(context_tokens > 0, "context_tokens", "a positive number", context_tokens)
     check(new_tokens > 0, "new_tokens", "a positive number", new_tokens)
     check(history_tokens >= 0, "history_tokens", "at least 0", history_tokens)
-    context_s = prefill_s(rates, history_tokens, context_tokens) - rates.prefill.fixed_s
+    context_s = rates.prefill.seconds(history_tokens, context_tokens) - rates.prefill.fixed_s
     return ratio * context_s / rates.num_layers + layer_compute_s(rates, history_tokens + context_tokens, new_tokens)
 
 

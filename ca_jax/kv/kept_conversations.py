@@ -22,7 +22,6 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Callable
 
 from ca_jax.device.processes import Processes
 from ca_jax.errors import TenantError
@@ -55,7 +54,6 @@ class KeptConversations:
     Args:
       log: keeps them until then; None where there is no SSD: then nothing outlives the process.
       ttl_s: how long those are kept that do not say, seconds; None: while there is room.
-      clock: seconds, of whatever origin.
     """
 
     def __init__(
@@ -65,14 +63,13 @@ class KeptConversations:
         processes: Processes,
         ttl_s: float | None,
         metrics: EngineMetrics,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._log = log
         self._processes = processes
         self._ttl_s = ttl_s
         self._metrics = metrics
-        self._clock = clock
+        self._clock = time.monotonic
         self._packed: dict[str, _Packed] = {}
         self._closed = {noted.key for noted in self.noted()}  # Keys of those in the log that are not open.
         self._on_ssd: set[str] = set()  # Keys of those in the log whose note SSD has, or had.

@@ -1,6 +1,6 @@
 """How a model's KV lies at rest, by what the engine's config says, and what the engine's buffers take of the device.
 
-Not here: blocks and tokens in them (storage.layout), packing (models.kv), the buffers (load, write_buffer, slots).
+Not here: blocks and tokens in them (storage.layout), packing (models.kv), the buffers (layer_loader, save, slots).
 """
 
 from __future__ import annotations

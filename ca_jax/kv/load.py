@@ -1,479 +1,414 @@
-"""Layer-wise pre-loading: histories stream from the store through the read buffer to the device, ahead of compute.
+"""The way in: stored histories on their way to the device; what of them is loaded, how deep, and from when on.
 
-Layers are staged in order, several copies at once. How far ahead of the layer that computes is the load's depth:
+The first of the waiting jobs has its history opened early (`preload`), while others run; every job has it when its turn
+has come (`open`). Measured rates decide how much of it is loaded and how much recomputed.
 
-    layers below the depth   from when the load is opened, while the job before still runs
-    layer i behind them      once the job has begun and layer i - depth - 2 is computed: two regions are for execution
-
-The read buffer is a ring: a region is rewritten only once nothing reads it any more. On CPU a region *is* the device
-array; and a layer's history is read twice, by its prefill and when it is put into the decode slot.
-
-Everything happens on the engine's thread; only the store's own threads copy.
-
-Not here: crossing to the device (transfer), which KV and how deep (histories, costs), computing (runner).
-Source: layer-wise pre-loading with a read buffer, CachedAttention (Gao et al., USENIX ATC 2024), section 3.2.1.
+Not here: staging and copies (layer_loader), arithmetic (costs), what is stored (storage), saving (save).
 """
 
 from __future__ import annotations
 
-import collections
-import concurrent.futures
-import contextlib
 import dataclasses
-import threading
+import logging
+import math
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import jax
 import numpy as np
 
-from ca_jax.device import transfer
-from ca_jax.kv.chunk_kv import FusedTicket
-from ca_jax.kv.layout import EXECUTION_REGIONS
-from ca_jax.storage.layout import KVLayout
-from ca_jax.storage.tickets import LoadTicket
-from ca_jax.storage.tiers.dram import host_array, touch
-from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
+from ca_jax.device.processes import Processes, from_first, least
+from ca_jax.device.runner import Runner
+from ca_jax.device.runtime import Runtime
+from ca_jax.errors import ProcessesError
+from ca_jax.kv import costs
+from ca_jax.kv.chunk_kv import ChunkKV, FusedTicket
+from ca_jax.kv.costs import RateMeter
+from ca_jax.kv.layer_loader import LayerLoad, LayerLoader, LoadError
+from ca_jax.kv.layout import kept_window
+from ca_jax.session import Job
+from ca_jax.storage.config import GIB
+from ca_jax.storage.records import MissReason, Residency
+from ca_jax.storage.store import AttentionStore
+from ca_jax.storage.tickets import LoadTicket, TicketState
+from ca_jax.turns.conversations import Conversation
+from ca_jax.turns.text import ChunkSpan
 
-_ALIGNMENT = 128  # bytes: copies of unaligned memory run at half the speed, and CPU arrays would be copies.
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Region:
-    """A piece of the ring."""
-
-    start: int
-    """First byte."""
-    stop: int
-    """One past the last byte."""
-
-
-class ReadBuffer:
-    """Staging memory that is allocated once."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.memory = host_array((num_bytes,), np.uint8)
-        """All of it."""
-        self._regions: collections.deque[Region] = collections.deque()
-
-    def take(self, num_bytes: int) -> Region | None:
-        """The next free piece of that size; None where it lies in one that was not given back.
-
-        Raises:
-          ValueError: more than there is.
-        """
-        size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        if size > self.memory.nbytes:
-            raise ValueError(f"a piece must be at most the {self.memory.nbytes} bytes of the read buffer, got {size}")
-        if not self._regions:
-            start, room = 0, self.memory.nbytes
-        else:
-            oldest, newest = self._regions[0], self._regions[-1]
-            start = newest.stop
-            has_wrapped = newest.start < oldest.start
-            room = (oldest.start if has_wrapped else self.memory.nbytes) - start
-            if room < size and not has_wrapped:
-                start, room = 0, oldest.start
-        if room < size:
-            return None
-        region = Region(start, start + size)
-        self._regions.append(region)
-        return region
-
-    def give_back(self, region: Region) -> None:
-        """Frees the oldest piece.
-
-        Raises:
-          ValueError: it is another one.
-        """
-        if not self._regions or self._regions[0] is not region:
-            raise ValueError(f"the oldest piece must be given back first, got [{region.start}, {region.stop})")
-        self._regions.popleft()
-
-    def view(self, region: Region, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """A piece as an array of that shape and dtype, which fits in it."""
-        num_bytes = int(np.prod(shape)) * dtype.itemsize
-        return self.memory[region.start : region.start + num_bytes].view(dtype).reshape(shape)
-
-
-_LOOK_S = 5e-3
-"""While waiting for a copy, how often to look whether the device computes still. Stalls are known to that, a layer; on
-CPU each look takes a core from what computes."""
-_DEVICE_AHEAD = 1
-"""Copies to an accelerator that are issued before the layer in front of them is dispatched: a copy into a new buffer
-waits for whatever was dispatched before that buffer was allocated."""
-
-
-class LoadError(RuntimeError):
-    """What is stored could not be read."""
-
-
-class StagingInUseError(RuntimeError):
-    """Staging was wanted that another load holds, and that nothing will free."""
+_LOG = logging.getLogger(__name__)
+_MIN_GAIN = 0.1  # What recomputing must save to be chosen: rates are measured, and loading leaves the device free.
+_RATIO_STEP = 0.05
+_SLACK_LAYERS = 1  # Behind what S_buf says, which leaves out that a first layer has nothing to hide behind.
 
 
 @dataclasses.dataclass(eq=False)
-class _Stage:
-    """One layer of a load, from its place in the read buffer to its last reader."""
+class History:
+    """What of a turn's history is loaded."""
 
-    layer: int
-    region: Region
-    view: np.ndarray
-    future: Any
-    issued_s: float
-    done_s: float | None = None  # Set by the thread that copied.
-    array: jax.Array | None = None
-    computed: jax.Array | None = None  # Ready when the layer's prefill is done.
-    used: jax.Array | None = None  # Ready when what else reads the region is done too.
-    is_free: bool = False
+    key: str
+    """Of its session, in the store."""
+    load: LayerLoad | None
+    """On its way; None where nothing is loaded."""
+    num_stored: int
+    """Tokens whose KV is stored, and need not be saved again."""
+    num_slid: int
+    """First tokens of the conversation that no layer looks back to, of which nothing is stored."""
+    predicted_s: float | None
+    """What prefilling over it is predicted to take; None without rates."""
+    chunks: tuple[ChunkSpan, ...] = ()
+    """Chunks that are loaded, each to its place. Between them is room for what is not."""
+    missed_chunks: int = 0
+    """Chunks of its context that are not."""
 
-    def is_idle(self) -> bool:
-        """Whether nothing reads or writes the region any more."""
-        readers = (self.computed, self.used)
-        return self.is_free or all(reader is not None and transfer.is_ready(reader) for reader in readers)
+    @property
+    def tickets(self) -> tuple[LoadTicket, ...]:
+        """Open loads of the store."""
+        return () if self.load is None else tuple(ticket for ticket, _ in self.load.ticket.parts)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Of all that is loaded, and of its session."""
+        return (self.key, *(ticket.key for ticket in self.tickets))
+
+    @property
+    def broken(self) -> set[str]:
+        """Keys of what of it could not be read, where more than one was."""
+        return self.load.ticket.broken if self.load is not None and len(self.tickets) > 1 else set()
+
+    @property
+    def num_places(self) -> int:
+        """Places of the load: the first ones of the context."""
+        return 0 if self.load is None else self.load.ticket.num_tokens
+
+    @property
+    def num_loaded(self) -> int:
+        """Tokens whose KV is loaded: the first ones, unless there are chunks."""
+        return sum(ticket.num_tokens for ticket in self.tickets)
+
+    @property
+    def from_ssd(self) -> bool:
+        """Whether they were fetched from SSD for this load."""
+        return self.load is not None and self.load.ticket.from_ssd
 
 
-class LayerLoad:
-    """One history on its way. Made by `LayerLoader.open`; belongs to the engine's thread.
+class SharedLoad:
+    """This process's share of a history that several load at once, each its own heads; a `runner.LayerSource`.
 
-    Take `layer(0)`, `layer(1)`, … after `begin`; say of each when it is `computed` and `used`; `release` in any case.
+    All have to dispatch the same layers. Where a layer cannot be read the pass goes on over zeros, and its end tells
+    the others: then nobody uses what it gave.
     """
 
-    def __init__(
-        self,
-        loader: LayerLoader,
-        ticket: LoadTicket | FusedTicket,
-        padded_tokens: int,
-        depth: int,
-        all_at_once: bool,
-        job: int,
-    ) -> None:
-        self.ticket = ticket
-        """The store's."""
-        self.depth = depth
-        """Layers that may be staged before the job begins."""
-        self.stall_s = 0.0
-        """Seconds in which the device waited for its copies."""
-        self._loader = loader
-        self._job = job
-        layout = loader.layout
-        self._shape = (2, padded_tokens, layout.num_kv_heads, layout.head_dim)
-        self._dtype = layout.numpy_dtype
-        self._all_at_once = all_at_once
-        self._has_begun = False
-        self._reclaim: Callable[[int], jax.Array] | None = None
-        self._stages: list[_Stage] = []
-
-    @property
-    def num_layers(self) -> int:
-        """Of the model."""
-        return self._loader.layout.num_layers
-
-    @property
-    def num_issued(self) -> int:
-        """Layers whose copies have begun."""
-        return len(self._stages)
-
-    @property
-    def layer_bytes(self) -> int:
-        """Of one layer, without padding and room for what is not stored."""
-        num_read = self.ticket.num_read if isinstance(self.ticket, FusedTicket) else self.ticket.num_tokens
-        return num_read * self._loader.layout.token_bytes // self.num_layers
-
-    @property
-    def layer_times_s(self) -> list[float]:
-        """Seconds that each layer's copy took that is done, without waiting for the one before it."""
-        times, last_s = [], 0.0
-        for stage in self._stages:
-            if stage.done_s is None:
-                break
-            times.append(max(stage.done_s - max(stage.issued_s, last_s), 0.0))
-            last_s = max(last_s, stage.done_s)
-        return times
-
-    @property
-    def load_s(self) -> float:
-        """Seconds in which layers were being copied."""
-        return sum(self.layer_times_s)
-
-    @property
-    def span_s(self) -> tuple[float, float] | None:
-        """When the first copy began and when the last that ended did, of `time.perf_counter`; None before one did."""
-        ends = [stage.done_s for stage in self._stages if stage.done_s is not None]
-        return (self._stages[0].issued_s, max(ends)) if ends else None
-
-    def begin(self, reclaim: Callable[[int], jax.Array]) -> None:
-        """Says that the device is free for the job.
-
-        Args:
-          reclaim: called with a computed layer whose region is needed: has everything else that reads it dispatched,
-            and returns an array that is ready when that is done.
-        """
-        self._has_begun = True
-        self._reclaim = reclaim
-        self._loader.pump()
+    def __init__(self, load: LayerLoad, runner: Runner) -> None:
+        self.error: Exception | None = None  # What broke it.
+        self._load = load
+        self._runner = runner
 
     def layer(self, layer: int) -> jax.Array:
-        """A layer's unrotated KV on the device, `[2, S, K, H]`; places behind the ticket's tokens hold anything.
-
-        Waits until its bytes are in staging.
-
-        Raises:
-          LoadError: they could not be read.
-          StagingInUseError: there is no room for them.
-        """
-        if layer:
-            self._give_up_if_short(layer - 1)
-        self._loader.pump()
-        last = self.num_layers - 1
-        ahead = min(layer + min(self._loader.device_ahead, self.depth + 1), last)
-        wanted = last if self._all_at_once else ahead
-        while self.num_issued <= wanted:
-            self._wait_for_turn(self.num_issued)
+        """See `runner.LayerSource`; zeros from the layer on that broke."""
+        if self.error is None:
             try:
-                region = self._loader.wait_for_room(self._num_bytes)
-            except StagingInUseError:
-                if self.num_issued > layer and not self._all_at_once:
-                    break  # Those in front have their room once this one is dispatched.
-                raise
-            self._issue(region)
-        for stage in self._stages[layer : wanted + 1]:
-            self._wait_for_copy(stage, self._stages[layer - 1].computed if layer else None)
-        self._put(ahead + 1)
-        array = self._stages[layer].array
-        if array is None:
-            raise RuntimeError(f"layer {layer} is staged and is not on the device")
-        return array
+                return self._load.layer(layer)
+            except Exception as error:  # For `check`: raised now, the others would wait for this process forever.
+                _LOG.warning("layer %d of a history could not be loaded", layer, exc_info=True)
+                self.error = error
+        return self._runner.at_rest(self._runner.empty_kv(self._runner.padded_history(self._load.ticket.num_tokens)))
 
     def computed(self, layer: int, result: jax.Array) -> None:
-        """Says that the prefill of a layer was dispatched, which gives `result`; that must not be donated."""
-        self._stages[layer].computed = result
+        """See `runner.LayerSource`."""
+        if self.error is None:
+            self._load.computed(layer, result)
 
     def used(self, layer: int, result: jax.Array) -> None:
-        """Says that all else that reads a layer was dispatched, which gives `result`; that must not be donated."""
-        stage = self._stages[layer]
-        stage.used, stage.array = result, None  # Its memory on the device is free once they are done.
+        """See `runner.LayerSource`."""
+        if self.error is None:
+            self._load.used(layer, result)
 
-    def release(self) -> None:
-        """Ends the load, however far it is. Waits for copies under way, and for what reads arrays no `used` told of."""
-        for stage in self._stages:
-            stage.future.exception()  # Waits. An error has been raised by `layer`, or the load was given up.
-            if stage.used is None:
-                with contextlib.suppress(jax.errors.JaxRuntimeError):  # What broke reads nothing any more.
-                    jax.block_until_ready((stage.array, stage.computed))
-                stage.is_free = True
-        self._loader.forget(self)
+    def check(self, processes: Processes) -> None:
+        """Raises where the load broke, or staging it, on any process: what was computed from it is nothing then.
 
-    # For the loader.
-
-    def issue_what_may_be(self) -> bool:
-        """Begins every copy whose turn it is and that has room; whether all have begun."""
-        while self.num_issued < self.num_layers and self._may_issue(self.num_issued):
-            region = self._loader.room(self._num_bytes)
-            if region is None:
-                break
-            self._issue(region)
-        return self.num_issued == self.num_layers
-
-    def put_what_is_staged(self) -> None:
-        """Has what is in staging copied on to an accelerator, before more is dispatched there."""
-        if self._loader.device_ahead:
-            self._put(self.num_issued)
-
-    def reclaim(self, layer: int) -> bool:
-        """Has a layer given up that is computed, if it is not; whether it is."""
-        stage = self._stages[layer]
-        if stage.used is None and stage.computed is not None and self._reclaim is not None:
-            self.used(layer, self._reclaim(layer))
-        return stage.used is not None
-
-    def _give_up_if_short(self, layer: int) -> None:
-        """Has a computed layer given up at once where a later one is to lie in its region: nothing is before it then.
-
-        Later on that would wait for all that was dispatched meanwhile, and the link for that.
+        Raises:
+          LoadError: it could not be read.
+          ProcessesError: what was read could not be brought to its devices.
         """
-        if layer + self._loader.buffer.memory.nbytes // self._num_bytes < self.num_layers:
-            self.reclaim(layer)
-
-    @property
-    def _num_bytes(self) -> int:
-        return int(np.prod(self._shape)) * self._dtype.itemsize
-
-    def _may_issue(self, layer: int) -> bool:
-        if layer < self.depth:
-            return True
-        before = layer - self.depth - EXECUTION_REGIONS
-        if not self._has_begun or before < 0:
-            return self._has_begun
-        computed = self._stages[before].computed
-        return computed is not None and transfer.is_ready(computed)
-
-    def _wait_for_turn(self, layer: int) -> None:
-        before = layer - self.depth - EXECUTION_REGIONS
-        if layer < self.depth or before < 0:
-            return
-        computed = self._stages[before].computed
-        if computed is None:
-            raise StagingInUseError(f"layer {before} must be dispatched before layer {layer} is loaded, and is not")
-        computed.block_until_ready()
-
-    def _wait_for_copy(self, stage: _Stage, before: jax.Array | None) -> None:
-        """Waits for a layer's bytes, and counts the time in which the device had nothing left to compute."""
-        idle_since_s = None
-        while not stage.future.done():
-            if idle_since_s is None and (before is None or transfer.is_ready(before)):
-                idle_since_s = time.perf_counter()
-            with contextlib.suppress(TimeoutError):
-                stage.future.exception(_LOOK_S)
-        if idle_since_s is not None:
-            self.stall_s += time.perf_counter() - idle_since_s
-        error = stage.future.exception()
-        if error is not None:
-            raise LoadError(f"layer {stage.layer} could not be read: {error}") from error
-
-    def _issue(self, region: Region) -> None:
-        layer = self.num_issued
-        view = self._loader.buffer.view(region, self._shape, self._dtype)
-        stage = _Stage(layer, region, view, None, time.perf_counter())
-        self._stages.append(stage)
-        self._loader.staged.append((self, stage))
-        try:
-            stage.future = self.ticket.read(layer, view)
-        except Exception as error:  # Raised where the layer is taken.
-            stage.future = concurrent.futures.Future()
-            stage.future.set_exception(error)
-        stage.future.add_done_callback(lambda _: self._done(stage))
-
-    def _done(self, stage: _Stage) -> None:
-        stage.done_s = time.perf_counter()
-        timeline = self._loader.timeline
-        if timeline.enabled:
-            before = self._stages[stage.layer - 1].done_s if stage.layer else None
-            start_s = min(max(stage.issued_s, before or 0.0), stage.done_s)
-            timeline.add("load", f"load {stage.layer}", start_s, stage.done_s, layer=stage.layer, job=self._job)
-
-    def _put(self, stop: int) -> None:
-        """Puts layers up to `stop` on the device whose bytes are there."""
-        for stage in self._stages[:stop]:
-            if stage.array is None and stage.used is None and stage.future.done():
-                stage.array = transfer.staging_to_device(stage.view, self._loader.sharding, self._loader.heads)
+        error = self.error
+        is_sound = error is None or isinstance(error, LoadError)
+        are_loaded, are_sound = least(processes, "loaded", (error is None, is_sound))
+        if not are_sound:
+            raise ProcessesError("a shard of the history could not be brought to its devices") from error
+        if not are_loaded:
+            raise LoadError("a shard of the history could not be read") from error
 
 
-class LayerLoader:
-    """Brings histories to the device, one after the other, the next one's first layers behind the last of this.
-
-    Args:
-      sharding: of a layer's KV `[2, S, K, H]`; None: all on the default device.
-      heads: which of its heads the store has, where other processes have the others; None: all.
-    """
+class Histories:
+    """Loads of stored histories. Belongs to the engine's thread."""
 
     def __init__(
         self,
-        layout: KVLayout,
-        num_bytes: int,
-        *,
-        sharding: jax.sharding.Sharding | None = None,
-        heads: transfer.HeldHeads | None = None,
-        timeline: Timeline = NO_TIMELINE,
+        store: AttentionStore,
+        loader: LayerLoader,
+        runner: Runner,
+        meter: RateMeter,
+        chunks: ChunkKV,
+        runtime: Runtime,
     ) -> None:
-        self.layout = layout
-        self.buffer = ReadBuffer(num_bytes)
-        self.sharding = sharding
-        self.heads = heads
-        self.timeline = timeline
-        self.device_ahead = 0 if jax.default_backend() == "cpu" else _DEVICE_AHEAD
-        self.staged: collections.deque[tuple[LayerLoad, _Stage]] = collections.deque()  # All that hold a region.
-        self._loads: list[LayerLoad] = []
-        self._is_pinned = False
-        self._pinning = threading.Lock()  # Between the thread that touches and the one that closes.
-        self._closed = threading.Event()
+        self._chunks = chunks
+        self._processes = runtime.processes
+        self._window = kept_window(runner.config, runtime.config, runner.window) or 0
+        self._store = store
+        self._loader = loader
+        self._runner = runner
+        self._layout = store.layout
+        self._config = runtime.config
+        self._meter = meter
+        self._metrics = runtime.metrics
+        self._preloaded: tuple[Job, History] | None = None
 
-    def touch(self) -> float:
-        """Makes staging resident and registers it for DMA; seconds it took. Any thread may call it, once.
+    @property
+    def may_preload(self) -> bool:
+        """Whether anything is loaded before its job begins."""
+        return self._config.read_buffer not in ("off", 0)
 
-        Ends early, and registers nothing, when the loader is closed.
+    def is_preloaded(self, job: Job) -> bool:
+        """Whether a job's load has begun early."""
+        return self._preloaded is not None and self._preloaded[0] is job
+
+    def preload(self, job: Job, key: str, kept: Conversation) -> None:
+        """Begins to load a job's history while others run; in place of another job's, which is not next any more."""
+        self.give_up_preloaded()
+        self._preloaded = job, self._open(job, key, kept)
+        self._metrics.preloads += self._preloaded[1].load is not None
+
+    def open(self, job: Job, key: str, kept: Conversation) -> History:
+        """A job's turn has come: begins to load its history, unless that has begun already.
+
+        Says in `job` how many tokens' KV is loaded, and from where.
+        """
+        if self._preloaded is None or self._preloaded[0] is not job:
+            self.give_up_preloaded()  # It would hold staging until after this one, whose turn has come first.
+            self._preloaded = job, self._open(job, key, kept)
+        (_, history), self._preloaded = self._preloaded, None
+        job.cached_tokens = history.num_loaded
+        job.cached_tier = "ssd" if history.from_ssd else "dram"
+        job.missed_chunks = history.missed_chunks
+        self._metrics.loaded_chunks += len(history.chunks)
+        self._metrics.missed_chunks += history.missed_chunks
+        self._metrics.loaded_histories += 0 < history.num_loaded == history.num_stored
+        self._metrics.mixed_histories += 0 < history.num_loaded < history.num_stored
+        self._metrics.recomputed_histories += history.load is None and history.num_stored > 0
+        return history
+
+    def complete(self, job: Job, history: History) -> None:
+        """All layers were taken: the store's blocks are let go, and the load is counted. Staging stays as it is."""
+        load = history.load
+        if load is None:
+            return
+        for ticket in history.tickets:
+            self._store.complete_load(ticket)
+        times_s = load.layer_times_s
+        job.load_s, job.load_stall_s, job.load_span_s = sum(times_s), load.stall_s, load.span_s
+        self._metrics.load_stall_s += load.stall_s
+        if not self._loader.device_ahead:  # Elsewhere that is staging alone, and not the way to the device.
+            for seconds in times_s:
+                self._meter.add_load(self._layer_bytes(history.num_loaded), seconds)
+
+    def release(self, history: History, reason: MissReason = MissReason.ABORTED) -> None:
+        """Lets go of staging. A load that was not completed is given up."""
+        if history.load is not None:
+            history.load.release()
+            self._abort(history.tickets, reason)
+
+    def give_up_preloaded(self, key: str | None = None) -> None:
+        """Ends a load that was begun early, of one stored key or of any: its job begins anew."""
+        if self._preloaded is None or not (key is None or key in self._preloaded[1].keys):
+            return
+        (_, history), self._preloaded = self._preloaded, None
+        self.release(history, MissReason.CANCELLED)
+
+    def pump(self) -> bool:
+        """Has the loader go on while the device is waited for; whether the preloaded history has more to begin."""
+        self._loader.pump()
+        load = None if self._preloaded is None else self._preloaded[1].load
+        return load is not None and load.num_issued < min(load.depth, load.num_layers)
+
+    def recompute_ratio(self, num_context: int, num_history: int, num_new: int) -> float:
+        """Share of chunks' tokens to compute anew: what is asked for, or what measured rates say that loading hides.
+
+        In steps, since for each number of tokens functions are compiled.
+        """
+        blend, rates = self._config.blend, self._meter.rates
+        if blend.mode == "reuse":
+            return 0.0
+        if blend.recompute_ratio is not None:
+            return blend.recompute_ratio
+        if rates is None:
+            return blend.min_recompute_ratio
+        ratio = costs.choose_ratio(rates, num_context, num_new, blend.min_recompute_ratio, history_tokens=num_history)
+        return min(max(math.ceil(ratio / _RATIO_STEP) * _RATIO_STEP, blend.min_recompute_ratio), 1.0)
+
+    def measure(self, ticket: LoadTicket) -> None:
+        """Loads what a ticket says, with nothing beside it, for its rate, and completes it.
+
+        A load that breaks is counted, and says nothing.
         """
         started_s = time.perf_counter()
-        touch(self.buffer.memory, stopped=self._closed.is_set)
-        with self._pinning:
-            if self.device_ahead and not self._closed.is_set():
-                self._is_pinned = transfer.pin_host_memory(self.buffer.memory)
-        return time.perf_counter() - started_s
-
-    def close(self) -> None:
-        """Ends what is open and lets go of pinned memory."""
-        for load in tuple(self._loads):
-            load.release()
-        self._closed.set()
-        with self._pinning:
-            if self._is_pinned:
-                self._is_pinned = False
-                transfer.unpin_host_memory(self.buffer.memory)
-
-    def open(
-        self,
-        ticket: LoadTicket | FusedTicket,
-        padded_tokens: int,
-        depth: int,
-        *,
-        all_at_once: bool = False,
-        job: int = -1,
-    ) -> LayerLoad:
-        """Begins to load: as many layers as the depth allows and there is room for. Does not wait.
-
-        Args:
-          padded_tokens: S of the arrays, at least the ticket's tokens.
-          all_at_once: `layer` waits for all layers, as without pre-loading.
-        """
-        load = LayerLoad(self, ticket, padded_tokens, depth, all_at_once, job)
-        self._loads.append(load)
+        load = self._loader.open(FusedTicket([(ticket, 0)]), ticket.num_tokens, self._layout.num_layers)
+        arrays: list[jax.Array] = []
         try:
-            self.pump()
+            for layer in range(load.num_layers):
+                arrays.append(load.layer(layer))
+                load.computed(layer, arrays[-1])  # Nothing reads it: where staging is short its place is free at once.
+                load.used(layer, arrays[-1])
+            jax.block_until_ready(arrays)
         except Exception:
+            _LOG.warning("a load broke while it was measured", exc_info=True)
             load.release()
-            raise
-        return load
+            self._store.abort_load(ticket)
+            self._metrics.failed_loads += 1
+            return
+        seconds = (time.perf_counter() - started_s) / load.num_layers
+        self._meter.add_load(self._layer_bytes(ticket.num_tokens), seconds)
+        load.release()
+        self._store.complete_load(ticket)
 
-    def pump(self) -> None:
-        """Begins whatever copies may begin. Never waits; called whenever time has passed."""
-        self._free()
-        for load in self._loads:
-            all_issued = load.issue_what_may_be()
-            load.put_what_is_staged()
-            if not all_issued:
-                return  # Loads behind it would take the room that it is about to need.
+    def _open(self, job: Job, key: str, kept: Conversation) -> History:
+        """Begins to load as much of what is stored of a prompt as is worth it: its first tokens, and chunks behind.
 
-    # For loads.
-
-    def room(self, num_bytes: int) -> Region | None:
-        """A free region; None if there is none."""
-        self._free()
-        return self.buffer.take(num_bytes)
-
-    def wait_for_room(self, num_bytes: int) -> Region:
-        """A free region, once whatever reads the oldest ones is done.
-
-        Raises:
-          StagingInUseError: nothing is computed from the oldest one that would free it.
+        Its last token is never part of it, since its logits are wanted. Where first tokens are not kept, since no
+        layer looks back to them, all that a layer does look back to is loaded, or nothing.
         """
-        while (region := self.room(num_bytes)) is None:
-            load, stage = self.staged[0]
-            if not load.reclaim(stage.layer):
-                raise StagingInUseError(f"{num_bytes} bytes of staging must be free, and other loads hold all of it")
-            jax.block_until_ready((stage.computed, stage.used))
-        return region
+        prompt_ids, num_slid, lineage = packed_prompt(job)[kept.num_slid :], kept.num_slid, kept.kv_lineage
+        spans = self._worth_loading(job)
+        own_ids = prompt_ids[: spans[0].start - num_slid] if spans else prompt_ids[:-1]
+        held: list[LoadTicket | None] = [self._hold(own_ids, key, lineage)]
+        try:
+            found = 0 if held[0] is None else held[0].num_tokens
+            wanted = found if num_slid or spans else self._num_worth_loading(found, len(prompt_ids) - found)
+            held += [self._chunks.hold(span, job.prompt_ids[span.start : span.stop]) for span in spans]
+            counts = (found, wanted, *(int(ticket is not None) for ticket in held[1:]))
+            num_stored, num_loaded, *are_there = least(self._processes, "what is loaded", counts)
+            if num_slid and num_stored < self._window - 1:
+                num_stored = num_loaded = num_slid = 0
+            if held[0] is not None and num_stored < found:
+                self._store.abort_load(held[0], MissReason.OTHER_SHARD)
+                held[0] = self._hold(own_ids[:num_stored], key, lineage)
+            for index, (ticket, is_there) in enumerate(zip(held[1:], are_there, strict=True), start=1):
+                if ticket is not None and not is_there:
+                    self._store.abort_load(ticket, MissReason.OTHER_SHARD)
+                    held[index] = None
+            if held[0] is None and self._store.residency(key) is Residency.DRAM:
+                self._store.drop(key)  # Other tokens than these: what is saved now begins anew.
+            return self._begin(job, key, held, spans, num_loaded, num_slid)
+        except Exception:
+            self._abort(ticket for ticket in held if ticket is not None)
+            raise
 
-    def forget(self, load: LayerLoad) -> None:
-        """Takes a load out; its regions are free when what reads them is done."""
-        if load in self._loads:
-            self._loads.remove(load)
-        self._free()
+    def _layer_bytes(self, num_tokens: int) -> int:
+        return num_tokens * self._layout.token_bytes // self._layout.num_layers
 
-    def _free(self) -> None:
-        while self.staged:
-            _, stage = self.staged[0]
-            if not stage.is_idle():
-                return
-            self.staged.popleft()
-            self.buffer.give_back(stage.region)
+    def _abort(self, tickets: Iterable[LoadTicket], reason: MissReason = MissReason.ABORTED) -> None:
+        for ticket in tickets:
+            if ticket.state is TicketState.OPEN:
+                self._store.abort_load(ticket, reason)
+
+    def _worth_loading(self, job: Job) -> tuple[ChunkSpan, ...]:
+        """Chunks of a prompt that are loaded if they are stored: none where computing all of it is as fast."""
+        job.recompute_ratio = 0.0
+        if not job.spans:
+            return ()
+        first, last = job.spans[0], job.spans[-1]
+        num_new = len(job.prompt_ids) - last.stop
+        ratio = self.recompute_ratio(last.stop - first.start, first.start, num_new)
+        job.recompute_ratio = from_first(self._processes, "the ratio of a context", ratio)
+        is_asked_for = self._config.blend.recompute_ratio is not None
+        return job.spans if job.recompute_ratio < 1 or is_asked_for else ()
+
+    def _hold(self, token_ids: np.ndarray, key: str, lineage: int) -> LoadTicket | None:
+        """What of the KV of these tokens is stored, to be read; what is stored behind them is forgotten."""
+        if not len(token_ids):
+            return None
+        return self._store.prepare_load(key, token_ids, truncate=True, num_dropped=lineage)
+
+    def _begin(
+        self,
+        job: Job,
+        key: str,
+        held: Sequence[LoadTicket | None],
+        spans: Sequence[ChunkSpan],
+        num_loaded: int,
+        num_slid: int,
+    ) -> History:
+        """Begins to load first tokens of what is stored of a session, and chunks, each to its place; all in `held`."""
+        own, *chunks = held
+        found = [(part, span.shifted(-num_slid)) for part, span in zip(chunks, spans, strict=True) if part is not None]
+        num_stored = 0 if own is None else own.num_tokens
+        if own is not None and not num_loaded:
+            self._store.abort_load(own, MissReason.RECOMPUTED)
+            own = None
+        elif own is not None and num_loaded < num_stored:
+            own.shorten(num_loaded)
+        parts = ([] if own is None else [(own, 0)]) + [(part, span.start) for part, span in found]
+        ticket = FusedTicket(parts) if parts else None
+        num_places = 0 if ticket is None else ticket.num_tokens
+        num_new = len(job.prompt_ids) - num_slid - num_places
+        depth, load = self._depth(num_places, num_new), None
+        if ticket is not None:
+            padded, all_at_once = self._runner.padded_history(num_places), self._config.read_buffer == "off"
+            load = self._loader.open(ticket, padded, depth, all_at_once=all_at_once, job=job.job_id)
+        return History(
+            key=key,
+            load=load,
+            num_stored=num_stored,
+            num_slid=num_slid,
+            predicted_s=None if found else self._predict(num_places, num_new, depth),
+            chunks=tuple(span for _, span in found),
+            missed_chunks=len(chunks) - len(found),
+        )
+
+    def _num_worth_loading(self, num_stored: int, num_new: int) -> int:
+        """How many tokens of a stored history are loaded: all of them, where no rates say otherwise."""
+        rates = self._meter.rates if self._config.recompute_if_faster else None
+        if rates is None or not num_stored:
+            return num_stored
+        return costs.choose_history(
+            rates,
+            num_stored,
+            num_new,
+            block_tokens=self._layout.block_tokens,
+            depth=self._depth(num_stored, num_new),
+            head_start_s=0.0,
+            min_gain=_MIN_GAIN,
+            padded=self._runner.padded,
+        )
+
+    def _depth(self, num_history: int, num_new: int) -> int:
+        """Layers of the read buffer for a load."""
+        wanted, num_layers = self._config.read_buffer, self._layout.num_layers
+        if isinstance(wanted, int):
+            return min(wanted, num_layers)
+        rates = self._meter.rates
+        if wanted != "auto" or self._config.read_buffer_gib is None or rates is None or not num_history:
+            return num_layers  # Where there is room for all of it anyway, no layer waits for another's compute.
+        depth = costs.read_buffer_layers(
+            rates,
+            num_history,
+            num_new,
+            max_buffer_bytes=int(self._config.read_buffer_gib * GIB),
+            padded=self._runner.padded,
+        )
+        return min(max(depth, 1) + _SLACK_LAYERS, num_layers)
+
+    def _predict(self, num_history: int, num_new: int, depth: int) -> float | None:
+        """Seconds of prefilling new tokens over a history that is loaded from when the device is free on."""
+        rates = self._meter.rates
+        if rates is None:
+            return None
+        compute_s = costs.layer_compute_s(rates, *self._runner.padded(num_history, num_new))
+        load_s = costs.layer_load_s(rates, num_history)
+        if self._config.read_buffer == "off":
+            return costs.blocking_s(load_s, compute_s, rates.num_layers)
+        return costs.pipeline_s(load_s, compute_s, rates.num_layers, depth, head_start_s=0.0)
+
+
+def packed_prompt(job: Job) -> np.ndarray:
+    """A job's prompt, int32 `[T]`: only what is new in it is looked at one by one."""
+    known = np.zeros(0, np.int32) if job.session is None else job.session.packed_ids
+    return np.concatenate([known, np.fromiter(job.prompt_ids[len(known) :], np.int32)])

@@ -1,12 +1,13 @@
-"""Asynchronous saving: a turn's new KV is copied into the store's blocks on a thread, while the device computes on.
+"""The way out: new KV is copied into the store's blocks on a thread, while the device computes on.
 
-`TurnSaver` has what of one turn is still to be saved, from its first prefilled layer to its last decoded token. KV
-leaves in order and without gaps: what the store has no room for ends the saving of this turn, and the next turn
-prefills from there. Where room is coming, since others are on their way to SSD, it waits on the device instead.
-`AsyncSaver` copies. Fresh device buffers are handed to it, never donated ones. What has been handed in and is not in
-the store yet is the write buffer; the engine bounds it.
+`WriteBuffer` has the savers of all turns, and bounds what is on the device and not in the store. A `TurnSaver` has what
+of one turn is still to be saved, from its first prefilled layer to its last decoded token. KV leaves in order and
+without gaps: what the store has no room for ends the saving of this turn, and the next turn prefills from there. Where
+room is coming, since others are on their way to SSD, it waits on the device instead.
 
-Not here: savers of all turns (write_buffer), crossing from the device (transfer), room (storage).
+A turn that ends frees its slot; what is not in the store by then goes on by itself, and the session's next turn waits.
+
+Not here: the thread that copies (async_saver), room (storage).
 Source: asynchronous saving with a write buffer, CachedAttention (Gao et al., USENIX ATC 2024), section 3.2.2.
 """
 
@@ -14,205 +15,24 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import queue
-import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 
-from ca_jax.device.transfer import host_view, own_part, to_host_memory
+from ca_jax.config import EngineConfig
+from ca_jax.device.transfer import own_part
+from ca_jax.kv.async_saver import AsyncSaver, DecodedPart, LayerPart, Part, SaveAbandonedError
 from ca_jax.session import SaveTimes
+from ca_jax.storage.config import GIB
 from ca_jax.storage.records import Owner
 from ca_jax.storage.store import AttentionStore
-from ca_jax.storage.tickets import SaveTicket
-from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
-
-_SAMPLE_BYTES = 1 << 16  # Smaller copies say more about the thread than about the memory.
+from ca_jax.storage.tickets import SaveTicket, TicketState
+from ca_jax.telemetry.metrics import EngineMetrics
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerPart:
-    """One layer's new KV `[2, T, K, H]`: `num_tokens` from `first` on are the ticket's from `token_offset` on."""
-
-    layer: int
-    kv: jax.Array
-    num_tokens: int
-    token_offset: int
-    first: int = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """What it holds on the device."""
-        return self.kv.nbytes
-
-    def on_host(self) -> LayerPart:
-        """The same, its KV on its way to memory that the host reads."""
-        return dataclasses.replace(self, kv=to_host_memory(self.kv))
-
-    def write(self, ticket: SaveTicket) -> bool:
-        """Waits for the KV and copies it into the store; as `SaveTicket.write`."""
-        kv = host_view(self.kv)[:, self.first : self.first + self.num_tokens]
-        return ticket.write(self.layer, kv, self.token_offset)
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodedPart:
-    """KV of a group of decode steps: row `rows[i]` of `steps[i]` `[L, 2, n, K, H]` is the ticket's i-th token."""
-
-    steps: tuple[jax.Array, ...]
-    rows: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """This session's share of what they hold on the device."""
-        return sum(step.nbytes // step.shape[2] for step in self.steps)
-
-    def on_host(self) -> DecodedPart:
-        """The same, its KV on its way to memory that the host reads."""
-        return dataclasses.replace(self, steps=tuple(to_host_memory(step) for step in self.steps))
-
-    def write(self, ticket: SaveTicket) -> bool:
-        """Waits for the KV and copies it into the store; as `SaveTicket.write_all`."""
-        rows = [host_view(step)[:, :, row] for step, row in zip(self.steps, self.rows, strict=True)]
-        return ticket.write_all(np.stack(rows, axis=2))
-
-
-Part = LayerPart | DecodedPart
-
-
-@dataclasses.dataclass(frozen=True)
-class SaveResult:
-    """A save whose bytes are in place, or that failed."""
-
-    ticket: SaveTicket
-    error: Exception | None
-
-
-class SaveAbandonedError(RuntimeError):
-    """A save was ended before all of it was computed."""
-
-
-class AsyncSaver:
-    """Copies new KV from the device into the store's blocks on a thread of its own, in the order it comes.
-
-    `add` never waits. What is done comes back by `poll`, so that the store's books are kept by one thread. Buffers
-    handed in must never be donated to a computation.
-
-    Args:
-      on_done: called, from the thread, when `poll` has something new.
-      on_sample: called, from the thread, with bytes and seconds of a larger copy.
-    """
-
-    def __init__(
-        self,
-        on_done: Callable[[], None] = lambda: None,
-        *,
-        on_sample: Callable[[int, float], None] = lambda num_bytes, seconds: None,
-        timeline: Timeline = NO_TIMELINE,
-    ) -> None:
-        self._on_done = on_done
-        self._on_sample = on_sample
-        self._timeline = timeline
-        self._work: queue.SimpleQueue[tuple[SaveTicket, Part | Exception | None] | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[SaveResult] = queue.SimpleQueue()
-        self._open = collections.Counter[str]()  # Ended saves that `poll` has not returned, by key.
-        self._added_bytes = 0  # By the engine's thread.
-        self._written_bytes = 0  # By ours.
-        self._written = threading.Condition()
-        self.busy_s = 0.0
-        """Seconds the thread has spent copying, and waiting for what it copies."""
-        self._thread = threading.Thread(target=self._run, name="ca_jax-saver", daemon=True)
-        self._thread.start()
-
-    def is_open(self, key: str) -> bool:
-        """Whether a save of a session was ended and not yet returned by `poll`."""
-        return key in self._open
-
-    @property
-    def pending_bytes(self) -> int:
-        """What was added and is not written yet, as it is held on the device."""
-        return self._added_bytes - self._written_bytes
-
-    def add(self, ticket: SaveTicket, part: Part) -> None:
-        """Has a part of a save written. On an accelerator its copy to the host begins at once."""
-        on_host = part.on_host()  # Whatever this raises, nothing is pending then.
-        self._added_bytes += part.num_bytes
-        self._work.put((ticket, on_host))
-
-    def end(self, ticket: SaveTicket, error: Exception | None = None) -> None:
-        """Says that nothing more is added to a save: `poll` returns it then, with that error if there is one."""
-        self._open[ticket.key] += 1
-        self._work.put((ticket, error))
-
-    def submit(self, ticket: SaveTicket, parts: Iterable[Part]) -> None:
-        """Has all of a save written."""
-        for part in parts:
-            self.add(ticket, part)
-        self.end(ticket)
-
-    def poll(self, wait: bool = False, key: str | None = None) -> list[SaveResult]:
-        """Saves that ended since the last call, in the order they were ended.
-
-        Args:
-          wait: also those that have not ended yet, up to the last that was to.
-          key: with `wait`, no longer than until the last of this session.
-        """
-        results = []
-        while self._open:
-            try:
-                result = self._done.get(block=wait and (key is None or key in self._open))
-            except queue.Empty:
-                break
-            results.append(result)
-            self._open[result.ticket.key] -= 1
-            if not self._open[result.ticket.key]:
-                del self._open[result.ticket.key]
-        return results
-
-    def wait_until_pending(self, num_bytes: int) -> None:
-        """Returns when at most so many bytes are pending."""
-        with self._written:
-            self._written.wait_for(lambda: self.pending_bytes <= num_bytes)
-
-    def close(self) -> None:
-        """Finishes what was added and ends the thread."""
-        self._work.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        errors: dict[SaveTicket, Exception] = {}
-        while (item := self._work.get()) is not None:
-            ticket, part = item
-            if part is None or isinstance(part, Exception):  # Behind the last part of a save.
-                self._done.put(SaveResult(ticket, errors.pop(ticket, part)))
-                self._on_done()
-            else:
-                started_s = time.perf_counter()
-                try:
-                    if ticket not in errors:
-                        self._write(ticket, part)
-                except Exception as failure:  # Whatever it is, the save is given up and the turn goes on.
-                    errors[ticket] = failure
-                self.busy_s += time.perf_counter() - started_s
-                with self._written:
-                    self._written_bytes += part.num_bytes
-                    self._written.notify_all()
-            del item, ticket, part
-
-    def _write(self, ticket: SaveTicket, part: Part) -> None:
-        is_layer = isinstance(part, LayerPart)
-        jax.block_until_ready(part.kv if isinstance(part, LayerPart) else part.steps)
-        name = f"save {part.layer}" if isinstance(part, LayerPart) else f"save {len(part.steps)} decoded"
-        started_s = time.perf_counter()
-        with self._timeline.annotate("save", name, key=ticket.key[:12]):
-            part.write(ticket)
-        if is_layer and part.num_bytes >= _SAMPLE_BYTES:
-            self._on_sample(part.num_bytes, time.perf_counter() - started_s)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class TurnKV:
     """What of a session is saved with a turn."""
 
@@ -252,6 +72,8 @@ class TurnSaver:
         """Of the session, in the store."""
         self.times = SaveTimes()
         """When it was saved, to be shown."""
+        self.has_ended = False
+        """Whether the turn has: what is held then waits for room in the store."""
         self._turn = turn
         self._lineage = turn.lineage
         self._store = store
@@ -288,7 +110,7 @@ class TurnSaver:
         group = self._prefilling
         if group is None:
             return
-        part = LayerPart(layer, own_part(kv), len(group.token_ids), 0, self._first)
+        part = LayerPart(layer, own_part(kv), len(group.token_ids), self._first)
         if group.ticket is None:
             group.parts.append(part)
         else:
@@ -348,11 +170,11 @@ class TurnSaver:
 
     def end(self) -> None:
         """The turn has ended: submits what is left. A pass that was not ended is given up."""
+        self.has_ended = True
         if self._prefilling is not None:
             self.give_up()
-        self.flush()
         self._is_held_back = False
-        self.submit_held()
+        self.submit_so_far()
 
     def give_up(self) -> None:
         """Saves nothing more of this turn: what the store has now would leave a gap."""
@@ -415,3 +237,165 @@ class TurnSaver:
         group.is_complete = True
         if group.ticket is not None:
             self._saver.end(group.ticket)
+
+
+class WriteBuffer:
+    """Saves of all turns. Belongs to the engine's thread."""
+
+    def __init__(
+        self,
+        store: AttentionStore,
+        saver: AsyncSaver,
+        config: EngineConfig,
+        metrics: EngineMetrics,
+    ) -> None:
+        self._store = store
+        self._saver = saver
+        self._metrics = metrics
+        self._token_bytes = store.layout.token_bytes
+        self._max_bytes = int(config.write_buffer_gib * GIB)
+        self._group_tokens = config.save_group_tokens
+        self._is_async = config.async_save
+        self._turns: dict[str, TurnSaver] = {}  # Of turns that run, or whose KV waits for room in the store.
+        self._ending: dict[str, TurnSaver] = {}  # Of turns that ended, while what they submitted is being copied.
+        self._awaiting: dict[str, list[Callable[[], object]]] = {}  # What is done once a session's KV is saved.
+
+    @property
+    def num_bytes(self) -> int:
+        """What is on the device and not in the store."""
+        return self._saver.pending_bytes + self._held_bytes
+
+    def begin(self, turn: TurnKV) -> TurnSaver:
+        """Opens the saving of a turn."""
+        saver = TurnSaver(self._store, self._saver, turn, self._group_tokens, at_end=not self._is_async)
+        self._store.pin(turn.key)  # What this turn builds on must not be evicted under it.
+        self._turns[turn.key] = saver
+        return saver
+
+    def end(self, saver: TurnSaver) -> None:
+        """Submits what is left of a turn, or holds it until the store has room. Blocking saves are waited for."""
+        saver.end()
+        if not saver.is_held:
+            self._close(saver)
+        if not self._is_async:
+            self.collect(wait=True)
+
+    def finish_so_far(self, saver: TurnSaver) -> None:
+        """Has all that a running turn handed in published, or its saving given up where it waits for room."""
+        saver.submit_so_far()
+        self.collect(wait=True, key=saver.key)
+        if saver.is_held:
+            saver.give_up()
+
+    def is_running(self, key: str) -> bool:
+        """Whether a turn of a session runs."""
+        return key in self._turns and not self._turns[key].has_ended
+
+    def is_unsaved(self, key: str) -> bool:
+        """Whether KV of a session's ended turns is not in the store yet, or something waits for that it is."""
+        return key in self._awaiting or self._is_on_its_way(key)
+
+    def when_saved(self, key: str, act: Callable[[], object]) -> None:
+        """Does something once the KV of a session's ended turns is in the store or given up: now, or in a `collect`."""
+        if self.is_unsaved(key):
+            self._awaiting.setdefault(key, []).append(act)
+        else:
+            act()
+
+    def give_up(self, key: str) -> None:
+        """Gives up what of a session is not in the store yet, and what waits for it. No turn of it may run.
+
+        Waits for no more than a copy under way.
+        """
+        self._awaiting.pop(key, None)
+        for saver in self._held:
+            if saver.key == key:
+                self._give_up(saver)
+        self._store.abort_saves(key)
+
+    def admits(self, num_tokens: int) -> bool:
+        """Whether there is room for the KV of so many more tokens, or nothing waits."""
+        num_bytes = self.num_bytes
+        return not num_bytes or num_bytes + num_tokens * self._token_bytes <= self._max_bytes
+
+    def make_room(self, num_tokens: int) -> None:
+        """Waits until there is room for the KV of so many more tokens, or nothing waits.
+
+        What waits for room in the store is given up, oldest first, where nothing else is left.
+        """
+        if self.admits(num_tokens) or not self._is_async:
+            return
+        started_s = time.perf_counter()
+        self.collect()  # What waits for room in the store may have some now.
+        self._saver.wait_until_pending(max(self._max_bytes - num_tokens * self._token_bytes - self._held_bytes, 0))
+        for saver in self._held:
+            if not self.admits(num_tokens):
+                self._give_up(saver)
+        self._metrics.write_stall_s += time.perf_counter() - started_s
+
+    def collect(self, wait: bool = False, key: str | None = None) -> None:
+        """Publishes the saves that are done and gives up those that failed.
+
+        Args:
+          wait: for all that were submitted.
+          key: with `wait`, for those of this session only.
+        """
+        for saver in self._held:
+            saver.submit_held()
+            if not saver.is_held:
+                self._close(saver)
+        results = self._saver.poll(wait, key)
+        for result in results:
+            saved = result.ticket.key
+            if result.error is None:
+                turn = self._turns.get(saved) or self._ending.get(saved)  # The next turn waits for this one's saves.
+                if self._store.complete_save(result.ticket) and turn is not None:
+                    turn.times.published_s = time.perf_counter()
+                    turn.times.num_published += len(result.ticket.token_ids)
+            else:
+                self._metrics.failed_saves += not isinstance(result.error, SaveAbandonedError)
+                if result.ticket.state is TicketState.OPEN:  # Else it is of a state of the session that was given up.
+                    self._store.abort_save(result.ticket)
+                    if saved in self._turns:
+                        self._turns[saved].give_up()
+        for saved in {result.ticket.key for result in results} & self._ending.keys():
+            if not self._saver.is_open(saved):
+                self._ending.pop(saved).times.ended = True
+        for saved in tuple(self._awaiting):
+            if not self._is_on_its_way(saved):
+                for act in self._awaiting.pop(saved):
+                    act()
+
+    def settle(self) -> None:
+        """Has all saves published or given up, those included that wait for room. Waits for the store."""
+        self.collect(wait=True)
+        for saver in self._held:
+            while saver.is_held and self._store.settle():  # Others get to SSD, and make room.
+                self.collect(wait=True)
+            if saver.is_held:
+                self._give_up(saver)
+        self.collect()  # What waited for those that were given up.
+
+    def _is_on_its_way(self, key: str) -> bool:
+        return self._saver.is_open(key) or (key in self._turns and self._turns[key].has_ended)
+
+    @property
+    def _held(self) -> list[TurnSaver]:
+        """Of turns that ended before the store had room for all of their KV, oldest first."""
+        return [saver for saver in self._turns.values() if saver.has_ended]
+
+    @property
+    def _held_bytes(self) -> int:
+        return sum(saver.held_bytes for saver in self._turns.values())
+
+    def _give_up(self, saver: TurnSaver) -> None:
+        saver.give_up()
+        self._close(saver)
+
+    def _close(self, saver: TurnSaver) -> None:
+        self._store.unpin(saver.key)
+        del self._turns[saver.key]
+        if self._saver.is_open(saver.key):
+            self._ending[saver.key] = saver
+        else:
+            saver.times.ended = True

@@ -4,7 +4,7 @@ Which keys sessions have, whether a queued turn's KV is at hand, and what is sho
 looks back to, where all layers of a model slide. What is left then is exactly what the next token sees. The way in is
 `Histories`, the way out `WriteBuffer`; a saved length moves only when `collect` finds the bytes in place.
 
-Not here: loads (histories), saves (write_buffer), blocks and books (storage), computing (runner, prefilling).
+Not here: loads (load), saves (save), blocks and books (storage), computing (runner, prefilling).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ca_jax.device.processes import all_agree, least
 from ca_jax.device.runner import Runner
 from ca_jax.device.runtime import Runtime
 from ca_jax.device.transfer import held_heads, own_part, to_device
-from ca_jax.kv.chunk_kv import ChunkKV
-from ca_jax.kv.histories import Histories, History
+from ca_jax.kv.async_saver import AsyncSaver, LayerPart
+from ca_jax.kv.chunk_kv import ChunkKV, distinct_keys
+from ca_jax.kv.costs import RateMeter
 from ca_jax.kv.kept_conversations import KeptConversations
+from ca_jax.kv.layer_loader import LayerLoader
 from ca_jax.kv.layout import kept_window, staging_bytes
-from ca_jax.kv.load import LayerLoader
-from ca_jax.kv.rates import RateMeter
-from ca_jax.kv.save import AsyncSaver, LayerPart, TurnKV, TurnSaver
-from ca_jax.kv.write_buffer import WriteBuffer
+from ca_jax.kv.load import Histories, History
+from ca_jax.kv.save import TurnKV, TurnSaver, WriteBuffer
 from ca_jax.models.kv import KVCache, LayerKV
 from ca_jax.session import Job, Session
 from ca_jax.storage.catalog.file import CatalogError
@@ -110,7 +110,8 @@ class SessionKV:
         self._to_slide: dict[str, Session] = {}  # By key, those with turns since they were looked at.
         self._shares_prefixes = config.share_prefixes
         self._reuses_prefixes = config.blend.mode == "prefix"  # Of prompts with chunks.
-        self._queued: dict[Job, tuple[str, str]] = {}  # Keys of waiting jobs' sessions and of the KV they will load.
+        # Of waiting jobs the key of the session, and of what they will load: what that begins with, and chunks.
+        self._queued: dict[Job, tuple[str, tuple[str, ...]]] = {}
         self._closing = threading.Event()
         self._toucher = threading.Thread(target=self._touch, name="ca_jax-first-touch", daemon=True)
         self._toucher.start()
@@ -135,9 +136,10 @@ class SessionKV:
         self._slide(session)
         if self._may_share(job, session):
             source = self.store.find_prefix(session.tenant, job.prompt_ids[:-1]) or source
-        self._queued[job] = session.key, source
-        self.store.enqueue(job, source, job.priority)
-        self.chunks.announce(job)
+        loaded = tuple(dict.fromkeys((source, *distinct_keys(job.spans))))
+        self._queued[job] = session.key, loaded
+        for key in loaded:
+            self.store.enqueue((job, key), key, job.priority)
         self.store.poll()
 
     def ready(self, job: Job, is_next: bool) -> bool:
@@ -148,47 +150,50 @@ class SessionKV:
         """
         if job not in self._queued:
             return True
-        key, source = self._queued[job]
-        is_ready = not self._is_being_saved(key, source) and self.store.ready(source, is_next)
-        is_ready = self.chunks.ready(job, is_next) and is_ready
-        return all_agree(self._processes, "ready", is_ready)
+        key, loaded = self._queued[job]
+        coming = {each for each in (key, *loaded) if self._is_being_saved(each)}
+        found = [self.store.ready(each, is_next) for each in loaded if each not in coming]  # Not up to the first alone.
+        return all_agree(self._processes, "ready", not coming and all(found))
 
     def queued(self, job: Job) -> QueuedKV | None:
         """Of a queued turn, where the KV is that it will load; None of a job that loads none."""
         if job not in self._queued:
             return None
-        _, source = self._queued[job]
+        _, (source, *_) = self._queued[job]
         return QueuedKV(self.store.residency(source), self.store.queue_position(source))
 
     def withdraw(self, job: Job) -> None:
         """A turn is not queued any more, if it was."""
         if self.histories.is_preloaded(job):
             self.histories.give_up_preloaded()
-        if self._queued.pop(job, None) is not None:
-            self.store.dequeue(job)
-            self.chunks.withdraw(job)
+        _, loaded = self._queued.pop(job, ("", ()))
+        for key in loaded:
+            self.store.dequeue((job, key))
+
+    def orphans(self, job: Job) -> list[Job]:
+        """Jobs that compute chunks of a job that was given up, which nobody else wants."""
+        wanted = {key for _, loaded in self._queued.values() for key in loaded}
+        coming = (self.chunks.unasked(key) for key in distinct_keys(job.spans) if key not in wanted)
+        return [job for job in coming if job is not None]
 
     def preload(self, job: Job, session: Session) -> None:
         """Begins to load the history of the job that comes next, while others run, if nothing stands in the way."""
         if self.histories.is_preloaded(job):
             self.histories.pump()
             return
-        key, source = self._queued.get(job, ("", ""))
-        residency = self.store.residency(source)
-        is_at_hand = residency is Residency.DRAM or (bool(job.spans) and residency is Residency.ABSENT)
-        is_at_hand = is_at_hand and self.chunks.is_at_hand(job)
-        is_busy = self.write_buffer.is_running(key) or self._is_being_saved(key, source)
         if not self.histories.may_preload:
             return
+        key, loaded = self._queued.get(job, ("", ()))
+        places = [self.store.residency(each) for each in loaded]
+        is_at_hand = Residency.DRAM in places[:1] or bool(job.spans)
+        is_at_hand = is_at_hand and not any(place in (Residency.PENDING, Residency.SSD) for place in places)
+        is_busy = self.write_buffer.is_running(key) or any(self._is_being_saved(each) for each in (key, *loaded))
         if all_agree(self._processes, "preload", is_at_hand and not is_busy):
             self._take_prefix(job, session)
             self.histories.preload(job, key, session.conversation)
 
     def open_history(self, job: Job, session: Session) -> History:
-        """Begins to load what of a turn's history is stored, unless that has begun already. Its turn has come.
-
-        Says in `job` how many tokens' KV is loaded, and from where.
-        """
+        """See `Histories.open`; shares the KV of another session first, where that helps."""
         if not self.histories.is_preloaded(job):
             self._take_prefix(job, session)
         history = self.histories.open(job, session.key, session.conversation)
@@ -208,16 +213,8 @@ class SessionKV:
         self._metrics.lost_chunks += len(broken - {history.key})
 
     def begin_saving(self, session: Session, start_token: int) -> TurnSaver | None:
-        """Opens the saving of a turn, behind the session's first `start_token` tokens, which are stored.
-
-        None where nothing of it is to be.
-        """
-        if not session.is_kept:
-            return None
-        lineage = session.conversation.kv_lineage
-        return self.write_buffer.begin(
-            TurnKV(key=session.key, owner=_owner(session), start_token=start_token, lineage=lineage)
-        )
+        """Opens the saving of a turn, behind the session's first `start_token` tokens; None where nothing is kept."""
+        return self._begin_saving(session, start_token) if session.is_kept else None
 
     def begin_saving_anew(self, session: Session, num_plain: int | None, num_fused: int = 0) -> TurnSaver:
         """Opens the saving of a turn from the session's first token on, in place of what is stored of it.
@@ -231,17 +228,8 @@ class SessionKV:
         """
         known = (self.store.leave_dram(session.key), num_plain)
         num_plain = min((count for count in known if count is not None), default=None)
-        renewed = session.conversation.with_kv_of(0).fused(num_fused)
-        session.resume(renewed)
-        return self.write_buffer.begin(
-            TurnKV(
-                key=session.key,
-                owner=_owner(session),
-                start_token=0,
-                lineage=renewed.kv_lineage,
-                num_plain=num_plain,
-            )
-        )
+        session.resume(session.conversation.with_kv_of(0).fused(num_fused))
+        return self._begin_saving(session, 0, num_plain)
 
     def collect(self) -> None:
         """Publishes the saves that are done and gives up those that failed. Keeps the store's tiers going too."""
@@ -354,18 +342,22 @@ class SessionKV:
             if ticket is None:
                 return
             kvs = (self._runner.at_rest(self._runner.empty_kv(num_tokens)) for _ in range(self._layout.num_layers))
-            self._saver.submit(ticket, (LayerPart(i, own_part(kv), num_tokens, 0) for i, kv in enumerate(kvs)))
+            self._saver.submit(ticket, (LayerPart(i, own_part(kv), num_tokens) for i, kv in enumerate(kvs)))
             self.write_buffer.collect(wait=True, key=key)
             loaded = self.store.prepare_load(key, ticket.token_ids)
             if loaded is not None:
                 self.histories.measure(loaded)
             self.store.drop(key)
 
-    def _is_being_saved(self, key: str, source: str) -> bool:
-        """Whether KV is on its way to the store that a turn of `key` builds on, which begins with that of `source`."""
-        if self.write_buffer.is_unsaved(key):
+    def _begin_saving(self, session: Session, start_token: int, num_plain: int | None = None) -> TurnSaver:
+        lineage = session.conversation.kv_lineage
+        return self.write_buffer.begin(TurnKV(session.key, _owner(session), start_token, lineage, num_plain))
+
+    def _is_being_saved(self, key: str) -> bool:
+        """Whether KV is on its way to the store that a turn builds on: a chunk's, or that of turns that have ended."""
+        if self.chunks.is_coming(key):
             return True
-        return self.write_buffer.is_unsaved(source) and not self.write_buffer.is_running(source)
+        return self.write_buffer.is_unsaved(key) and not self.write_buffer.is_running(key)
 
     def _may_share(self, job: Job, session: Session) -> bool:
         """Whether a turn is of a session of which nothing is stored, and may begin with the KV of another."""

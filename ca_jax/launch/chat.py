@@ -32,7 +32,7 @@ import rich.console
 from absl import flags
 
 from ca_jax.config import EngineConfig
-from ca_jax.device.processes import OneProcess, Processes, any_agrees
+from ca_jax.device.processes import Processes, any_agrees
 from ca_jax.engine import Engine
 from ca_jax.errors import CaJaxError, InvalidRequestError
 from ca_jax.launch import chat_input, terminal
@@ -98,7 +98,7 @@ class Chat:
         context: Sequence[str | Sequence[int]] = (),
     ) -> None:
         self._engine = engine
-        self._processes = processes or OneProcess()
+        self._processes = processes or Processes()
         self._read_line = chat_input.shared_lines(read_line, self._processes)
         self._console = console
         self._sampling = sampling

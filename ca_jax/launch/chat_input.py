@@ -20,7 +20,7 @@ import prompt_toolkit.completion
 import rich.console
 from absl import flags
 
-from ca_jax.device.processes import JaxProcesses, OneProcess, Processes, from_first
+from ca_jax.device.processes import JaxProcesses, Processes, from_first
 from ca_jax.errors import InvalidRequestError
 from ca_jax.launch.script import note
 from ca_jax.pretrained import LoadedModel
@@ -99,7 +99,7 @@ def join_processes(name: str, flag_values: flags.FlagValues = flags.FLAGS) -> Pr
     names = ("coordinator_address", "num_processes", "process_id")
     address, count, index = (flag_values[each].value for each in names)
     if address is None and count is None and index is None:
-        return OneProcess()
+        return Processes()
     if address is None or count is None or index is None:
         given = ", ".join(each for each in names if flag_values[each].value is not None)
         raise ValueError(f"{', '.join(names)} must be given together, got {given} alone")
@@ -108,7 +108,7 @@ def join_processes(name: str, flag_values: flags.FlagValues = flags.FLAGS) -> Pr
     if not 0 <= index < count:
         raise ValueError(f"process_id must be a number from 0 to {count - 1}, got {index}")
     jax.distributed.initialize(address, count, index, initialization_timeout=_START_S)
-    return JaxProcesses(name, _USER_S) if count > 1 else OneProcess()
+    return JaxProcesses(name, _USER_S) if count > 1 else Processes()
 
 
 @contextlib.contextmanager

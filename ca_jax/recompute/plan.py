@@ -17,7 +17,7 @@ Tokens are chosen by how far their KV is from what computing gives (`deviating`,
 layer; or evenly apart (`spread`), and then say how the KV of all others moves: by a linear map, fitted to them in each
 layer and head. What moves KV when others left, or came before it, is mostly common to the tokens of a text.
 
-Not here: one layer (layers), doing it (recomputer), which KV there is (kv.histories).
+Not here: one layer (layers), doing it (recomputer), which KV there is (kv.load).
 Source: CacheBlend (Yao et al., EuroSys 2025), section 4.
 """
 

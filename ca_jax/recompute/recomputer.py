@@ -6,7 +6,7 @@ prefill reads, and what is stored from then on.
 
 Shapes: n tokens of a plan, S places of KV, T new tokens, K KV heads, H head dim, F embed.
 
-Not here: which tokens (plan), one layer (layers), what drift is (drift), what is loaded (kv.histories).
+Not here: which tokens (plan), one layer (layers), what drift is (drift), what is loaded (kv.load).
 """
 
 from __future__ import annotations
@@ -180,7 +180,8 @@ class RecomputedHistory:
     ) -> None:
         self.layers: list[jax.Array] = []
         """What was computed so far, unrotated `[2, S, K, H]`, of no staging."""
-        plan = blend or (None if repair is None else repair.plan)
+        plans = [plan for plan in (None if repair is None else repair.plan, blend) if plan is not None]
+        plan = plans[-1] if plans else None
         self.num_recomputed = 0.0 if plan is None else plan.num_recomputed
         """Tokens with stored KV computed anew; of some layers alone, times their share of the layers."""
         self.is_blended = blend is not None
@@ -196,13 +197,18 @@ class RecomputedHistory:
         self._repair = repair
         self._start = runner.to_device(0 if repair is None else repair.num_plain, np.int32)
         self._stops = [runner.to_device(stop, np.int32) for stop in (() if repair is None else repair.to_drift)]
-        plans = (None if repair is None else repair.plan, blend)
-        self._recomputers = [make_recomputer(runner, each, token_ids) for each in plans if each is not None]
+        self._recomputers = [make_recomputer(runner, each, token_ids) for each in plans]
         self.may_join = blend is None and plan is not None and plan.moves is not None and not runner.with_attention
         """Whether it may be computed in one pass with new tokens."""
 
+    def computed(self, layer: int, result: jax.Array) -> None:
+        """See `LayerSource`. Does nothing: what is computed is not in staging."""
+
+    def used(self, layer: int, result: jax.Array) -> None:
+        """See `LayerSource`. Does nothing: what is computed is not in staging."""
+
     def layer(self, layer: int) -> jax.Array:
-        """See `runner.LayerSource`."""
+        """See `LayerSource`."""
         kv = self._loaded(layer)
         for recomputer in self._recomputers:
             kv = recomputer.layer(layer, kv)
@@ -229,12 +235,6 @@ class RecomputedHistory:
         self._source.computed(layer, kv)
         self._source.used(layer, kv)
         self.layers.append(kv)
-
-    def computed(self, layer: int, result: jax.Array) -> None:
-        """See `runner.LayerSource`; what is computed is not in staging."""
-
-    def used(self, layer: int, result: jax.Array) -> None:
-        """Likewise."""
 
 
 def make_recomputer(runner: Runner, plan: Plan, token_ids: list[int]) -> Recomputer:

@@ -30,7 +30,7 @@ from fastapi.responses import Response
 
 from ca_jax.engine import Engine
 from ca_jax.errors import CaJaxError
-from ca_jax.kv.rates import Rates, TransferRate
+from ca_jax.kv.costs import Rates, TransferRate
 from ca_jax.server.errors import ApiError, responses
 from ca_jax.server.router import client_name, engine_name
 from ca_jax.server.service import Service

@@ -20,7 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from ca_jax.engine import Engine
-from ca_jax.kv.rates import Rates
+from ca_jax.kv.costs import Rates
 from ca_jax.server.answers import finish_reason
 from ca_jax.session import Job
 from ca_jax.storage.records import GAP_BOUNDS_S, SsdStats, StoreStats

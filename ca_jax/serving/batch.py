@@ -22,13 +22,13 @@ import numpy as np
 from ca_jax.device.processes import all_agree, least
 from ca_jax.device.runner import JOINED_TOKENS, Prefill, Runner
 from ca_jax.device.runtime import Runtime
-from ca_jax.device.sampler import Drawn, Sampler
+from ca_jax.device.sampler import Draw, Sampler
 from ca_jax.device.slots import Decoder
 from ca_jax.device.transfer import to_host_memory
 from ca_jax.errors import ProcessesError
 from ca_jax.kv import costs
-from ca_jax.kv.histories import History, SharedLoad
-from ca_jax.kv.load import LayerLoad, LoadError
+from ca_jax.kv.layer_loader import LayerLoad, LoadError
+from ca_jax.kv.load import History, SharedLoad
 from ca_jax.kv.save import TurnSaver
 from ca_jax.kv.session_kv import SessionKV
 from ca_jax.recompute.plan import blend_plan
@@ -51,7 +51,7 @@ class Prefilling:
             raise RuntimeError(f"job {job.job_id} was planned without a slot")
         self.job = job
         self.saver: TurnSaver | None = None  # What of the turn is to be saved; None for a job without a session.
-        self.prefill = runner.start_prefill(job.slot, job.prompt_ids, 0)
+        self.prefill = Prefill(job.slot, job.prompt_ids, 0)
         self._runner = runner
         self._kv = kv
         self._metrics = runtime.metrics
@@ -155,10 +155,7 @@ class Prefilling:
 
     def insert(self) -> None:
         """Moves the KV into its decode slot. Does not wait."""
-        done = self._runner.insert(self.prefill)
-        if self._history is not None and self._history.load is not None:
-            for layer, marker in done.items():
-                self._history.load.used(layer, marker)
+        self._runner.insert(self.prefill)
 
     def release(self) -> None:
         """Lets go of staging, however far it is; waits for what reads it unless it was inserted."""
@@ -166,7 +163,7 @@ class Prefilling:
             self._kv.histories.release(self._history)
 
     def _start(self, num_loaded: int) -> None:
-        self.prefill = self._runner.start_prefill(self.prefill.slot, self.job.prompt_ids[num_loaded:], num_loaded)
+        self.prefill = Prefill(self.prefill.slot, self.job.prompt_ids[num_loaded:], num_loaded)
 
     def _recomputed(self, session: Session, history: History, load: LayerLoad | SharedLoad) -> RecomputedHistory | None:
         """A history as its prefill should read it; None: as it is stored."""
@@ -236,7 +233,8 @@ class Prefilling:
 
     def _save_mended(self, session: Session, mended: RecomputedHistory) -> None:
         """Has the history stored as it was read, in place of what was, and what the first pass computed behind it."""
-        prefill, self._mended = self.prefill, None
+        prefill = self.prefill
+        self._mended = prefill.source = None  # Its layers go when they are in the slot.
         if session.is_kept:
             self._kv.write_buffer.make_room(prefill.history_length + prefill.num_done)
             history_ids, new_ids = self.job.prompt_ids[: prefill.history_length], prefill.tokens[: prefill.num_done]
@@ -309,7 +307,7 @@ class Batch:
         if not job.done:
             self._metrics.cancelled += 1
             self._finish(job, FinishReason.CANCELLED)
-            for orphan in self._kv.chunks.orphans(job):
+            for orphan in self._kv.orphans(job):
                 self.cancel(orphan)
 
     def _admits(self, job: Job) -> bool:
@@ -418,7 +416,7 @@ class Batch:
                     self._savers[job].add_decoded(job.output_ids[-1], kv, job.slot)
                 self._accept(job, drawn, job.slot)
 
-    def _accept(self, job: Job, drawn: Drawn, row: int) -> None:
+    def _accept(self, job: Job, drawn: Draw, row: int) -> None:
         """Takes the token that was drawn for a row and ends the job if it is the last."""
         token = int(drawn.tokens[row])
         if not job.output_ids:

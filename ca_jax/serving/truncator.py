@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from ca_jax.device.runner import Runner
+from ca_jax.device.runner import Prefill, Runner
 from ca_jax.errors import InvalidRequestError
 from ca_jax.kv.save import TurnSaver
 from ca_jax.kv.session_kv import SessionKV
@@ -256,7 +256,7 @@ class Truncator:
 
     def _recompute(self, job: Job, slot: int, saver: TurnSaver | None) -> None:
         """Prefills a job's context again, into its slot and the store."""
-        prefill = self._runner.start_prefill(slot, job.token_ids[:-1], 0)
+        prefill = Prefill(slot, job.token_ids[:-1], 0)
 
         def save(layer: int, kv: jax.Array) -> None:
             if saver is not None:

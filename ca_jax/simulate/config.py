@@ -2,7 +2,7 @@
 
 What computing takes follows from data sheets, or is fitted to rows of `ca_jax.launch.bench` or to a replay.
 
-Not here: serving (server), measured rates themselves (`ca_jax.kv.rates`), the paper's set-ups (paper).
+Not here: serving (server), measured rates themselves (`ca_jax.kv.costs`), the paper's set-ups (paper).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ca_jax.kv.rates import PrefillRate, PrefillSample, fit_times
+from ca_jax.kv.costs import PrefillRate, PrefillSample, fit_times
 from ca_jax.overflow.config import OverflowConfig
 
 BELADY = "belady"

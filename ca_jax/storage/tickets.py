@@ -16,6 +16,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import tensorstore as ts
@@ -238,7 +239,7 @@ class LoadTicket:
                 into[...] = block[:, part.rows]
             else:  # Without `mode` it would go by a buffer.
                 np.take(block, part.rows, axis=1, out=into, mode="clip")
-        return futures[0] if len(futures) == 1 else _all_of(futures)
+        return futures[0] if len(futures) == 1 else all_of(futures)
 
     def close(self, state: TicketState) -> None:
         """Ends the load: waits for copies under way, refuses later ones. For the AttentionStore."""
@@ -263,7 +264,7 @@ def _stretches(
     return TokenPlaces(((start, num_tokens),) if num_tokens else ()).stretches(block_tokens)
 
 
-def _all_of(futures: Sequence[ts.Future]) -> ts.Future:
+def all_of(futures: Sequence[Any]) -> ts.Future:
     """A future of several copies, or of none: done with the last of them, and failed if one has."""
     promise: ts.Promise
     promise, future = ts.Promise.new()

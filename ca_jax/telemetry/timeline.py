@@ -32,9 +32,6 @@ TRACKS: tuple[Track, ...] = get_args(Track)
 ArgValue = str | int | float | bool
 """What a span may say of itself."""
 
-_DISPLAY_UNIT = "ms"
-_NO_SPAN = contextlib.nullcontext()
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
@@ -84,20 +81,10 @@ class Timeline:
         self.enabled = max_spans > 0
         """Whether anything is recorded: ask before computing what only a span would say."""
 
-    def span(self, track: Track, name: str, **args: ArgValue) -> AbstractContextManager[object]:
+    def annotate(self, track: Track, name: str, **args: ArgValue) -> AbstractContextManager[object]:
         """Records how long the `with` block takes, also where it raises. It begins and ends on one thread.
 
-        Raises:
-          ValueError: it records, and there is no such track.
-        """
-        if not self.enabled:
-            return _NO_SPAN
-        return self._open(track, name, args, _NO_SPAN)
-
-    def annotate(self, track: Track, name: str, **args: ArgValue) -> AbstractContextManager[object]:
-        """A `span` that is an event in a trace of `jax.profiler` too, whether or not this timeline records.
-
-        For phases and layers: the block's dispatch on the host, which the profiler puts beside the device's kernels.
+        It is an event in a trace of `jax.profiler` too, beside the device's kernels, whether or not this records.
 
         Raises:
           ValueError: it records, and there is no such track.
@@ -105,7 +92,10 @@ class Timeline:
         from jax.profiler import TraceAnnotation
 
         annotation = TraceAnnotation(name, **args)
-        return self._open(track, name, args, annotation) if self.enabled else annotation
+        if not self.enabled:
+            return annotation
+        _check_track(track)
+        return self._recorded(track, name, args, annotation)
 
     def add(self, track: Track, name: str, start_s: float, end_s: float, **args: ArgValue) -> None:
         """Records what is over already, and was measured with the timeline's clock.
@@ -144,7 +134,7 @@ class Timeline:
             spans, num_forgotten = list(self._spans), self.num_forgotten
         content = {
             "traceEvents": trace_events(spans),
-            "displayTimeUnit": _DISPLAY_UNIT,
+            "displayTimeUnit": "ms",
             "otherData": {"num_forgotten": num_forgotten},
         }
         Path(path).write_text(json.dumps(content, default=str) + "\n", encoding="utf-8")
@@ -154,21 +144,16 @@ class Timeline:
             self.num_forgotten += len(self._spans) == self._spans.maxlen
             self._spans.append(span)
 
-    def _open(
+    @contextlib.contextmanager
+    def _recorded(
         self, track: Track, name: str, args: Mapping[str, ArgValue], annotation: AbstractContextManager[object]
-    ) -> AbstractContextManager[object]:
-        _check_track(track)
-
-        @contextlib.contextmanager
-        def recorded() -> Iterator[None]:
-            with annotation:
-                start_s = self._clock()
-                try:
-                    yield
-                finally:
-                    self._record(Span(track, name, start_s, self._clock(), args, threading.get_ident()))
-
-        return recorded()
+    ) -> Iterator[None]:
+        with annotation:
+            start_s = self._clock()
+            try:
+                yield
+            finally:
+                self._record(Span(track, name, start_s, self._clock(), args, threading.get_ident()))
 
 
 NO_TIMELINE = Timeline(max_spans=0)

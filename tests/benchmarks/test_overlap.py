@@ -16,8 +16,8 @@ from benchmarks.suites.save import SaveConfig, save_row
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.kv import costs
+from ca_jax.kv.costs import PrefillRate, Rates, TransferRate
 from ca_jax.kv.layout import kv_layout
-from ca_jax.kv.rates import PrefillRate, Rates, TransferRate
 from ca_jax.storage.config import StoreConfig
 from tests import engine_kit as kit
 from tests.benchmarks.conftest import Measured, check_spread, steps

@@ -27,7 +27,7 @@ from benchmarks.replay.workload import (
     WorkloadConfig,
 )
 from ca_jax.config import EngineConfig
-from ca_jax.kv.rates import PrefillRate
+from ca_jax.kv.costs import PrefillRate
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.simulate.config import DecodeSample
 from ca_jax.simulate.traces.requests import TraceConfig

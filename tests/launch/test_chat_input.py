@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 from absl import flags
 
-from ca_jax.device.processes import OneProcess
 from ca_jax.errors import EmptyMessageError, InvalidRequestError
 from ca_jax.launch import chat_input
 from tests import engine_kit as kit
@@ -85,6 +84,6 @@ ADDRESS = "--coordinator_address=127.0.0.1:1"
     ],
 )
 def test_processes_that_cannot_be_are_refused_before_anybody_is_waited_for(given, message):
-    assert isinstance(chat_input.join_processes("chat", parse()), OneProcess)
+    assert chat_input.join_processes("chat", parse()).count == 1
     with pytest.raises(ValueError, match=message):
         chat_input.join_processes("chat", parse(*given))

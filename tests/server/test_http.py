@@ -19,7 +19,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ca_jax.kv.rates import PrefillRate, Rates, TransferRate
+from ca_jax.kv.costs import PrefillRate, Rates, TransferRate
 from ca_jax.server.metrics import Reading
 from ca_jax.server.tenants import Tenant, Tenants
 from ca_jax.storage.records import GAP_BOUNDS_S, MissReason

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from ca_jax.kv.rates import PrefillSample
+from ca_jax.kv.costs import PrefillSample
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.simulate.clock import Clock, Link
 from ca_jax.simulate.config import (
