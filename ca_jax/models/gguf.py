@@ -149,16 +149,15 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
         shapes={name: _shape(tensor) for name, tensor in file.tensors.items()},
         rope_factors=None if factors is None else np.asarray(factors.data, np.float32).reshape(-1),
     )
+    family = next(each for each in BY_GGUF_ARCHITECTURE[architecture] if each.is_gguf(described.entries))
     try:
-        configs = [family.config_from_gguf(described) for family in BY_GGUF_ARCHITECTURE[architecture]]
+        return family.config_from_gguf(described)
     except UnsupportedArchitectureError as error:
         raise UnsupportedArchitectureError(f"{where}: {architecture}: {error}") from error
     except KeyError as error:
         raise CheckpointError(f"{where}: metadata {architecture}.{error.args[0]} is missing") from error
     except (TypeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(f"{where}: its metadata describes no model: {error}") from error
-    (config,) = [config for config in configs if config is not None]
-    return config
 
 
 def _shape(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
