@@ -126,7 +126,7 @@ def open_gguf(path: Path, name: str) -> reading.Source:
         config=config,
         tensors=_stored_tensors(file, config),
         names=FAMILIES[config.architecture].gguf_names(config),
-        hash_content=functools.partial(weights.hash_file, path),
+        fingerprint=lambda dtype: weights.fingerprint(weights.hash_file(path), config, dtype),
         tokenizer=tokenizer,
         stop_token_ids=stop_token_ids(file, tokenizer),
     )

@@ -61,7 +61,7 @@ def open_directory(directory: Path, name: str) -> reading.Source:
         config=config,
         tensors=tensors,
         names=family.hf_names(config),
-        hash_content=functools.partial(weights.hash_files, directory, files),
+        fingerprint=lambda dtype: weights.fingerprint(weights.hash_files(directory, files), config, dtype),
         tokenizer=tokenizer,
         stop_token_ids=_stop_token_ids(directory, described, tokenizer),
     )

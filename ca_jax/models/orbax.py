@@ -109,8 +109,8 @@ def open_checkpoint(directory: Path) -> reading.Source:
         raise CheckpointError(f"{directory}: cannot be read: {type(error).__name__}: {error}") from error
     require_served(config.architecture, str(directory), FAMILIES)
 
-    def checked_fingerprint(content_sha256: str, dtype: np.dtype) -> str:
-        if content_sha256 != wanted_sha256:
+    def checked_fingerprint(dtype: np.dtype) -> str:
+        if _hash_params(directory) != wanted_sha256:
             raise CheckpointError(f"{directory}: its weights are not those that were written (SHA-256 differs)")
         if stored_dtype == dtype.name:
             return str(fingerprint)
@@ -122,11 +122,10 @@ def open_checkpoint(directory: Path) -> reading.Source:
         config=config,
         tensors=tensors,
         names={slot.key: _name(slot.key, slot.layer) for slot in weights.parameter_slots(config)},
-        hash_content=partial(_hash_params, directory),
+        fingerprint=checked_fingerprint,
         tokenizer=tokenizer,
         stop_token_ids=stop_token_ids,
         is_tree=True,
-        fingerprint=checked_fingerprint,
     )
 
 

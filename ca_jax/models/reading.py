@@ -15,13 +15,12 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import flax.traverse_util
 import numpy as np
 
 from ca_jax.errors import CheckpointError
-from ca_jax.models import weights
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.families.family import Fused, Names
 from ca_jax.models.tokenizer import Tokenizer
@@ -30,9 +29,6 @@ from ca_jax.models.weights import Checkpoint, ProgressFn, Slot, parameter_slots
 _ALIGNMENT_BYTES = 64  # XLA's CPU client takes arrays so aligned as they are, without a copy.
 _CHUNK_ELEMENTS = 1 << 18  # 1 MiB of f32: read, dequantised and transposed while it is in the cache.
 _MAX_WORKERS = 8
-
-Index = tuple[slice, ...]
-"""A part of a leaf: a slice of step one for each of its axes, as shardings give them."""
 
 _Result = TypeVar("_Result")
 
@@ -72,60 +68,25 @@ class Leaf:
         """Of the whole leaf, read."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def read(self, index: Index | None = None) -> np.ndarray:
-        """Reads the leaf, or a part of it, into fresh memory. Blocks; any thread may call it.
-
-        Beside what it returns it holds one chunk of rows. It reads every row of the file that the part has a number of.
+    def read(self) -> np.ndarray:
+        """Reads the leaf into fresh memory. Blocks; any thread may call it. Beside it there is one chunk of rows.
 
         Returns:
           An array in the layout of the tree, C-contiguous and 64-byte aligned.
         """
-        box = _box(self.shape, index)
-        out = _empty_aligned(tuple(stop - start for start, stop in box), self.dtype)
-        if self.slot.num_stacked is None:
-            self._read_part(self.tensors[0], box, out)
-            return out
-        (start, stop), *inner = box
-        for tensor, part in zip(self.tensors[start:stop], out, strict=True):
-            self._read_part(tensor, inner, part)
+        out = _empty_aligned(self.shape, self.dtype)
+        for tensor, part in zip(self.tensors, [out] if self.slot.num_stacked is None else out, strict=True):
+            self._read_tensor(tensor, part)
         return out
 
-    def is_rows(self, index: Index) -> bool:
-        """Whether a part of the leaf is whole rows of the file, so that reading it reads nothing else."""
-        box = _box(self.shape, index)
-        inner = box if self.slot.num_stacked is None else box[1:]
-        _, of_columns, _, num_columns = self._axes(len(inner))
-        return _span(inner[of_columns], self._inner_shape[of_columns]) == (0, num_columns)
-
-    @property
-    def _inner_shape(self) -> tuple[int, ...]:
-        """Of what one tensor holds of the leaf."""
-        return self.shape if self.slot.num_stacked is None else self.shape[1:]
-
-    def _axes(self, num_axes: int) -> tuple[slice, slice, int, int]:
-        """Which axes of the tree are the file's rows and which its columns, and how many rows and columns those are."""
+    def _read_tensor(self, tensor: StoredTensor, out: np.ndarray) -> None:
+        """Reads what one tensor holds of the leaf into its place `out`, a chunk of rows at a time."""
         num_rows, num_columns = self.slot.stored_shape[0], math.prod(self.slot.stored_shape[1:])
-        front = num_columns if self.slot.transposed else num_rows
-        split = next(k for k in range(1, num_axes + 1) if math.prod(self._inner_shape[:k]) == front)
-        first, second = slice(0, split), slice(split, num_axes)
-        of_rows, of_columns = (second, first) if self.slot.transposed else (first, second)
-        return of_rows, of_columns, num_rows, num_columns
-
-    def _read_part(self, tensor: StoredTensor, box: Sequence[tuple[int, int]], out: np.ndarray) -> None:
-        """Reads what one tensor holds of a part into its place `out`, a chunk of rows at a time."""
-        of_rows, of_columns, _, num_columns = self._axes(len(box))
-        start_row, stop_row = _span(box[of_rows], self._inner_shape[of_rows])
-        columns = slice(*_span(box[of_columns], self._inner_shape[of_columns]))
-        sizes = (columns.stop - columns.start, stop_row - start_row)
-        target = out.reshape(sizes).T if self.slot.transposed else out.reshape(sizes[::-1])
+        target = out.reshape(num_columns, num_rows).T if self.slot.transposed else out.reshape(num_rows, num_columns)
         step = tensor.chunk_rows or max(1, _CHUNK_ELEMENTS // num_columns)
-        start = start_row
-        while start < stop_row:
-            stop = min(start - start % step + step, stop_row)
-            place = target[start - start_row : stop - start_row]
-            for at, rows in self._read_runs(tensor, start, stop):
-                place[at : at + len(rows)] = rows.reshape(len(rows), num_columns)[:, columns]
-            start = stop
+        for start in range(0, num_rows, step):
+            for at, rows in self._read_runs(tensor, start, min(start + step, num_rows)):
+                target[start + at : start + at + len(rows)] = rows.reshape(len(rows), num_columns)
 
     def _read_runs(self, tensor: StoredTensor, start: int, stop: int) -> Iterator[tuple[int, np.ndarray]]:
         """Reads rows `[start, stop)` of the leaf, those that follow each other in the file at once."""
@@ -172,16 +133,14 @@ class Source:
     model."""
     names: Names
     """Under which of these names it holds each leaf."""
-    hash_content: Callable[[], str]
-    """Gives the SHA-256 of what its files hold; runs beside the reading."""
+    fingerprint: Callable[[np.dtype], str]
+    """Reads all files and gives the fingerprint of their weights in a dtype; runs beside the reading."""
     tokenizer: Tokenizer | None
     """None where it has none."""
     stop_token_ids: tuple[int, ...]
     """Tokens that end a reply, ascending."""
     is_tree: bool = False
     """Whether it holds leaves in the layout of the tree, and not in that of other frameworks."""
-    fingerprint: Callable[[str, np.dtype], str] | None = None
-    """Gives the fingerprint of weights from that hash, for a dtype; None: as `weights.fingerprint`."""
 
 
 def load(
@@ -200,33 +159,20 @@ def load(
     Raises:
       CheckpointError: a tensor is missing, misshaped, or belongs to no parameter. Nothing is read then.
     """
-    config, wanted = source.config, []
-    for slot in parameter_slots(config):
-        if source.is_tree:
-            slot = dataclasses.replace(slot, stored_shape=slot.shape, transposed=False, num_stacked=None)
-        wanted.append((slot, _origin(slot, source.names)))
-    _require_exactly(wanted, source.tensors, source.path)
-    leaves = [
-        Leaf(slot=slot, dtype=dtype, tensors=tuple(source.tensors[name] for name in origin.names), rows=origin.rows)
-        for slot, origin in wanted
-    ]
-    destination = destinations(config)
+    leaves = _leaves(source, dtype)
+    destination = destinations(source.config)
     total_bytes, done_bytes = sum(leaf.nbytes for leaf in leaves), 0
     tree: dict[tuple[str, ...], Any] = {}
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        hashing = pool.submit(source.hash_content)
+        hashing = pool.submit(source.fingerprint, dtype)
         for leaf, result in stream(leaves, destination):
             tree[leaf.slot.path] = result
             done_bytes += leaf.nbytes
             if progress is not None:
                 progress("reading weights", done_bytes, total_bytes)
-        content_sha256 = hashing.result()
-    if source.fingerprint is not None:
-        fingerprint = source.fingerprint(content_sha256, dtype)
-    else:
-        fingerprint = weights.fingerprint(content_sha256, config, dtype)
+        fingerprint = hashing.result()
     return Checkpoint(
-        config=config,
+        config=source.config,
         params={"params": flax.traverse_util.unflatten_dict(tree)},
         tokenizer=source.tokenizer,
         name=source.name,
@@ -262,59 +208,34 @@ def stream(leaves: Sequence[Leaf], do: Callable[[Leaf], _Result]) -> Iterator[tu
             raise
 
 
-class _Origin(NamedTuple):
-    """Where a leaf is read from: the file's tensors, one or as many as are stacked; their shape; the leaf's rows."""
-
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
-    rows: np.ndarray | None
-
-
-def _origin(slot: Slot, names: Names) -> _Origin:
-    place = names[slot.key]
-    if isinstance(place, Fused):
-        return _Origin((place.name.format(layer=slot.layer),), (place.num_rows, *slot.stored_shape[1:]), place.rows)
-    stacked = tuple(place.format(layer=slot.layer, expert=i) for i in range(slot.num_stacked or 1))
-    return _Origin(stacked, slot.stored_shape, None)
-
-
-def _require_exactly(wanted: list[tuple[Slot, _Origin]], found: Mapping[str, StoredTensor], source: str) -> None:
-    names = set()
-    for _, origin in wanted:
-        for name in origin.names:
-            if name not in found:
-                raise CheckpointError(f"{source}: tensor {name} is missing; its shape must be {origin.shape}")
-            if found[name].shape != origin.shape:
-                raise CheckpointError(
-                    f"{source}: tensor {name}: the shape must be {origin.shape}, got {found[name].shape}"
-                )
-            names.add(name)
-    unused = sorted(found.keys() - names)
-    if unused:
-        shown = ", ".join(unused[:5]) + (", ..." if len(unused) > 5 else "")
-        raise CheckpointError(
-            f"{source}: {len(unused)} tensors belong to no parameter of this architecture: {shown}; "
-            "leaving them out would give another model"
-        )
-
-
-def _box(shape: tuple[int, ...], index: Index | None) -> list[tuple[int, int]]:
-    """First and last but one of each axis."""
-    return [part.indices(size)[:2] for part, size in zip(index or (slice(None),) * len(shape), shape, strict=True)]
-
-
-def _span(box: Sequence[tuple[int, int]], shape: Sequence[int]) -> tuple[int, int]:
-    """The part of a flattened group of axes that a box of them is; its inner axes must be whole.
+def _leaves(source: Source, dtype: np.dtype) -> list[Leaf]:
+    """Every leaf of the tree, with the tensors of the checkpoint that hold it.
 
     Raises:
-      ValueError: they are not.
+      CheckpointError: a tensor is missing, misshaped, or belongs to no leaf.
     """
-    if not shape:
-        return 0, 1
-    if any(range_ != (0, size) for range_, size in zip(box[1:], shape[1:], strict=True)):
-        raise ValueError(f"the part must be of the first of axes {tuple(shape)}, got {list(box)}")
-    inner = math.prod(shape[1:])
-    return box[0][0] * inner, box[0][1] * inner
+    leaves, used, path = [], set(), source.path
+    for slot in parameter_slots(source.config):
+        if source.is_tree:
+            slot = dataclasses.replace(slot, stored_shape=slot.shape, transposed=False, num_stacked=None)
+        place, shape, rows = source.names[slot.key], slot.stored_shape, None
+        if isinstance(place, Fused):
+            place, shape, rows = place.name, (place.num_rows, *shape[1:]), place.rows
+        names = [place.format(layer=slot.layer, expert=i) for i in range(slot.num_stacked or 1)]
+        for name in names:
+            if name not in source.tensors:
+                raise CheckpointError(f"{path}: tensor {name} is missing; its shape must be {shape}")
+            if (found := source.tensors[name].shape) != shape:
+                raise CheckpointError(f"{path}: tensor {name}: the shape must be {shape}, got {found}")
+        used.update(names)
+        leaves.append(Leaf(slot=slot, dtype=dtype, tensors=tuple(source.tensors[name] for name in names), rows=rows))
+    if unused := sorted(source.tensors.keys() - used):
+        shown = ", ".join(unused[:5]) + (", ..." if len(unused) > 5 else "")
+        raise CheckpointError(
+            f"{path}: {len(unused)} tensors belong to no parameter of this architecture: {shown}; "
+            "leaving them out would give another model"
+        )
+    return leaves
 
 
 def _empty_aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

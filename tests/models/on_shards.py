@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import pytest
 
-from ca_jax.device import transfer
 from ca_jax.launch.convert import convert
 from ca_jax.models.sharding import bytes_per_device, model_sharding
 from ca_jax.models.weights import parameter_slots, resolve_dtype
@@ -68,18 +67,3 @@ def test_heads_that_cannot_be_divided_so_are_refused_before_a_weight_is_read(mod
 def test_without_a_mesh_weights_are_bound_to_none(models):
     model = load_model(str(models["safetensors"]), dtype="float32")
     assert not any(leaf.committed for leaf in jax.tree.leaves(model.params))
-
-
-def test_each_part_is_read_once_and_put_on_all_devices_that_have_it():
-    seen = []
-    array = np.arange(8 * 6, dtype=np.float32).reshape(8, 6)
-
-    def read(index):
-        seen.append(index)
-        return array[index]
-
-    where = model_sharding(CONFIG, data_parallel_size=2, tensor_parallel_size=2).of(("heads", None))
-    found = transfer.shards_to_device(read, array.shape, where)
-    assert found.sharding == where
-    np.testing.assert_array_equal(np.asarray(found), array)
-    assert sorted((index[0].start, index[0].stop) for index in seen) == [(0, 4), (4, 8)]

@@ -17,10 +17,10 @@ from .tiny_gguf import gguf_tensors, write_gguf
 
 MIB = 1 << 20
 CONFIG = tiny.tiny_config(
-    vocab_size=12288, embed_dim=1024, mlp_dim=3072, num_layers=3, num_heads=16, num_kv_heads=16, head_dim=64
+    vocab_size=12288, embed_dim=512, mlp_dim=3072, num_layers=3, num_heads=16, num_kv_heads=16, head_dim=64
 )
-LARGEST = 48 * MIB  # The embedding in f32, and the head; all weights take 252 MiB.
-TOTAL = 252 * MIB
+LARGEST = 24 * MIB  # The embedding in f32, and the head; all weights take 126 MiB.
+TOTAL = 126 * MIB
 
 
 @pytest.fixture(scope="module")
