@@ -11,7 +11,6 @@ Not here: converting (`launch/convert.py`), the parameter tree (`weights`).
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import hashlib
 import json
@@ -38,7 +37,6 @@ MANIFEST = "ca_jax_checkpoint.json"
 
 _FORMAT = 1
 _CHUNK_BYTES = 4 << 20  # Of a file: what is read, cast and put in its place at once.
-_CHUNKS_IN_FLIGHT = 2  # Of each leaf that is written; TensorStore copies them.
 
 
 def save_checkpoint(
@@ -170,15 +168,8 @@ def _write_leaf(leaf: reading.Leaf, path: str) -> None:
         "dtype": array.dtype.name,
         "store_data_equal_to_fill_value": True,
     }
-    stored = ts.open(spec, create=True).result()
-    in_flight: collections.deque[Any] = collections.deque()
-    for start in range(0, len(array), step):
-        if len(in_flight) == _CHUNKS_IN_FLIGHT:
-            in_flight.popleft().result()
-        rows = slice(start, min(start + step, len(array)))
-        in_flight.append(stored[rows].write(array[rows]))
-    for each in in_flight:
-        each.result()
+    # Chunks are written from where they are: a copy of each would be a copy of the leaf.
+    ts.open(spec, create=True).result().write(array, can_reference_source_data_indefinitely=True).result()
 
 
 def _name(key: str, layer: int | None) -> str:
