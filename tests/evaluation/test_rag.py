@@ -35,7 +35,7 @@ def path(tmp_path_factory):
 @pytest.fixture(scope="module")
 def measured(path):
     told = []
-    config = ask(path, blends={"selections": ("hkvd", "random", "first")})
+    config = ask(path, blends={"selections": ("hkvd", "random")})
     evaluation = run_rag(kit.tiny_model(), config, lambda *call: told.append(call))
     assert told == [("rag", done, 3) for done in range(4)]
     return evaluation
@@ -44,7 +44,7 @@ def measured(path):
 def test_there_is_a_row_for_each_method(measured):
     assert [row.name for row in measured.rows] == [
         *("full recompute", "prefix caching", "full reuse", "MapReduce", "MapRerank"),
-        *(f"{selection} {ratio}%" for selection in ("hkvd", "random", "first") for ratio in (50, 100)),
+        *(f"{selection} {ratio}%" for selection in ("hkvd", "random") for ratio in (50, 100)),
     ]
     assert {row.num_items for row in measured.rows} == {3}
     assert [method.name for method in methods_of(Blends(selections=("hkvd", "first"), other_ratios=(0.3,)), ())] == [
@@ -57,7 +57,7 @@ def test_full_recompute_and_whatever_computes_all_of_it_are_alike(measured):
     recompute = rows["full recompute"]
     assert (recompute.mean_kl, recompute.same_top1, recompute.attention_deviation) == (0, 1, 0)
     assert len(recompute.layer_deviations) == 3
-    for name in ("prefix caching", "hkvd 100%", "random 100%", "first 100%"):
+    for name in ("prefix caching", "hkvd 100%", "random 100%"):
         assert rows[name].mean_kl == pytest.approx(0, abs=1e-7)
         assert rows[name].same_top1 == 1
         assert rows[name].attention_deviation == pytest.approx(0, abs=1e-3)

@@ -35,10 +35,10 @@ def run(path, figure: int, **blends):
 
 
 def test_figure_6_goes_from_full_reuse_to_nothing(path):
-    rows = {(row.selection, row.ratio): row for row in run(path, 6, ratios=(1.0, 0.5), selections=("hkvd", "first"))}
-    assert list(rows) == [(name, ratio) for name in (ORACLE, "hkvd", "first") for ratio in (0, 0.5, 1)]
+    rows = {(row.selection, row.ratio): row for row in run(path, 6, ratios=(1.0, 0.5))}
+    assert list(rows) == [(name, ratio) for name in (ORACLE, "hkvd") for ratio in (0, 0.5, 1)]
     reuse = rows["hkvd", 0]
-    for name in (ORACLE, "hkvd", "first"):
+    for name in (ORACLE, "hkvd"):
         assert rows[name, 0].attention_deviation == reuse.attention_deviation
         assert (rows[name, 0].share, rows[name, 0].num_items) == (1, 3)
         assert rows[name, 1].attention_deviation == pytest.approx(0, abs=1e-3)

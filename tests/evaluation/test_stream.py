@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from ca_jax.errors import ContextWindowError
 from ca_jax.evaluation.stream import ComparedOverflow, ContextStream, Truncation
-from ca_jax.models.kv import KVCache, LayerKV
 from ca_jax.recompute.drift import Drift
 from tests import engine_kit as kit
 from tests import overflow_kit as ok
@@ -35,37 +31,21 @@ def a_stream(
     return ContextStream(kit.tiny_model(), config, window=window, step_tokens=step_tokens, rounds_kv=rounds_kv)
 
 
-@functools.partial(jax.jit, static_argnames=("model",))
-def _apply(model, params, tokens, positions, history):
-    return model.apply(params, tokens, positions, history)
-
-
-class PlainCache:
-    """A context as plain arrays, fed through the plain model; what is cut is sliced, and nothing else happens."""
+class PlainCache(ok.SlicedCache):
+    """A context as plain arrays whose keys may be used at other positions than their places."""
 
     def __init__(self) -> None:
-        config = kit.tiny_model().config
-        self.token_ids: list[int] = []
-        self.kv = np.zeros((config.num_layers, 2, 0, config.num_kv_heads, config.head_dim), np.float32)
+        super().__init__(WINDOW)
         self.positions = np.zeros(0, int)
         """At which keys are used."""
 
     def feed(self, part: Sequence[int]) -> np.ndarray:
         """At most a step of tokens; logits of each `[T, V]`."""
-        length, model = len(self.token_ids), kit.tiny_model()
-        room = np.full((*self.kv.shape[:2], WINDOW, *self.kv.shape[3:]), np.nan, np.float32)
-        room[:, :, :length] = self.as_used()
-        layers = tuple(LayerKV(jnp.asarray(layer[:1]), jnp.asarray(layer[1:])) for layer in room)
-        padded = np.zeros((1, STEP), np.int32)
-        padded[0, : len(part)] = part
-        positions = length + jnp.arange(STEP)[None]
-        history = KVCache(layers, jnp.array([length], jnp.int32))
-        logits, new = _apply(model.model, model.params, jnp.asarray(padded), positions, history)
-        rows = np.stack([np.stack([layer.k[0], layer.v[0]]) for layer in new.layers])[:, :, : len(part)]
-        self.kv = np.concatenate([self.kv, rows], axis=2)
-        self.token_ids += part
-        self.positions = np.r_[self.positions, length : length + len(part)]
-        return np.asarray(logits)[0, : len(part)]
+        stored, self.kv = self.kv, self.as_used()
+        logits = self._feed(list(part))
+        self.kv = np.concatenate([stored, self.kv[:, :, stored.shape[2] :]], axis=2)
+        self.positions = np.r_[self.positions, len(self.positions) : self.kv.shape[2]]
+        return logits
 
     def as_used(self) -> np.ndarray:
         """The KV with keys turned so far that they are at their positions once they are rotated by their places."""
@@ -74,8 +54,8 @@ class PlainCache:
         return kv
 
     def slice(self, kept: np.ndarray) -> None:
-        self.token_ids = [self.token_ids[place] for place in kept]
-        self.kv = self.kv[:, :, kept]
+        """Keeps the tokens at some places, to be used there."""
+        self.keep(np.isin(np.arange(len(self.token_ids)), kept))
         self.positions = np.arange(len(kept))
 
 

@@ -30,7 +30,7 @@ HEAD_DIM = 8
 MANY_HEADS = UNROLLED_KV_HEADS + 4
 
 
-@pytest.fixture(autouse=True, params=["cpu kernels", "xla"])
+@pytest.fixture(params=["cpu kernels", "xla"])
 def computed_by(request, monkeypatch):
     """By what the backend's own choice is computed here."""
     if request.param == "xla":
@@ -115,6 +115,7 @@ def expect_both(num_new, num_history, capacity, **options):
     np.testing.assert_allclose(received.sum(), num_heads * num_new, rtol=1e-5)
 
 
+@pytest.mark.usefixtures("computed_by")
 @pytest.mark.parametrize("sizes", [(1, 0, 0), (5, 0, 8), (5, 3, 8), (5, 8, 8), LONG])
 def test_attention_over_history_is_the_textbooks(sizes):
     expect_both(*sizes)
@@ -126,6 +127,7 @@ def test_heads_together_give_what_they_give_one_by_one(monkeypatch, sizes):
     expect_both(*sizes)
 
 
+@pytest.mark.usefixtures("computed_by")
 @pytest.mark.parametrize(
     ("sizes", "window"),
     [
@@ -155,6 +157,7 @@ def test_what_a_batch_receives_is_refused():
         attention_received(q, LayerKV(q, q), None, jnp.zeros(2, jnp.int32), rotation, None, 3)
 
 
+@pytest.mark.usefixtures("computed_by")
 @pytest.mark.parametrize(
     ("num_blocks", "window"),  # As many blocks as needed, two, or all.
     [

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from ca_jax.errors import UnknownModelError
-from ca_jax.models.checkpoint import load_checkpoint
 from ca_jax.models.presets import PRESETS
 from ca_jax.models.random_weights import random_fingerprint, random_params
+from ca_jax.models.weights import resolve_dtype
 from ca_jax.pretrained import random_model
 from ca_jax.telemetry.metrics import CompileCounter
 from ca_jax.testing import tiny
@@ -24,12 +24,11 @@ def preset(monkeypatch):
     return add
 
 
-@pytest.mark.parametrize(("tied", "dtype"), [(False, "float32"), (True, "bfloat16"), (True, "float16")])
-def test_the_tree_is_that_of_a_checkpoint(preset, tmp_path, tied, dtype):
+@pytest.mark.parametrize(("tied", "dtype"), [(False, "float16"), (True, "bfloat16")])
+def test_the_tree_is_that_of_a_checkpoint(preset, tied, dtype):
     model = random_model(preset(tie_embeddings=tied), dtype=dtype)
-    tiny.write_tiny_hf(tmp_path, model.config, tiny.tiny_params(model.config))
-    loaded = load_checkpoint(str(tmp_path), dtype=dtype).params
-    jax.tree.map(lambda a, b: np.testing.assert_equal((a.shape, a.dtype), (b.shape, b.dtype)), model.params, loaded)
+    wanted = tiny.tiny_params(model.config, dtype=resolve_dtype(dtype))
+    jax.tree.map(lambda a, b: np.testing.assert_equal((a.shape, a.dtype), (b.shape, b.dtype)), model.params, wanted)
     wide = random_params(model.config, dtype="float32")
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a.astype(dtype), b), wide, model.params)
     assert (model.name, model.dtype, model.tokenizer) == ("tiny (random weights)", dtype, None)
@@ -37,7 +36,7 @@ def test_the_tree_is_that_of_a_checkpoint(preset, tmp_path, tied, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])  # bfloat16 has the range of float32
 def test_logits_of_a_deep_model_are_of_order_one(preset, dtype):
-    model = random_model(preset(num_layers=20), dtype=dtype)
+    model = random_model(preset(num_layers=12), dtype=dtype)
     logits = model.logits(TOKENS)
     assert np.isfinite(logits).all()
     assert 0.5 < logits.std() < 2
