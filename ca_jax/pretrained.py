@@ -22,10 +22,9 @@ from ca_jax.models.checkpoint import load_checkpoint
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.presets import PRESETS
 from ca_jax.models.random_weights import random_fingerprint, random_params
-from ca_jax.models.reading import Destination
 from ca_jax.models.sharding import ModelSharding
 from ca_jax.models.transformer import Transformer
-from ca_jax.models.weights import Checkpoint
+from ca_jax.models.weights import Checkpoint, Destination
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much is done and how much there is."""

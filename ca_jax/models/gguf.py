@@ -25,7 +25,7 @@ from tokenizers import decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
 from ca_jax.errors import CheckpointError, UnsupportedArchitectureError, UnsupportedQuantizationError
-from ca_jax.models import reading, weights
+from ca_jax.models import weights
 from ca_jax.models.chat_template import ChatTemplate
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.families import BY_GGUF_ARCHITECTURE, FAMILIES, require_served
@@ -149,7 +149,7 @@ class GgufFile(gguf.GGUFReader):
         super()._build_tensors(start_offs, fields)
 
 
-def open_gguf(path: Path, name: str) -> reading.Source:
+def open_gguf(path: Path, name: str) -> weights.Source:
     """Opens a GGUF file: its weights dequantised, its tokenizer and chat template out of the metadata.
 
     Args:
@@ -164,7 +164,7 @@ def open_gguf(path: Path, name: str) -> reading.Source:
     file = GgufFile(path)
     config = config_from_gguf(file)
     tokenizer = tokenizer_from_gguf(file)
-    return reading.Source(
+    return weights.Source(
         path=str(path),
         name=name,
         config=config,
@@ -208,7 +208,7 @@ def _shape(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
     return tuple(int(n) for n in reversed(tensor.shape))
 
 
-def _stored_tensors(file: GgufFile, config: ModelConfig) -> dict[str, reading.StoredTensor]:
+def _stored_tensors(file: GgufFile, config: ModelConfig) -> dict[str, weights.StoredTensor]:
     """The file's tensors: Q and K in half-split order, and those that are stacked by expert each by itself."""
     order = {}
     if FAMILIES[config.architecture].gguf_is_interleaved:
@@ -227,7 +227,7 @@ def _stored_tensors(file: GgufFile, config: ModelConfig) -> dict[str, reading.St
             parts = {f"{match[1]}_exps.weight[{match[2]}]": tensor.data}
         for part, data in parts.items():
             rows = functools.partial(_read_rows, part, tensor.tensor_type, data, order.get(name.split(".", 2)[-1]))
-            stored[part] = reading.StoredTensor(shape=shape, read_rows=rows)
+            stored[part] = weights.StoredTensor(shape=shape, read_rows=rows)
     return stored
 
 

@@ -20,7 +20,7 @@ from ca_jax.errors import (
     UnsupportedArchitectureError,
     UnsupportedQuantizationError,
 )
-from ca_jax.models import reading, weights
+from ca_jax.models import weights
 from ca_jax.models.chat_template import ChatTemplate
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.families import BY_MODEL_TYPE, FAMILIES, require_served
@@ -34,7 +34,7 @@ _HUB_WEIGHTS = ("*.safetensors",)
 _HUB_IGNORED = ("original/*", "consolidated*")  # The same weights once more, in another format.
 
 
-def open_directory(directory: Path, name: str) -> reading.Source:
+def open_directory(directory: Path, name: str) -> weights.Source:
     """Opens a directory of config.json, safetensors (one file or shards) and, if there, tokenizer.json.
 
     Args:
@@ -55,7 +55,7 @@ def open_directory(directory: Path, name: str) -> reading.Source:
     tokenizer = _load_tokenizer(directory, described)
     tensors = _stored_tensors(files, config, family)
     _require_names_of(family, config, tensors, directory)
-    return reading.Source(
+    return weights.Source(
         path=str(directory),
         name=name,
         config=config,
@@ -117,7 +117,7 @@ def weight_files(directory: Path) -> list[Path]:
     return files
 
 
-def _stored_tensors(files: list[Path], config: ModelConfig, family: Family) -> dict[str, reading.StoredTensor]:
+def _stored_tensors(files: list[Path], config: ModelConfig, family: Family) -> dict[str, weights.StoredTensor]:
     tensors = {}
     head = None if not config.tie_embeddings else family.hf_names(config)["head.kernel"]
     for path in files:
@@ -135,12 +135,12 @@ def _stored_tensors(files: list[Path], config: ModelConfig, family: Family) -> d
                     f"{', '.join(_DTYPES)}"
                 )
             read_rows = functools.partial(lambda rows, start, stop: rows[start:stop], rows)
-            tensors[name] = reading.StoredTensor(shape=tuple(rows.get_shape()), read_rows=read_rows)
+            tensors[name] = weights.StoredTensor(shape=tuple(rows.get_shape()), read_rows=read_rows)
     return tensors
 
 
 def _require_names_of(
-    family: Family, config: ModelConfig, tensors: Mapping[str, reading.StoredTensor], directory: Path
+    family: Family, config: ModelConfig, tensors: Mapping[str, weights.StoredTensor], directory: Path
 ) -> None:
     """Raises CheckpointError where tensors are named as another family's: that says more than that one is missing."""
 

@@ -4,7 +4,7 @@
     DIR/tokenizer.json           as `tokenizers` writes it; absent where there is no tokenizer
     DIR/ca_jax_checkpoint.json   written last: a directory without it is no checkpoint
 
-Leaves are written and read a few at a time, never all of them: see `reading`. Nothing is pickled.
+Leaves are written and read a few at a time, never all of them: see `weights`. Nothing is pickled.
 
 Not here: converting (`launch/convert.py`), the parameter tree (`weights`).
 """
@@ -26,7 +26,7 @@ import tensorstore as ts
 from orbax.checkpoint import type_handlers
 
 from ca_jax.errors import CheckpointError, UnsupportedArchitectureError
-from ca_jax.models import reading, weights
+from ca_jax.models import weights
 from ca_jax.models.chat_template import ChatTemplate
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.families import FAMILIES, require_served
@@ -45,7 +45,7 @@ def save_checkpoint(
     """Writes a checkpoint. Blocks.
 
     Args:
-      checkpoint: what to write; its weights keep their dtype. It was loaded to `reading.unread`: its leaves are read
+      checkpoint: what to write; its weights keep their dtype. It was loaded to `weights.unread`: its leaves are read
         here, few at a time.
       directory: where to; made if absent. Nothing is left in it where writing fails.
       progress: told of bytes written.
@@ -57,7 +57,7 @@ def save_checkpoint(
     require_empty(directory)
     directory.mkdir(parents=True, exist_ok=True)
     try:
-        registry = type_handlers.create_type_handler_registry((reading.Leaf, _LeafHandler(progress)))
+        registry = type_handlers.create_type_handler_registry((weights.Leaf, _LeafHandler(progress)))
         handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, type_handler_registry=registry)
         with ocp.Checkpointer(handler) as checkpointer:
             checkpointer.save((directory / "params").absolute(), args=ocp.args.PyTreeSave(checkpoint.params))
@@ -80,7 +80,7 @@ def save_checkpoint(
         raise
 
 
-def open_checkpoint(directory: Path) -> reading.Source:
+def open_checkpoint(directory: Path) -> weights.Source:
     """Opens what `save_checkpoint` wrote.
 
     Loaded in the dtype it was written in, it has the fingerprint of what it was made from: stored KV stays good.
@@ -114,7 +114,7 @@ def open_checkpoint(directory: Path) -> reading.Source:
             return str(fingerprint)
         return hashlib.sha256(f"{fingerprint} as {dtype.name}".encode()).hexdigest()
 
-    return reading.Source(
+    return weights.Source(
         path=str(directory),
         name=name,
         config=config,
@@ -145,20 +145,20 @@ class _LeafHandler(type_handlers.NumpyHandler):
         self._progress = progress
 
     async def serialize(
-        self, values: Sequence[reading.Leaf], infos: Sequence[Any], args: Sequence[Any] | None = None
+        self, values: Sequence[weights.Leaf], infos: Sequence[Any], args: Sequence[Any] | None = None
     ) -> list[Any]:
         """Writes them; nothing is left to wait for."""
         paths = {leaf.slot.path: str(info.path) for leaf, info in zip(values, infos, strict=True)}
         total_bytes = sum(leaf.nbytes for leaf in values)
         done_bytes = 0
-        for leaf, _ in reading.stream(values, lambda leaf: _write_leaf(leaf, paths[leaf.slot.path])):
+        for leaf, _ in weights.stream(values, lambda leaf: _write_leaf(leaf, paths[leaf.slot.path])):
             done_bytes += leaf.nbytes
             if self._progress is not None:
                 self._progress("writing weights", done_bytes, total_bytes)
         return []
 
 
-def _write_leaf(leaf: reading.Leaf, path: str) -> None:
+def _write_leaf(leaf: weights.Leaf, path: str) -> None:
     array = leaf.read()
     step = max(1, _CHUNK_BYTES // (array.nbytes // len(array)))
     spec = {
@@ -178,7 +178,7 @@ def _name(key: str, layer: int | None) -> str:
     return path if layer is None else f"layer_{{layer}}/{path}"
 
 
-def _stored_tensors(directory: Path) -> dict[str, reading.StoredTensor]:
+def _stored_tensors(directory: Path) -> dict[str, weights.StoredTensor]:
     """The leaves that orbax wrote: in folders of their own or, in older checkpoints, all in one OCDBT.
 
     Raises:
@@ -198,7 +198,7 @@ def _stored_tensors(directory: Path) -> dict[str, reading.StoredTensor]:
             continue
         stored = ts.open({"driver": "zarr", "kvstore": kvstore}).result()
         name = "/".join(keys[1:])
-        tensors[name] = reading.StoredTensor(
+        tensors[name] = weights.StoredTensor(
             shape=stored.shape,
             read_rows=partial(_read_rows, stored, f"{directory.parent}: tensor {name}"),
             chunk_rows=stored.chunk_layout.read_chunk_template[0].size,

@@ -15,7 +15,7 @@ from ca_jax.models import rope
 from ca_jax.models.checkpoint import load_checkpoint
 from ca_jax.models.config import RopeConfig
 from ca_jax.models.presets import PRESETS
-from ca_jax.models.reading import unread
+from ca_jax.models.weights import unread
 from ca_jax.testing import tiny
 
 from . import tiny_gguf

@@ -12,7 +12,7 @@ import safetensors.numpy
 import ca_jax
 from ca_jax import pretrained
 from ca_jax.errors import CheckpointError, UnsupportedArchitectureError
-from ca_jax.models import huggingface, reading
+from ca_jax.models import huggingface, weights
 from ca_jax.models.random_weights import random_params
 from ca_jax.models.transformer import Transformer
 from ca_jax.models.weights import parameter_slots
@@ -69,7 +69,7 @@ RECORDED = (
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_logits_and_greedy_tokens_are_those_recorded(recorded_data, monkeypatch, name):
-    monkeypatch.setattr(reading, "_CHUNK_ELEMENTS", 150)  # Tensors are read in several chunks, as large ones are.
+    monkeypatch.setattr(weights, "_CHUNK_ELEMENTS", 150)  # Tensors are read in several chunks, as large ones are.
     directory = recorded_data / name
     model = ca_jax.load_model(str(directory), dtype="float32")
     expected = np.load(directory / "expected.npz")

@@ -9,7 +9,7 @@ import pytest
 from ca_jax.errors import CheckpointError, UnsupportedArchitectureError
 from ca_jax.models.checkpoint import PRESETS, load_checkpoint
 from ca_jax.models.gguf import stop_token_ids, tokenizer_from_gguf
-from ca_jax.models.reading import unread
+from ca_jax.models.weights import unread
 
 from . import tiny_gguf
 
