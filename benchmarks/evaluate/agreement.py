@@ -10,8 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evaluate.comparison import Comparison
-from benchmarks.evaluate.rows import Evaluation, MethodRow, check_positive
+from benchmarks.evaluate.comparison import Comparison, Evaluation, MethodRow, check_positive
 from benchmarks.evaluate.statistics import Interval, block_estimate, kl_divergence, log_softmax, wilson_interval
 from ca_jax.evaluation.texts import EvaluationError, check_overflows, read_ids
 from ca_jax.pretrained import LoadedModel, Progress

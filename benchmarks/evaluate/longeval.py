@@ -33,8 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.evaluate.comparison import Comparison
-from benchmarks.evaluate.rows import Answers, Evaluation, accuracy_rows, check_positive
+from benchmarks.evaluate.comparison import Answers, Comparison, Evaluation, accuracy_rows, check_positive
 from ca_jax.evaluation.stream import ContextStream
 from ca_jax.evaluation.texts import EvaluationError, read_rows, tokenizer_of
 from ca_jax.models.chat_template import ChatTemplate

@@ -19,8 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.evaluate.comparison import Comparison
-from benchmarks.evaluate.rows import Answers, Evaluation, accuracy_rows, check_positive
+from benchmarks.evaluate.comparison import Answers, Comparison, Evaluation, accuracy_rows, check_positive
 from benchmarks.evaluate.statistics import log_softmax
 from ca_jax.evaluation.stream import ContextStream
 from ca_jax.evaluation.texts import EvaluationError, check_overflows, read_file, read_ids, tokenizer_of

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.evaluate.comparison import Comparison
-from benchmarks.evaluate.rows import Evaluation, MethodRow
+from benchmarks.evaluate.comparison import Comparison, Evaluation, MethodRow
 from benchmarks.evaluate.statistics import block_estimate
 from ca_jax.evaluation.stream import ContextStream, Truncation
 from ca_jax.evaluation.texts import EvaluationError, check_overflows, read_ids

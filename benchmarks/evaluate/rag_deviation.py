@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.stats
 
+from benchmarks.evaluate.comparison import Evaluation
 from benchmarks.evaluate.items import read_prompts
 from benchmarks.evaluate.rag import RagConfig
 from benchmarks.evaluate.rag_context import ContextModel
 from benchmarks.evaluate.rag_methods import REUSE, Compared, Method, PromptContexts
-from benchmarks.evaluate.rows import Evaluation
 from benchmarks.evaluate.statistics import Interval, mean_interval
 from ca_jax.device.transfer import to_device
 from ca_jax.pretrained import LoadedModel, Progress

@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.evaluate.comparison import Evaluation
 from benchmarks.evaluate.items import RagPrompt, read_prompts
 from benchmarks.evaluate.rag import RagConfig, RagRow, run_rag
 from benchmarks.evaluate.rag_methods import RECOMPUTE, Method, methods_of
-from benchmarks.evaluate.rows import Evaluation
 from benchmarks.evaluate.statistics import Interval
 from benchmarks.paced import ControlledStore, PacedLink
 from ca_jax.config import BlendConfig, EngineConfig

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.evaluate.rag_gate import MAX_TOP1_LOSS, GateConfig, gate_row, run_gate
+from benchmarks.evaluate.rag import MAX_TOP1_LOSS, GateConfig, gate_row, run_gate
 from benchmarks.evaluate.rag_methods import Blends
 from benchmarks.evaluate.statistics import mean_interval
 from ca_jax.evaluation.texts import EvaluationError
