@@ -120,10 +120,9 @@ def kv_of(stream: ContextStream) -> np.ndarray:
     return np.stack([np.asarray(kv) for kv in stream.kv])[:, :, : len(stream.token_ids)]
 
 
-@pytest.mark.parametrize("method", ["ca", "tt", "nkvt"])
 @pytest.mark.parametrize("feeds", [(WINDOW,), (1, 40, 55), (STEP, STEP)], ids=str)
-def test_what_fits_is_one_pass_of_the_model(method, feeds):
-    stream, token_ids = a_stream(method), TOKENS[: sum(feeds)]
+def test_what_fits_is_one_pass_of_the_model(feeds):
+    stream, token_ids = a_stream(), TOKENS[: sum(feeds)]
     bounds = np.cumsum([0, *feeds])
     losses = np.concatenate([stream.feed(token_ids[a:b]) for a, b in itertools.pairwise(bounds)])
     logits, kv = kit.full_pass(token_ids)

@@ -146,8 +146,7 @@ def test_one_number_that_is_off_is_enough():
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"tie_embeddings": False},
+        {"tie_embeddings": True},
         {"mlp": "gelu", "mlp_bias": True, "out_bias": True, "qkv_bias": True, "norm": "layer"},
     ],
     ids=str,
