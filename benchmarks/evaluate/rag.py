@@ -365,25 +365,9 @@ class GateConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GateRow:
-    """One ratio, held against the bounds."""
+class GateRow(RagRow):
+    """One ratio, held against the bounds; the ratio of full reuse is 0."""
 
-    ratio: float
-    """As it was asked for; 0 is full reuse."""
-    selection: str
-    """Which tokens."""
-    num_items: int
-    """Prompts."""
-    computed_tokens: float
-    """See `RagRow`."""
-    mean_kl: float
-    """See `RagRow`."""
-    kl_interval: Interval
-    """See `RagRow`."""
-    kl_share: float | None
-    """Of full reuse's; None where that has none."""
-    same_top1: float
-    """See `RagRow`."""
     top1_excess: float | None
     """Upper end of the interval of the share of next tokens that differ, less its bound; None without that bound."""
     share_excess: float | None
@@ -414,38 +398,28 @@ def run_gate(model: LoadedModel, config: GateConfig, progress: Progress) -> Eval
     def of(name: str, values: str) -> list[float]:
         return [item[values][name] for item in done.items]
 
-    rows = [
-        gate_row(
-            config,
-            {"ratio": row.ratio or 0.0, "selection": selection, "computed_tokens": row.computed_tokens},
-            kl=of(row.name, "kl"),
-            same_top1=of(row.name, "same_top1"),
-            reuse_kl=of(REUSE.name, "kl"),
+    rows = []
+    for row in sorted(done.rows, key=lambda row: row.ratio or 0.0):
+        if row.method not in (REUSE.kind, "blend"):
+            continue
+        held = held_against(
+            config, kl=of(row.name, "kl"), same_top1=of(row.name, "same_top1"), reuse_kl=of(REUSE.name, "kl")
         )
-        for row in sorted(done.rows, key=lambda row: row.ratio or 0.0)
-        if row.method in (REUSE.kind, "blend")
-    ]
+        rows.append(GateRow(**{**vars(row), "ratio": row.ratio or 0.0, "selection": selection, **held}))
     return Evaluation(rows=rows, items=done.items)
 
 
-def gate_row(
-    config: GateConfig,
-    of: dict[str, Any],
-    *,
-    kl: Sequence[float],
-    same_top1: Sequence[float],
-    reuse_kl: Sequence[float],
-) -> GateRow:
-    """One ratio held against the bounds.
+def held_against(
+    config: GateConfig, *, kl: Sequence[float], same_top1: Sequence[float], reuse_kl: Sequence[float]
+) -> dict[str, Any]:
+    """The fields of `GateRow` that say how a ratio does against the bounds.
 
     Args:
       config: has the bounds.
-      of: `ratio`, `selection` and `computed_tokens` of the row.
       kl: of each item.
       same_top1: of each item.
       reuse_kl: of each item, with full reuse.
     """
-    interval = mean_interval(kl)
     excesses: dict[str, Any] = {"top1_excess": None, "share_excess": None, "kl_excess": None}
     if config.top1_bound is not None:
         excesses["top1_excess"] = mean_interval([1 - same for same in same_top1])[1] - config.top1_bound
@@ -453,14 +427,5 @@ def gate_row(
         share = config.max_kl_share
         excesses["share_excess"] = mean_interval([k - share * r for k, r in zip(kl, reuse_kl, strict=True)])[1]
     if config.max_kl is not None:
-        excesses["kl_excess"] = interval[1] - config.max_kl
-    return GateRow(
-        **of,
-        num_items=len(kl),
-        mean_kl=float(np.mean(kl)),
-        kl_interval=interval,
-        kl_share=float(np.mean(kl) / np.mean(reuse_kl)) if any(reuse_kl) else None,
-        same_top1=float(np.mean(same_top1)),
-        **excesses,
-        passes=all(excess is None or excess <= 0 for excess in excesses.values()),
-    )
+        excesses["kl_excess"] = mean_interval(kl)[1] - config.max_kl
+    return {**excesses, "passes": all(excess is None or excess <= 0 for excess in excesses.values())}

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from benchmarks.evaluate.rag import MAX_TOP1_LOSS, GateConfig, RagConfig, gate_row, run_gate, run_rag
+from benchmarks.evaluate.rag import MAX_TOP1_LOSS, GateConfig, RagConfig, held_against, run_gate, run_rag
 from benchmarks.evaluate.rag_context import ContextModel
 from benchmarks.evaluate.rag_deviation import ORACLE, run_deviation, true_kv
 from benchmarks.evaluate.rag_methods import SUMMARIZE, Blends, PromptContexts, methods_of
@@ -166,40 +166,35 @@ def test_items_without_right_answers_have_answers_and_no_score(path, tmp_path):
 REUSE_KL = [1.0, 2.0, 3.0, 4.0]
 
 
-def row_of(kl=REUSE_KL, same_top1=(0.5,) * 4, **bounds):
-    of = {"ratio": 0.15, "selection": "hkvd", "computed_tokens": 25.0}
-    return gate_row(GateConfig(**bounds), of, kl=list(kl), same_top1=same_top1, reuse_kl=REUSE_KL)
+def held(kl=REUSE_KL, same_top1=(0.5,) * 4, **bounds):
+    return held_against(GateConfig(**bounds), kl=list(kl), same_top1=same_top1, reuse_kl=REUSE_KL)
 
 
 def test_next_tokens_that_are_lost_are_held_against_the_interval():
-    row = row_of(same_top1=(1.0, 0.75, 1.0, 1.0))
-    lost = mean_interval([0.0, 0.25, 0.0, 0.0])
-    assert (row.same_top1, row.top1_excess) == (0.9375, lost[1] - MAX_TOP1_LOSS)
-    assert not row.passes, "0.0625 is within the bound, the interval is not"
-    assert row_of(same_top1=(1.0, 0.75, 1.0, 1.0), max_top1_loss=lost[1]).passes
-    assert (row.share_excess, row.kl_excess) == (None, None)
-    assert row_of(same_top1=(1.0,) * 4).passes
+    lost, same = mean_interval([0.0, 0.25, 0.0, 0.0]), (1.0, 0.75, 1.0, 1.0)
+    assert held(same_top1=same) == {
+        **{"top1_excess": lost[1] - MAX_TOP1_LOSS, "share_excess": None, "kl_excess": None},
+        "passes": False,  # 0.0625 is within the bound, the interval is not.
+    }
+    assert held(same_top1=same, max_top1_loss=lost[1])["passes"]
+    assert held(same_top1=(1.0,) * 4)["passes"]
 
 
 def test_a_share_is_held_against_the_upper_bound_of_paired_differences():
-    row = row_of([each / 2 for each in REUSE_KL], max_kl_share=0.5)
-    assert row.share_excess == pytest.approx(0)
-    assert (row.passes, row.kl_share, row.mean_kl, row.computed_tokens, row.same_top1) == (True, 0.5, 1.25, 25, 0.5)
-    assert (row.kl_excess, row.top1_excess) == (None, None)
+    found = held([each / 2 for each in REUSE_KL], max_kl_share=0.5)
+    assert found == {"top1_excess": None, "share_excess": pytest.approx(0), "kl_excess": None, "passes": True}
     uneven = np.array([0.0, 0.0, 0.0, 4.8])  # In the mean 0.48 of full reuse's, but who knows of other items.
-    row = row_of(uneven, max_kl_share=0.5)
-    assert row.share_excess == pytest.approx(mean_interval((uneven - np.array(REUSE_KL) / 2).tolist())[1])
-    assert (row.kl_share, row.passes) == (pytest.approx(0.48), False)
+    found = held(uneven, max_kl_share=0.5)
+    assert found["share_excess"] == pytest.approx(mean_interval((uneven - np.array(REUSE_KL) / 2).tolist())[1])
+    assert not found["passes"]
 
 
 def test_a_bound_in_nats_is_held_against_the_interval():
     kl = [0.1, 0.2, 0.1, 0.2]
-    row = row_of(kl, max_kl=0.21)
-    assert row.kl_interval == mean_interval(kl)
-    assert row.kl_excess == row.kl_interval[1] - 0.21
-    assert (row.passes, row.share_excess) == (True, None)
-    assert not row_of(kl, max_kl=0.16).passes, "0.15 is within it, its bound is not"
-    assert not row_of(kl, max_kl=0.21, max_kl_share=0.01).passes, "both bounds hold"
+    assert held(kl, max_kl=0.21)["kl_excess"] == mean_interval(kl)[1] - 0.21
+    assert held(kl, max_kl=0.21)["passes"]
+    assert not held(kl, max_kl=0.16)["passes"], "0.15 is within it, its bound is not"
+    assert not held(kl, max_kl=0.21, max_kl_share=0.01)["passes"], "both bounds hold"
 
 
 def test_ratios_are_tried_from_full_reuse_to_the_largest(path):
