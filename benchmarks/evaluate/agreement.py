@@ -85,11 +85,6 @@ class _Found:
 def run_agreement(model: LoadedModel, config: AgreementConfig, progress: Progress) -> Evaluation:
     """Feeds one text to a context of each method; at places behind the first overflow, copies go on by themselves.
 
-    Args:
-      model: that goes on.
-      config: what is asked.
-      progress: told of tokens as they are fed.
-
     Raises:
       EvaluationError: no such text, too little of it, or a window above the model's.
     """

@@ -114,11 +114,6 @@ class LongevalConfig:
 def run_longeval(model: LoadedModel, config: LongevalConfig, progress: Progress) -> Evaluation:
     """Feeds each record to a context of each method, and asks each question of a copy of it. Answers are greedy.
 
-    Args:
-      model: that answers.
-      config: what is asked.
-      progress: told of questions as they are answered.
-
     Raises:
       EvaluationError: the data are not LongEval's, no question can be asked of them, or a window above the model's.
     """

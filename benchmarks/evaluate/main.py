@@ -64,7 +64,8 @@ TASKS: dict[str, tuple[type, Callable[..., Any]]] = {
     "rag": (RagConfig, run_rag),
     "blend_gate": (GateConfig, run_gate),
 }
-"""What each task is asked by, and what runs it; figures of `rag` have functions of their own."""
+"""What each task is asked by, and what runs it: a function of the model, the config, and what is told of progress.
+Figures of `rag` have functions of their own."""
 
 _OVERFLOW_TASKS = ("ppl", "longeval", "mmlu", "agreement")
 _PLOTTED_TASKS = ("ppl", "rag")

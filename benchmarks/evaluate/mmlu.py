@@ -92,11 +92,6 @@ class MmluConfig:
 def run_mmlu(model: LoadedModel, config: MmluConfig, progress: Progress) -> Evaluation:
     """Asks each question behind the same overflowed text, with each method.
 
-    Args:
-      model: that answers.
-      config: what is asked.
-      progress: told of questions as they are answered.
-
     Raises:
       EvaluationError: the questions or the text cannot be had, the text does not overflow the window, or a window above
         the model's.

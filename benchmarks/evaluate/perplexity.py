@@ -108,11 +108,6 @@ class _Measured:
 def run_perplexity(model: LoadedModel, config: PerplexityConfig, progress: Progress) -> Evaluation:
     """Feeds one text to a context of each method.
 
-    Args:
-      model: that predicts it.
-      config: what is asked.
-      progress: told of tokens as they are fed.
-
     Raises:
       EvaluationError: no such text, too little of it, or a window above the model's.
     """

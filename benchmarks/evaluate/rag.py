@@ -165,14 +165,8 @@ class _Result:
 def run_rag(model: LoadedModel, config: RagConfig, progress: Progress, *, least_chunks: int = 1) -> Evaluation:
     """Asks each question with each method.
 
-    Args:
-      model: that answers.
-      config: what is asked.
-      progress: told of items as they are done.
-      least_chunks: chunks that each prompt must have.
-
     Raises:
-      EvaluationError: no items, prompts of fewer chunks, or without room in the model's window.
+      EvaluationError: no items, prompts of fewer than `least_chunks` chunks, or without room in the model's window.
     """
     prompts = read_prompts(model, config.chunking, answer_tokens=config.answer_tokens, least_chunks=least_chunks)
     asks = config.answer_tokens > 0
@@ -380,11 +374,6 @@ class GateRow(RagRow):
 
 def run_gate(model: LoadedModel, config: GateConfig, progress: Progress) -> Evaluation:
     """Measures full reuse and every ratio, and holds each against the bounds.
-
-    Args:
-      model: that is asked.
-      config: what is tried and what is wanted.
-      progress: told of items as they are done.
 
     Raises:
       EvaluationError: fewer than two items, prompts of fewer than two chunks, or longer than the model's window.

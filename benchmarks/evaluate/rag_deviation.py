@@ -87,11 +87,6 @@ class CorrelationRow:
 def run_deviation(model: LoadedModel, config: RagConfig, progress: Progress) -> Evaluation:
     """Measures the figure that `config.figure` says, 6, 7 or 8.
 
-    Args:
-      model: whose KV deviates.
-      config: what is asked; of answers it has no use.
-      progress: told of items as they are done.
-
     Raises:
       EvaluationError: no items, prompts without a second chunk, or longer than the model's window.
       ValueError: another figure.

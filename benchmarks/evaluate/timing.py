@@ -94,11 +94,6 @@ _Way = tuple[Method, str]
 def run_timing(model: LoadedModel, config: RagConfig, progress: Progress) -> Evaluation:
     """Measures the figure that `config.figure` says, 12, 15, 16 or 17.
 
-    Args:
-      model: that is served.
-      config: what is asked.
-      progress: told of items and turns as they are done.
-
     Raises:
       EvaluationError: no items, prompts without room in the window, or a turn that did not find its chunks.
     """

@@ -152,14 +152,7 @@ class GgufFile(gguf.GGUFReader):
 def open_gguf(path: Path, name: str) -> weights.Source:
     """Opens a GGUF file: its weights dequantised, its tokenizer and chat template out of the metadata.
 
-    Args:
-      path: the file.
-      name: what to call the model.
-
-    Raises:
-      CheckpointError: the file is cut off, or metadata is missing.
-      UnsupportedArchitectureError: the model, its rope scaling or its tokenizer is not one of those served.
-      UnsupportedQuantizationError: a tensor is of an unknown type.
+    The model is to be called `name`. Raises what `load_checkpoint` does.
     """
     file = GgufFile(path)
     config = config_from_gguf(file)
@@ -177,12 +170,7 @@ def open_gguf(path: Path, name: str) -> weights.Source:
 
 
 def config_from_gguf(file: GgufFile) -> ModelConfig:
-    """The architecture that a GGUF file's metadata describes.
-
-    Raises:
-      CheckpointError: metadata or the token embedding is missing, or describes no model.
-      UnsupportedArchitectureError: the model, or something about it, is not served, by name.
-    """
+    """The architecture that a GGUF file's metadata describes. Raises what `load_checkpoint` does."""
     where, architecture = str(file.path), file.require("general.architecture")
     require_served(architecture, where, BY_GGUF_ARCHITECTURE)
     if _EMBEDDING not in file.by_name:

@@ -37,14 +37,7 @@ _HUB_IGNORED = ("original/*", "consolidated*")  # The same weights once more, in
 def open_directory(directory: Path, name: str) -> weights.Source:
     """Opens a directory of config.json, safetensors (one file or shards) and, if there, tokenizer.json.
 
-    Args:
-      directory: where the files are.
-      name: what to call the model.
-
-    Raises:
-      CheckpointError: a file is missing or cut off.
-      UnsupportedArchitectureError: the model is not one of those served.
-      UnsupportedQuantizationError: the weights are quantised.
+    The model is to be called `name`. Raises what `load_checkpoint` does.
     """
     described = _read_json(directory / "config.json")
     try:
@@ -68,13 +61,7 @@ def open_directory(directory: Path, name: str) -> weights.Source:
 
 
 def config_from_hf(described: Mapping[str, Any]) -> ModelConfig:
-    """The architecture that the contents of a config.json describe. Pure.
-
-    Raises:
-      CheckpointError: an entry is missing or describes no model.
-      UnsupportedArchitectureError: the model, or something about it, is not served, by name.
-      UnsupportedQuantizationError: its weights are quantised.
-    """
+    """The architecture that the contents of a config.json describe. Pure; raises what `load_checkpoint` does."""
     model_type = described.get("model_type")
     if model_type is None:
         raise CheckpointError("config.json: model_type is missing")

@@ -98,70 +98,70 @@ def resolve_dtype(dtype: str) -> np.dtype:
 def parameter_slots(config: ModelConfig) -> Iterator[Slot]:
     """Every leaf of the parameter tree of `config`, in the order in which a forward pass reads them."""
     c = config
-    embed, heads, kv_heads, mlp = c.embed_dim, (c.num_heads, c.head_dim), (c.num_kv_heads, c.head_dim), c.mlp_dim
-    of_heads, of_kv_heads = ("heads", "head_dim"), ("kv_heads", "head_dim")
+    # Each axis as its name and its size.
+    vocab, embed = ("vocab", c.vocab_size), ("embed", c.embed_dim)
+    heads, kv_heads, head_dim = ("heads", c.num_heads), ("kv_heads", c.num_kv_heads), ("head_dim", c.head_dim)
+    mlp, experts = ("mlp", c.mlp_dim), ("experts", c.num_experts)
 
     def slot(
-        key: str, layer: int | None, shape: tuple[int, ...], axes: tuple[str | None, ...], num_inputs: int | None = None
+        key: str,
+        layer: int | None,
+        *axes: tuple[str | None, int],
+        num_inputs: int | None = None,
+        is_stacked: bool = False,
     ) -> Slot:
-        """A leaf; of a linear layer, which files hold as `[out, in]`, with the number of axes that are inputs."""
-        stored, path = shape, tuple(key.split("."))
+        """A leaf; of a linear layer, which files hold as `[out, in]`, with the number of axes that are inputs.
+
+        Where experts are stacked these are behind the axis of experts.
+        """
+        shape, path = tuple(size for _, size in axes), tuple(key.split("."))
+        inner = shape[1:] if is_stacked else shape
+        stored = (math.prod(inner),) if key.startswith("attn.b") else inner
         if num_inputs is not None:
-            stored = (math.prod(shape[num_inputs:]), math.prod(shape[:num_inputs]))
-        elif key.startswith("attn.b"):
-            stored = (math.prod(shape),)
+            stored = (math.prod(inner[num_inputs:]), math.prod(inner[:num_inputs]))
         return Slot(
             path=path if layer is None else (f"layer_{layer}", *path),
             key=key,
             layer=layer,
             stored_shape=stored,
             shape=shape,
-            axes=axes,
+            axes=tuple(name for name, _ in axes),
             transposed=num_inputs is not None,
+            num_stacked=shape[0] if is_stacked else None,
         )
 
     def norm(key: str, layer: int | None) -> Iterator[Slot]:
-        yield slot(f"{key}.scale", layer, (embed,), ("embed",))
+        yield slot(f"{key}.scale", layer, embed)
         if c.norm == "layer":
-            yield slot(f"{key}.bias", layer, (embed,), ("embed",))
+            yield slot(f"{key}.bias", layer, embed)
 
-    def attention(i: int) -> Iterator[Slot]:
-        inputs = (("q", heads, of_heads), ("k", kv_heads, of_kv_heads), ("v", kv_heads, of_kv_heads))
-        for name, shape, axes in inputs:
-            yield slot(f"attn.w{name}", i, (embed, *shape), ("embed", *axes), 1)
-        if c.qkv_bias:
-            yield from (slot(f"attn.b{name}", i, shape, axes) for name, shape, axes in inputs)
-        if c.qk_norm:
-            yield from (slot(f"attn.{name}_norm.scale", i, (c.head_dim,), (None,)) for name in "qk")
-        yield slot("attn.wo", i, (*heads, embed), (*of_heads, "embed"), 2)
-        if c.out_bias:
-            yield slot("attn.bo", i, (embed,), ("embed",))
-
-    def feed_forward(i: int) -> Iterator[Slot]:
-        if c.num_experts:
-            yield slot("mlp.router", i, (embed, c.num_experts), ("embed", "experts"), 1)
-        names = ("gate", "up") if c.mlp == "swiglu" else ("up",)
-        wide = [(name, (embed, mlp), ("embed", "mlp")) for name in names]
-        for group in (wide, [("down", (mlp, embed), ("mlp", "embed"))]):
-            for name, shape, axes in group:
-                each = slot(f"mlp.w_{name}", i, shape, axes, 1)
-                if c.num_experts:
-                    num = c.num_experts
-                    each = dataclasses.replace(each, shape=(num, *shape), axes=("experts", *axes), num_stacked=num)
-                yield each
-            if c.mlp_bias:
-                yield from (slot(f"mlp.b_{name}", i, shape[1:], axes[1:]) for name, shape, axes in group)
-
-    yield slot("embed.embedding", None, (c.vocab_size, embed), ("vocab", "embed"))
+    inputs = (("q", heads), ("k", kv_heads), ("v", kv_heads))
+    matrices = (("gate", embed, mlp), ("up", embed, mlp), ("down", mlp, embed))
+    yield slot("embed.embedding", None, vocab, embed)
     for i in range(c.num_layers):
         yield from norm("attn_norm", i)
-        yield from attention(i)
+        yield from (slot(f"attn.w{name}", i, embed, each, head_dim, num_inputs=1) for name, each in inputs)
+        if c.qkv_bias:
+            yield from (slot(f"attn.b{name}", i, each, head_dim) for name, each in inputs)
+        if c.qk_norm:
+            yield from (slot(f"attn.{name}_norm.scale", i, (None, c.head_dim)) for name in "qk")
+        yield slot("attn.wo", i, heads, head_dim, embed, num_inputs=2)
+        if c.out_bias:
+            yield slot("attn.bo", i, embed)
         if not c.shares_norm:
             yield from norm("mlp_norm", i)
-        yield from feed_forward(i)
+        if c.num_experts:
+            yield slot("mlp.router", i, embed, experts, num_inputs=1)
+        for name, before, behind in matrices if c.mlp == "swiglu" else matrices[1:]:
+            if c.num_experts:
+                yield slot(f"mlp.w_{name}", i, experts, before, behind, num_inputs=1, is_stacked=True)
+            else:
+                yield slot(f"mlp.w_{name}", i, before, behind, num_inputs=1)
+            if c.mlp_bias:
+                yield slot(f"mlp.b_{name}", i, behind)
     yield from norm("final_norm", None)
     if not c.tie_embeddings:
-        yield slot("head.kernel", None, (embed, c.vocab_size), ("embed", "vocab"), 1)
+        yield slot("head.kernel", None, embed, vocab, num_inputs=1)
 
 
 # Reading.
