@@ -74,8 +74,8 @@ def attend_slots_kernel(
     A program takes one KV head of one row, and a share of its keys; the shares are put together behind it. The number
     of keys is found at run time on the device, so that one compiled function serves all lengths.
 
-    Takes and gives what `attention.attend_slots` does. Slots have C keys of 16 bits, C a multiple of `KEY_BLOCK` and H a
-    power of two of at least 16. With `interpret` the kernel runs step by step, on any backend.
+    Takes and gives what `attention.attend_slots` does. Slots have C keys of 16 bits, C a multiple of `KEY_BLOCK` and H
+    a power of two of at least 16. With `interpret` the kernel runs step by step, on any backend.
     """
     from jax.experimental import pallas as pl  # Here: a jax without it serves all the same, by another implementation.
     from jax.experimental.pallas import triton
