@@ -34,13 +34,21 @@ def test_the_tree_is_that_of_a_checkpoint(preset, tied, dtype):
     assert (model.name, model.dtype, model.tokenizer) == ("tiny (random weights)", dtype, None)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])  # bfloat16 has the range of float32
-def test_logits_of_a_deep_model_are_of_order_one(preset, dtype):
-    model = random_model(preset(num_layers=12), dtype=dtype)
+PARALLEL = {"norm": "layer", "mlp": "gelu", "mlp_bias": True, "is_parallel": True, "qkv_bias": True, "out_bias": True}
+EXPERTS = {"num_experts": 4, "num_experts_per_token": 2, "qk_norm": True}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "changes"),
+    [("float16", {"num_layers": 12}), ("float32", PARALLEL), ("float32", EXPERTS)],  # bfloat16 has float32's range.
+)
+def test_logits_are_of_order_one_and_norms_scale_by_one(preset, dtype, changes):
+    model = random_model(preset(**changes), dtype=dtype)
     logits = model.logits(TOKENS)
     assert np.isfinite(logits).all()
     assert 0.5 < logits.std() < 2
     assert np.abs(logits - model.logits([6, *TOKENS[1:]]))[-1].max() > 1e-2, "what came before moves them"
+    np.testing.assert_array_equal(model.params["params"]["final_norm"]["scale"], 1.0)
 
 
 def test_a_seed_decides_every_matrix_and_no_two_are_alike():
