@@ -164,7 +164,7 @@ def test_kv_that_is_rounded_is_rounded_once_behind_the_step_that_computed_it():
     np.testing.assert_allclose(found[:STEP], plain[:STEP], atol=ATOL, rtol=0)
 
 
-@pytest.mark.parametrize(("ratio", "share", "keep"), [(0.25, 24, 4), (0.75, 72, 4), (0.5, 48, 0), (0.5, 48, 10)])
+@pytest.mark.parametrize(("ratio", "share", "keep"), [(0.25, 24, 4), (0.5, 48, 0)])
 def test_as_many_leave_as_asked_for(ratio, share, keep):
     stream = a_stream(truncation_ratio=ratio, keep_first_tokens=keep)
     losses, logits, cache = reference(slice_it, TOKENS[:200], keep, share)
@@ -208,33 +208,6 @@ def test_all_anew_is_a_prefill():
     assert_close(repaired.feed(TOKENS[:200])[1:], again.feed(TOKENS[:200])[1:])
     assert_close(kv_of(repaired), kv_of(again))
     assert [each.num_recomputed for each in repaired.truncations] == [48, 32, 48]
-
-
-def test_an_anchor_is_a_prefill_of_the_first_tokens_that_stay():
-    stream = a_stream("ca", anchor_tokens=5, keep_first_tokens=0)
-    stream.feed(TOKENS[:WINDOW])
-    stale = kv_of(stream)
-    gone = np.zeros(WINDOW, bool)
-    gone[:40] = True
-    stream.truncate(gone)
-    found = kv_of(stream)
-    assert_close(found[:, :, :8], kit.full_pass(TOKENS[40:48])[1])
-    np.testing.assert_array_equal(found[:, :, 8:], stale[:, :, 48:])
-    assert stream.truncations[0].num_recomputed == 8
-
-
-def test_some_anew_are_those_that_deviate():
-    stream = a_stream("ca", repair_ratio=0.5)
-    stream.feed(TOKENS[:WINDOW])
-    stale = kv_of(stream)
-    gone = np.zeros(WINDOW, bool)
-    gone[KEEP : KEEP + 48] = True
-    stream.truncate(gone)
-    found = kv_of(stream)
-    assert_close(found[0], kit.full_pass(list(stream.token_ids))[1][0])
-    changed = (found != stale[:, :, ~gone]).any((1, 3, 4)).sum(1)
-    assert changed.tolist() == [changed[0], 8, 8]  # 48 in the first layer, whose KV is of the token alone.
-    assert stream.truncations[0].num_recomputed == pytest.approx((48 + 8 + 8) / 3)
 
 
 def a_drift(tmp_path, **changes: object) -> str:
