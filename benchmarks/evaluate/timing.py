@@ -40,10 +40,6 @@ DRAM, SSD = "dram", "ssd"
 
 _COPIES = 3  # Of a prompt's KV that a store has room for: its chunks, its session, and one that is being forgotten.
 _GB = 1e9
-_TIMES = (
-    *("context_tokens", "cached_tokens", "recomputed_tokens"),
-    *("ttft_s", "ttft_quartiles", "ttft_recompute_s", "speedup"),
-)  # Fields of a row that only an engine gives.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,27 +59,27 @@ class TimedRow:
     """Of each chunk at most."""
     num_items: int
     """Prompts that were timed."""
-    context_tokens: float | None
+    context_tokens: float | None = None
     """Of chunks, mean over these; None where nothing was timed. So are the others up to `speedup`."""
-    cached_tokens: float | None
+    cached_tokens: float | None = None
     """Of them, whose KV came from the store."""
-    recomputed_tokens: float | None
+    recomputed_tokens: float | None = None
     """Of these, that were computed anew; of some layers alone, times their share of the layers."""
-    ttft_s: float | None
+    ttft_s: float | None = None
     """Median over turns."""
-    ttft_quartiles: Interval | None
+    ttft_quartiles: Interval | None = None
     """Lower and upper one."""
-    ttft_recompute_s: float | None
+    ttft_recompute_s: float | None = None
     """Median of full recompute, in turns that alternated with these."""
-    speedup: float | None
+    speedup: float | None = None
     """Median over turns of the TTFT of full recompute over this one's."""
-    mean_kl: float | None
+    mean_kl: float | None = None
     """See `RagRow`, over all items; None where quality was not measured, in figures 15 and 17. So are the others."""
-    same_top1: float | None
+    same_top1: float | None = None
     """See `RagRow`."""
-    f1: float | None
+    f1: float | None = None
     """See `RagRow`."""
-    rouge_l: float | None
+    rouge_l: float | None = None
     """See `RagRow`."""
 
 
@@ -188,12 +184,11 @@ def _untimed(config: RagConfig, row: RagRow) -> TimedRow:
         chunk_tokens=config.chunking.chunk_tokens,
         num_items=0,
         **_quality(row),
-        **dict.fromkeys(_TIMES),
     )
 
 
 def _quality(row: RagRow | None) -> dict[str, Any]:
-    return {name: None if row is None else getattr(row, name) for name in ("mean_kl", "same_top1", "f1", "rouge_l")}
+    return {} if row is None else {name: getattr(row, name) for name in ("mean_kl", "same_top1", "f1", "rouge_l")}
 
 
 @contextlib.contextmanager
