@@ -352,10 +352,11 @@ def _leaves(source: Source, dtype: np.dtype) -> list[Leaf]:
     for slot in parameter_slots(source.config):
         if source.is_tree:
             slot = dataclasses.replace(slot, stored_shape=slot.shape, transposed=False, num_stacked=None)
-        place, shape, rows = source.names[slot.key], slot.stored_shape, None
+        place, shape = source.names[slot.key], slot.stored_shape
+        form, rows = (place.name, place.rows) if isinstance(place, Fused) else (place, None)
         if isinstance(place, Fused):
-            place, shape, rows = place.name, (place.num_rows, *shape[1:]), place.rows
-        names = [place.format(layer=slot.layer, expert=i) for i in range(slot.num_stacked or 1)]
+            shape = (place.num_rows, *shape[1:])
+        names = [form.format(layer=slot.layer, expert=i) for i in range(slot.num_stacked or 1)]
         for name in names:
             if name not in source.tensors:
                 raise CheckpointError(f"{path}: tensor {name} is missing; its shape must be {shape}")
