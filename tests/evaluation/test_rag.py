@@ -1,5 +1,6 @@
 """Ways to use the KV of chunks on the tiny model: what must be the same, what must not, and rows from known figures."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -123,7 +124,7 @@ def _over_chunks_alone(prompt) -> np.ndarray:
         tuple(LayerKV(jnp.asarray(k[None]), jnp.asarray(v[None])) for k, v in kv), jnp.array([kv.shape[2]], jnp.int32)
     )
     positions = jnp.arange(kv.shape[2], kv.shape[2] + len(prompt.question_ids))[None]
-    logits, _ = model.model.apply(model.params, jnp.array([prompt.question_ids]), positions, history)
+    logits, _ = jax.jit(model.model.apply)(model.params, jnp.array([prompt.question_ids]), positions, history)
     return np.asarray(logits)[0, -NUM_POSITIONS:]
 
 
