@@ -30,9 +30,16 @@ from ca_jax.models.families.family import (
 
 
 def _hf_names(
-    stem: str, attention: str, rows: Mapping[str, np.ndarray], outer: Mapping[str, str], norms: tuple[str, str]
+    config: ModelConfig, stem: str, attention: str, outer: Mapping[str, str], norms: tuple[str, str]
 ) -> Names:
-    """Names of a layer's modules below `stem`, of those outside the layers, and the rows of the fused projection."""
+    """Names of a layer's modules below `stem`, of those outside the layers, and the rows of the fused projection.
+
+    These are for each KV head its queries, its key and its value, a head dim of rows each; with 4 query heads on 2 KV
+    heads:   q0 q1 k0 v0 q2 q3 k1 v1
+    """
+    num_kv, groups = config.num_kv_heads, config.num_groups
+    each = np.arange(num_kv * (groups + 2) * config.head_dim).reshape(num_kv, groups + 2, config.head_dim)
+    rows = {"q": each[:, :groups], "k": each[:, groups], "v": each[:, groups + 1]}
     layer = stem + ".{layer}."
     fused = f"{layer}{attention}.query_key_value."
     return {
@@ -76,17 +83,10 @@ def _falcon_from_gguf(described: GgufDescription) -> dict[str, Any]:
 
 
 def _falcon_hf_names(config: ModelConfig) -> Names:
-    """Rows of the fused projection: for each KV head its queries, its key and its value, a head dim of rows each.
-
-    With 4 query heads on 2 KV heads:   q0 q1 k0 v0 q2 q3 k1 v1
-    """
-    num_kv, groups = config.num_kv_heads, config.num_groups
-    rows = np.arange(num_kv * (groups + 2) * config.head_dim).reshape(num_kv, groups + 2, config.head_dim)
-    parts = {"q": rows[:, :groups], "k": rows[:, groups], "v": rows[:, groups + 1]}
     has_two = config.is_parallel and not config.shares_norm
     norms = ("ln_attn", "ln_mlp") if has_two else ("input_layernorm", "post_attention_layernorm")
     outer = {"embed": "transformer.word_embeddings", "norm": "transformer.ln_f", "head": "lm_head"}
-    return _hf_names("transformer.h", "self_attention", parts, outer, norms)
+    return _hf_names(config, "transformer.h", "self_attention", outer, norms)
 
 
 def _falcon_gguf_names(config: ModelConfig) -> Names:
@@ -114,11 +114,8 @@ def _neox_from_gguf(described: GgufDescription) -> dict[str, Any]:
 
 
 def _neox_hf_names(config: ModelConfig) -> Names:
-    # Rows of the fused projection, a head dim of each: q0 k0 v0 q1 k1 v1 ...
-    rows = np.arange(3 * config.num_heads * config.head_dim).reshape(config.num_heads, 3, config.head_dim)
-    parts = {part: rows[:, i] for i, part in enumerate("qkv")}
     outer = {"embed": "gpt_neox.embed_in", "norm": "gpt_neox.final_layer_norm", "head": "embed_out"}
-    return _hf_names("gpt_neox.layers", "attention", parts, outer, ("input_layernorm", "post_attention_layernorm"))
+    return _hf_names(config, "gpt_neox.layers", "attention", outer, ("input_layernorm", "post_attention_layernorm"))
 
 
 def _neox_gguf_names(config: ModelConfig) -> Names:
