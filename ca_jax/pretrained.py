@@ -16,16 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from ca_jax.device.steps import Params
-from ca_jax.device.transfer import leaf_to_device, params_to_device, shards_to_device, to_device, to_host
+from ca_jax.device.transfer import leaf_to_device, params_to_device, to_device, to_host
 from ca_jax.errors import InvalidRequestError, UnknownModelError
 from ca_jax.models.checkpoint import load_checkpoint
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.presets import PRESETS
 from ca_jax.models.random_weights import random_fingerprint, random_params
-from ca_jax.models.reading import Destination, Leaf
 from ca_jax.models.sharding import ModelSharding
 from ca_jax.models.transformer import Transformer
-from ca_jax.models.weights import Checkpoint
+from ca_jax.models.weights import Checkpoint, Destination
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much is done and how much there is."""
@@ -75,21 +74,8 @@ class LoadedModel(Checkpoint):
         if self.sharding is not None:
             wanted = "one device" if sharding is None else dict(sharding.mesh.shape)
             raise ValueError(f"the model must be on {wanted}, got one on {dict(self.sharding.mesh.shape)}")
-        return dataclasses.replace(self, params=_to_shards(self.config, self.params, sharding), sharding=sharding)
-
-
-def _to_devices(leaf: Leaf, sharding: ModelSharding | None) -> jax.Array:
-    """Reads a weight and puts it where it belongs: shard by shard where the file's rows are divided, else at once."""
-    if sharding is None:
-        return leaf_to_device(leaf.read())
-    where = sharding.of_slot(leaf.slot)
-    if all(leaf.is_rows(index or ()) for index in where.addressable_devices_indices_map(leaf.shape).values()):
-        return shards_to_device(leaf.read, leaf.shape, where)
-    return leaf_to_device(leaf.read(), where)
-
-
-def _to_shards(config: ModelConfig, params: Params, sharding: ModelSharding | None) -> Params:
-    return params_to_device(params, None if sharding is None else sharding.of_params(config))
+        where = None if sharding is None else sharding.of_params(self.config)
+        return dataclasses.replace(self, params=params_to_device(self.params, where), sharding=sharding)
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
@@ -133,7 +119,7 @@ def load_model(
     def destinations(config: ModelConfig) -> Destination:
         nonlocal sharding
         sharding = None if layout is None else layout(config)
-        return partial(_to_devices, sharding=sharding)
+        return lambda leaf: leaf_to_device(leaf.read(), None if sharding is None else sharding.of_slot(leaf.slot))
 
     checkpoint = load_checkpoint(model, dtype=dtype or _default_dtype(), progress=progress, destinations=destinations)
     load_s = time.perf_counter() - started_s

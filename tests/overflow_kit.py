@@ -60,7 +60,7 @@ class SlicedCache:
         """Puts tokens behind the context; logits of the last one, `[V]`."""
         logits = np.zeros(0)
         for start in range(0, len(token_ids), _STEP):
-            logits = self._feed(list(token_ids[start : start + _STEP]))
+            logits = self._feed(list(token_ids[start : start + _STEP]))[-1]
         return logits
 
     def keep(self, kept: np.ndarray) -> None:
@@ -85,6 +85,7 @@ class SlicedCache:
         self.kv = np.stack([np.asarray(layer) for layer in layers])
 
     def _feed(self, part: list[int]) -> np.ndarray:
+        """Puts at most a step of tokens behind the context; logits of each, `[T, V]`."""
         model, length = self.model, len(self.token_ids)
         num_rows = 1 if len(part) == 1 else _STEP
         room = np.full((*self.kv.shape[:2], self.window, *self.kv.shape[3:]), np.nan, np.float32)
@@ -100,7 +101,7 @@ class SlicedCache:
         rows = np.stack([np.stack([layer.k[0], layer.v[0]]) for layer in new.layers])[:, :, : len(part)]
         self.kv = np.concatenate([self.kv, rows], axis=2)
         self.token_ids += part
-        return np.asarray(logits)[0, len(part) - 1]
+        return np.asarray(logits)[0, : len(part)]
 
 
 class Conversation:

@@ -10,8 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evaluate.comparison import Comparison
-from benchmarks.evaluate.rows import Evaluation, MethodRow, check_positive
+from benchmarks.evaluate.comparison import Comparison, Evaluation, MethodRow, check_positive
 from benchmarks.evaluate.statistics import Interval, block_estimate, kl_divergence, log_softmax, wilson_interval
 from ca_jax.evaluation.texts import EvaluationError, check_overflows, read_ids
 from ca_jax.pretrained import LoadedModel, Progress
@@ -85,11 +84,6 @@ class _Found:
 
 def run_agreement(model: LoadedModel, config: AgreementConfig, progress: Progress) -> Evaluation:
     """Feeds one text to a context of each method; at places behind the first overflow, copies go on by themselves.
-
-    Args:
-      model: that goes on.
-      config: what is asked.
-      progress: told of tokens as they are fed.
 
     Raises:
       EvaluationError: no such text, too little of it, or a window above the model's.

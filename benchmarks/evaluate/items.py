@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.evaluate.comparison import check_positive
 from ca_jax.evaluation.texts import EvaluationError, read_file, tokenizer_of
 from ca_jax.pretrained import LoadedModel
 from ca_jax.simulate.traces.sharegpt import load_sharegpt
@@ -63,10 +64,7 @@ class Chunking:
     """What stands behind the chunks, with `{question}` in it."""
 
     def __post_init__(self) -> None:
-        for name in ("num_chunks", "chunk_tokens", "max_items"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        check_positive(self, ("num_chunks", "chunk_tokens", "max_items"))
         if "{question}" not in self.instruction:
             raise ValueError(f"instruction must have {{question}} in it, got {self.instruction!r}")
 

@@ -33,8 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.evaluate.comparison import Comparison
-from benchmarks.evaluate.rows import Answers, Evaluation, accuracy_rows, check_positive
+from benchmarks.evaluate.comparison import Answers, Comparison, Evaluation, accuracy_rows, check_positive
 from ca_jax.evaluation.stream import ContextStream
 from ca_jax.evaluation.texts import EvaluationError, read_rows, tokenizer_of
 from ca_jax.models.chat_template import ChatTemplate
@@ -114,11 +113,6 @@ class LongevalConfig:
 
 def run_longeval(model: LoadedModel, config: LongevalConfig, progress: Progress) -> Evaluation:
     """Feeds each record to a context of each method, and asks each question of a copy of it. Answers are greedy.
-
-    Args:
-      model: that answers.
-      config: what is asked.
-      progress: told of questions as they are answered.
 
     Raises:
       EvaluationError: the data are not LongEval's, no question can be asked of them, or a window above the model's.

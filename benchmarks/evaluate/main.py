@@ -23,9 +23,8 @@ from benchmarks.evaluate.longeval import LongevalConfig, run_longeval
 from benchmarks.evaluate.mmlu import MmluConfig, run_mmlu
 from benchmarks.evaluate.perplexity import PerplexityConfig, run_perplexity
 from benchmarks.evaluate.plots import draw
-from benchmarks.evaluate.rag import DEVIATION_FIGURES, TIMED_FIGURES, RagConfig, run_rag
+from benchmarks.evaluate.rag import DEVIATION_FIGURES, TIMED_FIGURES, GateConfig, RagConfig, run_gate, run_rag
 from benchmarks.evaluate.rag_deviation import run_deviation
-from benchmarks.evaluate.rag_gate import GateConfig, run_gate
 from benchmarks.evaluate.rag_methods import Blends
 from benchmarks.evaluate.tables import Report, print_report
 from benchmarks.evaluate.timing import run_timing
@@ -65,7 +64,8 @@ TASKS: dict[str, tuple[type, Callable[..., Any]]] = {
     "rag": (RagConfig, run_rag),
     "blend_gate": (GateConfig, run_gate),
 }
-"""What each task is asked by, and what runs it; figures of `rag` have functions of their own."""
+"""What each task is asked by, and what runs it: a function of the model, the config, and what is told of progress.
+Figures of `rag` have functions of their own."""
 
 _OVERFLOW_TASKS = ("ppl", "longeval", "mmlu", "agreement")
 _PLOTTED_TASKS = ("ppl", "rag")

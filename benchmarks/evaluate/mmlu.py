@@ -19,8 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.evaluate.comparison import Comparison
-from benchmarks.evaluate.rows import Answers, Evaluation, accuracy_rows, check_positive
+from benchmarks.evaluate.comparison import Answers, Comparison, Evaluation, accuracy_rows, check_positive
 from benchmarks.evaluate.statistics import log_softmax
 from ca_jax.evaluation.stream import ContextStream
 from ca_jax.evaluation.texts import EvaluationError, check_overflows, read_file, read_ids, tokenizer_of
@@ -92,11 +91,6 @@ class MmluConfig:
 
 def run_mmlu(model: LoadedModel, config: MmluConfig, progress: Progress) -> Evaluation:
     """Asks each question behind the same overflowed text, with each method.
-
-    Args:
-      model: that answers.
-      config: what is asked.
-      progress: told of questions as they are answered.
 
     Raises:
       EvaluationError: the questions or the text cannot be had, the text does not overflow the window, or a window above

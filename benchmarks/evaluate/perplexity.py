@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.evaluate.comparison import Comparison
-from benchmarks.evaluate.rows import Evaluation, MethodRow
+from benchmarks.evaluate.comparison import Comparison, Evaluation, MethodRow
 from benchmarks.evaluate.statistics import block_estimate
 from ca_jax.evaluation.stream import ContextStream, Truncation
 from ca_jax.evaluation.texts import EvaluationError, check_overflows, read_ids
@@ -108,11 +107,6 @@ class _Measured:
 
 def run_perplexity(model: LoadedModel, config: PerplexityConfig, progress: Progress) -> Evaluation:
     """Feeds one text to a context of each method.
-
-    Args:
-      model: that predicts it.
-      config: what is asked.
-      progress: told of tokens as they are fed.
 
     Raises:
       EvaluationError: no such text, too little of it, or a window above the model's.

@@ -1,5 +1,7 @@
 """Answers to questions behind text chunks, by each way to use the chunks' stored KV, against full recompute.
 
+The quality gate is made of it: what share of the chunks' tokens must be computed anew to keep a model close to that.
+
 Not here: reading items and the ways themselves (`ca_jax.evaluation`), the paper's figures of deviation
 (rag_deviation), times to the first token (timing).
 Source: CacheBlend (Yao et al., EuroSys 2025), section 7.
@@ -15,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks.evaluate.comparison import Evaluation
 from benchmarks.evaluate.items import Chunking, RagPrompt, read_prompts
 from benchmarks.evaluate.rag_context import Answer, Answerer, Asked, Behind, ContextModel
 from benchmarks.evaluate.rag_methods import (
@@ -29,9 +32,8 @@ from benchmarks.evaluate.rag_methods import (
     PromptContexts,
     methods_of,
 )
-from benchmarks.evaluate.rows import Evaluation
 from benchmarks.evaluate.statistics import Interval, f1_score, first_line, mean_interval, rouge_l
-from ca_jax.evaluation.texts import tokenizer_of
+from ca_jax.evaluation.texts import EvaluationError, tokenizer_of
 from ca_jax.pretrained import LoadedModel, Progress
 
 DEVIATION_FIGURES = (6, 7, 8)
@@ -163,14 +165,8 @@ class _Result:
 def run_rag(model: LoadedModel, config: RagConfig, progress: Progress, *, least_chunks: int = 1) -> Evaluation:
     """Asks each question with each method.
 
-    Args:
-      model: that answers.
-      config: what is asked.
-      progress: told of items as they are done.
-      least_chunks: chunks that each prompt must have.
-
     Raises:
-      EvaluationError: no items, prompts of fewer chunks, or without room in the model's window.
+      EvaluationError: no items, prompts of fewer than `least_chunks` chunks, or without room in the model's window.
     """
     prompts = read_prompts(model, config.chunking, answer_tokens=config.answer_tokens, least_chunks=least_chunks)
     asks = config.answer_tokens > 0
@@ -312,3 +308,113 @@ def _mean(values: np.ndarray) -> float | None:
 
 def _interval(values: np.ndarray) -> Interval | None:
     return mean_interval(values.tolist()) if len(values) else None
+
+
+# The gate.
+
+MAX_TOP1_LOSS = 0.1
+"""The bound where none is given: one next token in ten may be another one than full recompute's. It is stated, not
+derived from what the model reaches."""
+
+_LEAST_ITEMS = 2  # One alone says nothing of how sure a mean is.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GateConfig:
+    """`blend_gate`: the smallest ratio that keeps a model's next tokens close enough to full recompute.
+
+    Bounds that are given hold together. How large a divergence matters differs from model to model, since it grows with
+    how sure a model is of its tokens and with its vocabulary; the share of next tokens that change does not.
+
+    Raises:
+      ValueError: a bound that is not above 0, or several selections.
+    """
+
+    chunking: Chunking = dataclasses.field(default_factory=Chunking)
+    """What prompts are made of."""
+    blends: Blends = dataclasses.field(default_factory=Blends)
+    """What is tried; one selection."""
+    max_top1_loss: float | None = None
+    """Most of the next tokens that may be others than full recompute's likeliest, a share; None: 0.1 where no other
+    bound is given, else any."""
+    max_kl_share: float | None = None
+    """Most of full reuse's divergence that is taken, a share of it; None: any."""
+    max_kl: float | None = None
+    """Most divergence that is taken, nats; None: any."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_top1_loss", "max_kl_share", "max_kl"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be a bound above 0, got {value}")
+        if len(self.blends.selections) != 1:
+            raise ValueError(f"selections must be one, got {', '.join(self.blends.selections)}")
+
+    @property
+    def top1_bound(self) -> float | None:
+        """`max_top1_loss`, or the default where there is no other bound."""
+        if self.max_top1_loss is None and self.max_kl_share is None and self.max_kl is None:
+            return MAX_TOP1_LOSS
+        return self.max_top1_loss
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GateRow(RagRow):
+    """One ratio, held against the bounds; the ratio of full reuse is 0."""
+
+    top1_excess: float | None
+    """Upper end of the interval of the share of next tokens that differ, less its bound; None without that bound."""
+    share_excess: float | None
+    """Upper end of the interval of `kl - max_kl_share * kl of full reuse`, nats, paired; None without that bound."""
+    kl_excess: float | None
+    """Upper end of the interval less `max_kl`, nats; None without that bound."""
+    passes: bool
+    """Whether no excess is above 0."""
+
+
+def run_gate(model: LoadedModel, config: GateConfig, progress: Progress) -> Evaluation:
+    """Measures full reuse and every ratio, and holds each against the bounds.
+
+    Raises:
+      EvaluationError: fewer than two items, prompts of fewer than two chunks, or longer than the model's window.
+    """
+    asked = RagConfig(chunking=config.chunking, blends=config.blends, baselines=(REUSE.kind,), answer_tokens=0)
+    done = run_rag(model, asked, progress, least_chunks=2)
+    if len(done.items) < _LEAST_ITEMS:
+        raise EvaluationError(f"items must be at least {_LEAST_ITEMS} to say how sure a mean is, got {len(done.items)}")
+    (selection,) = config.blends.selections
+
+    def of(name: str, values: str) -> list[float]:
+        return [item[values][name] for item in done.items]
+
+    rows = []
+    for row in sorted(done.rows, key=lambda row: row.ratio or 0.0):
+        if row.method not in (REUSE.kind, "blend"):
+            continue
+        held = held_against(
+            config, kl=of(row.name, "kl"), same_top1=of(row.name, "same_top1"), reuse_kl=of(REUSE.name, "kl")
+        )
+        rows.append(GateRow(**{**vars(row), "ratio": row.ratio or 0.0, "selection": selection, **held}))
+    return Evaluation(rows=rows, items=done.items)
+
+
+def held_against(
+    config: GateConfig, *, kl: Sequence[float], same_top1: Sequence[float], reuse_kl: Sequence[float]
+) -> dict[str, Any]:
+    """The fields of `GateRow` that say how a ratio does against the bounds.
+
+    Args:
+      config: has the bounds.
+      kl: of each item.
+      same_top1: of each item.
+      reuse_kl: of each item, with full reuse.
+    """
+    excesses: dict[str, Any] = {"top1_excess": None, "share_excess": None, "kl_excess": None}
+    if config.top1_bound is not None:
+        excesses["top1_excess"] = mean_interval([1 - same for same in same_top1])[1] - config.top1_bound
+    if config.max_kl_share is not None:
+        share = config.max_kl_share
+        excesses["share_excess"] = mean_interval([k - share * r for k, r in zip(kl, reuse_kl, strict=True)])[1]
+    if config.max_kl is not None:
+        excesses["kl_excess"] = mean_interval(kl)[1] - config.max_kl
+    return {**excesses, "passes": all(excess is None or excess <= 0 for excess in excesses.values())}

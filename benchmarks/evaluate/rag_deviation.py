@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.stats
 
+from benchmarks.evaluate.comparison import Evaluation
 from benchmarks.evaluate.items import read_prompts
 from benchmarks.evaluate.rag import RagConfig
 from benchmarks.evaluate.rag_context import ContextModel
 from benchmarks.evaluate.rag_methods import REUSE, Compared, Method, PromptContexts
-from benchmarks.evaluate.rows import Evaluation
 from benchmarks.evaluate.statistics import Interval, mean_interval
 from ca_jax.device.transfer import to_device
 from ca_jax.pretrained import LoadedModel, Progress
@@ -86,11 +86,6 @@ class CorrelationRow:
 
 def run_deviation(model: LoadedModel, config: RagConfig, progress: Progress) -> Evaluation:
     """Measures the figure that `config.figure` says, 6, 7 or 8.
-
-    Args:
-      model: whose KV deviates.
-      config: what is asked; of answers it has no use.
-      progress: told of items as they are done.
 
     Raises:
       EvaluationError: no items, prompts without a second chunk, or longer than the model's window.

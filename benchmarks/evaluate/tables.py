@@ -11,8 +11,7 @@ from typing import Any
 
 import rich.console
 
-from benchmarks.evaluate.rag import TIMED_FIGURES
-from benchmarks.evaluate.rag_gate import MAX_TOP1_LOSS
+from benchmarks.evaluate.rag import MAX_TOP1_LOSS, TIMED_FIGURES
 from ca_jax.launch.script import make_markdown, make_table, note
 
 Report = Mapping[str, Any]

@@ -17,14 +17,14 @@ import itertools
 import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from benchmarks.evaluate.comparison import Evaluation
 from benchmarks.evaluate.items import RagPrompt, read_prompts
 from benchmarks.evaluate.rag import RagConfig, RagRow, run_rag
 from benchmarks.evaluate.rag_methods import RECOMPUTE, Method, methods_of
-from benchmarks.evaluate.rows import Evaluation
 from benchmarks.evaluate.statistics import Interval
 from benchmarks.paced import ControlledStore, PacedLink
 from ca_jax.config import BlendConfig, EngineConfig
@@ -40,10 +40,6 @@ DRAM, SSD = "dram", "ssd"
 
 _COPIES = 3  # Of a prompt's KV that a store has room for: its chunks, its session, and one that is being forgotten.
 _GB = 1e9
-_TIMES = (
-    *("context_tokens", "cached_tokens", "recomputed_tokens"),
-    *("ttft_s", "ttft_quartiles", "ttft_recompute_s", "speedup"),
-)  # Fields of a row that only an engine gives.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,59 +59,36 @@ class TimedRow:
     """Of each chunk at most."""
     num_items: int
     """Prompts that were timed."""
-    context_tokens: float | None
+    context_tokens: float | None = None
     """Of chunks, mean over these; None where nothing was timed. So are the others up to `speedup`."""
-    cached_tokens: float | None
+    cached_tokens: float | None = None
     """Of them, whose KV came from the store."""
-    recomputed_tokens: float | None
+    recomputed_tokens: float | None = None
     """Of these, that were computed anew; of some layers alone, times their share of the layers."""
-    ttft_s: float | None
+    ttft_s: float | None = None
     """Median over turns."""
-    ttft_quartiles: Interval | None
+    ttft_quartiles: Interval | None = None
     """Lower and upper one."""
-    ttft_recompute_s: float | None
+    ttft_recompute_s: float | None = None
     """Median of full recompute, in turns that alternated with these."""
-    speedup: float | None
+    speedup: float | None = None
     """Median over turns of the TTFT of full recompute over this one's."""
-    mean_kl: float | None
+    mean_kl: float | None = None
     """See `RagRow`, over all items; None where quality was not measured, in figures 15 and 17. So are the others."""
-    same_top1: float | None
+    same_top1: float | None = None
     """See `RagRow`."""
-    f1: float | None
+    f1: float | None = None
     """See `RagRow`."""
-    rouge_l: float | None
+    rouge_l: float | None = None
     """See `RagRow`."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Point:
-    """What is timed together."""
-
-    num_chunks: int
-    chunk_tokens: int
-    storages: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Way:
-    """A method over a storage."""
-
-    method: Method
-    storage: str
-
-    @property
-    def stores(self) -> bool:
-        """Whether it has a use for stored chunks."""
-        return self.method != RECOMPUTE
+_Way = tuple[Method, str]
+"""A method, and the storage that its chunks are in."""
 
 
 def run_timing(model: LoadedModel, config: RagConfig, progress: Progress) -> Evaluation:
     """Measures the figure that `config.figure` says, 12, 15, 16 or 17.
-
-    Args:
-      model: that is served.
-      config: what is asked.
-      progress: told of items and turns as they are done.
 
     Raises:
       EvaluationError: no items, prompts without room in the window, or a turn that did not find its chunks.
@@ -126,44 +99,43 @@ def run_timing(model: LoadedModel, config: RagConfig, progress: Progress) -> Eva
         told = run_rag(model, config, progress)
         quality = {row.name: row for row in told.rows if isinstance(row, RagRow)}
         items = told.items
-    rows = [row for point in _points(config) for row in _timed_rows(model, config, point, quality, progress)]
+    rows = [row for sizes in _sizes(config) for row in _timed_rows(model, config, sizes, quality, progress)]
     timed = {row.name for row in rows}
     rows += [_untimed(config, row) for name, row in quality.items() if name not in timed]
     return Evaluation(rows=rows, items=items)
 
 
-def _points(config: RagConfig) -> list[_Point]:
+def _sizes(config: RagConfig) -> list[tuple[int, int]]:
+    """Numbers of chunks and lengths that are timed, each by itself."""
     chunking = config.chunking
-    if config.figure == 15:
-        by_count = [(count, chunking.chunk_tokens) for count in config.chunk_counts]
-        by_length = [(chunking.num_chunks, length) for length in config.chunk_lengths]
-        return [_Point(*size, (DRAM,)) for size in dict.fromkeys((*by_count, *by_length))]
-    paced = tuple(f"{speed:g}" for speed in config.storage_gb_s)
-    storages = (DRAM, SSD, *paced) if config.figure == 17 else (DRAM,)
-    return [_Point(chunking.num_chunks, chunking.chunk_tokens, storages)]
+    if config.figure != 15:
+        return [(chunking.num_chunks, chunking.chunk_tokens)]
+    by_count = [(count, chunking.chunk_tokens) for count in config.chunk_counts]
+    by_length = [(chunking.num_chunks, length) for length in config.chunk_lengths]
+    return list(dict.fromkeys((*by_count, *by_length)))
 
 
-def _ways(config: RagConfig, storages: Sequence[str]) -> list[_Way]:
+def _ways(config: RagConfig) -> list[_Way]:
     """Full recompute once, the others over each storage; prefix caching has its KV in DRAM, as the paper favours it."""
+    paced = tuple(f"{speed:g}" for speed in config.storage_gb_s)
     methods = [
         method for method in methods_of(config.blends, config.baselines) if not method.maps and method != RECOMPUTE
     ]
-    ways = [_Way(RECOMPUTE, DRAM)]
-    for storage in storages:
-        ways += [_Way(method, storage) for method in methods if method.kind != "prefix" or storage == DRAM]
+    ways = [(RECOMPUTE, DRAM)]
+    for storage in (DRAM, SSD, *paced) if config.figure == 17 else (DRAM,):
+        ways += [(method, storage) for method in methods if method.kind != "prefix" or storage == DRAM]
     return ways
 
 
 def _timed_rows(
-    model: LoadedModel, config: RagConfig, point: _Point, quality: dict[str, RagRow], progress: Progress
+    model: LoadedModel, config: RagConfig, size: tuple[int, int], quality: dict[str, RagRow], progress: Progress
 ) -> list[TimedRow]:
-    sizes: dict[str, Any] = {"num_chunks": point.num_chunks, "chunk_tokens": point.chunk_tokens}
+    sizes: dict[str, Any] = dict(zip(("num_chunks", "chunk_tokens"), size, strict=True))
     max_items = min(config.timed_items, config.chunking.max_items or config.timed_items)
     chunking = dataclasses.replace(config.chunking, max_items=max_items, **sizes)
     prompts = read_prompts(model, chunking, answer_tokens=1)
-    base = _Way(RECOMPUTE, DRAM)
-    found: dict[_Way, list[Usage]] = {way: [] for way in _ways(config, point.storages)}
-    what = f"{point.num_chunks} x {point.chunk_tokens}"
+    found: dict[_Way, list[Usage]] = {way: [] for way in _ways(config)}
+    what = f"{size[0]} x {size[1]}"
     total, done = len(prompts) * (1 + config.repeats), itertools.count()
     progress(what, next(done), total)
     with contextlib.ExitStack() as stack:
@@ -176,17 +148,17 @@ def _timed_rows(
                     continue  # It compiles.
                 for way, turns in found.items():
                     turns.append(usages[way])
-    base_s = np.array([usage.ttft_s for usage in found[base]])
+    base_s = np.array([usage.ttft_s for usage in found[RECOMPUTE, DRAM]])
     context_tokens = float(np.mean([len(prompt.context_ids) - len(prompt.head) for prompt in prompts]))
     rows = []
-    for way, turns in found.items():
+    for (method, storage), turns in found.items():
         seconds = np.array([usage.ttft_s for usage in turns])
         low, high = np.percentile(seconds, [25, 75])
         rows.append(
             TimedRow(
-                name=way.method.name,
-                ratio=way.method.ratio,
-                storage=way.storage,
+                name=method.name,
+                ratio=method.ratio,
+                storage=storage,
                 **sizes,
                 num_items=len(prompts),
                 context_tokens=context_tokens,
@@ -196,7 +168,7 @@ def _timed_rows(
                 ttft_quartiles=(float(low), float(high)),
                 ttft_recompute_s=float(np.median(base_s)),
                 speedup=float(np.median(base_s / seconds)),
-                **_quality(quality.get(way.method.name)),
+                **_quality(quality.get(method.name)),
             )
         )
     return rows
@@ -212,24 +184,23 @@ def _untimed(config: RagConfig, row: RagRow) -> TimedRow:
         chunk_tokens=config.chunking.chunk_tokens,
         num_items=0,
         **_quality(row),
-        **dict.fromkeys(_TIMES),
     )
 
 
 def _quality(row: RagRow | None) -> dict[str, Any]:
-    return {name: None if row is None else getattr(row, name) for name in ("mean_kl", "same_top1", "f1", "rouge_l")}
+    return {} if row is None else {name: getattr(row, name) for name in ("mean_kl", "same_top1", "f1", "rouge_l")}
 
 
 @contextlib.contextmanager
 def _opened(model: LoadedModel, way: _Way, prompts: Sequence[RagPrompt], config: RagConfig) -> Iterator[Engine]:
     """An engine that serves one way."""
+    method, storage = way
     num_tokens = max(len(prompt.context_ids) + len(prompt.question_ids) for prompt in prompts) + 1
-    mode = "blend" if way.method.kind == "blend" else way.method.kind
     blend = BlendConfig(
-        mode=mode,
-        recompute_ratio=way.method.ratio,
+        mode=method.kind,
+        recompute_ratio=method.ratio,
         check_layers=config.blends.check_layers,
-        selection=way.method.selection or BlendConfig.selection,  # type: ignore[arg-type]
+        selection=method.selection or BlendConfig.selection,  # type: ignore[arg-type]
     )
     engine_config = EngineConfig(
         context_window=min(num_tokens + 1, model.config.max_positions), max_batch_size=1, recompute_if_faster=False
@@ -238,13 +209,13 @@ def _opened(model: LoadedModel, way: _Way, prompts: Sequence[RagPrompt], config:
     num_blocks = _COPIES * (layout.num_blocks(num_tokens) + max(len(prompt.chunks) for prompt in prompts))
     store = StoreConfig(dram_gib=num_blocks * layout.block_bytes / GIB)
     with contextlib.ExitStack() as stack:
-        if way.storage == SSD:
+        if storage == SSD:
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="ca_jax-evaluate-"))
             num_turns = len(prompts) * (1 + config.repeats)  # Each has chunks of its own there.
             store = dataclasses.replace(store, ssd_dir=directory, ssd_gib=num_turns * 2 * store.dram_gib)
         wrapper = None
-        if way.storage not in (DRAM, SSD):
-            link = stack.enter_context(PacedLink(float(way.storage) * _GB, copies_early=True))
+        if storage not in (DRAM, SSD):
+            link = stack.enter_context(PacedLink(float(storage) * _GB, copies_early=True))
             wrapper = partial(ControlledStore, loads=link)
         engine = stack.enter_context(
             Engine(
@@ -262,9 +233,11 @@ def _turn(engine: Engine, way: _Way, prompt: RagPrompt, nth: tuple[int, int]) ->
 
     What came from SSD is in DRAM afterwards: there each turn is of a tenant of its own, whose chunks are on SSD alone.
     """
-    tenant = f"{nth[0]}-{nth[1]}" if way.storage == SSD else ""
-    if way.stores:
-        engine.precompute(prompt.chunks, tenant=tenant, tier="ssd" if way.storage == SSD else "dram")
+    method, storage = way
+    tier: Literal["dram", "ssd"] = "ssd" if storage == SSD else "dram"
+    tenant = f"{nth[0]}-{nth[1]}" if storage == SSD else ""
+    if method != RECOMPUTE:
+        engine.precompute(prompt.chunks, tenant=tenant, tier=tier)
     engine.wait_for_saves()
     session = engine.session(tenant=tenant)
     params = SamplingParams(max_tokens=1, ignore_eos=True)
@@ -273,13 +246,12 @@ def _turn(engine: Engine, way: _Way, prompt: RagPrompt, nth: tuple[int, int]) ->
     session.close()
     engine.wait_for_saves()
     if usage is None:
-        raise RuntimeError(f"a turn of {way.method.name} has ended and says nothing of what it took")
-    if way.method.fuses:
+        raise RuntimeError(f"a turn of {method.name} has ended and says nothing of what it took")
+    if method.fuses:
         wanted = sum(map(len, prompt.chunks))
-        tier = "ssd" if way.storage == SSD else "dram"
         if usage.missed_chunks or usage.cached_tokens.get(tier, 0) != wanted:
             raise EvaluationError(
-                f"{way.method.name} from {way.storage} must find {wanted} tokens of chunks in the store, got "
+                f"{method.name} from {storage} must find {wanted} tokens of chunks in the store, got "
                 f"{usage.cached_tokens}"
             )
     return usage

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -102,27 +101,6 @@ def leaf_to_device(leaf: np.ndarray, sharding: jax.sharding.Sharding | None = No
       sharding: where to, each device getting its part and no other; None: the default device, bound to no mesh.
     """
     return jax.block_until_ready(staging_to_device(leaf, sharding))
-
-
-def shards_to_device(
-    read: Callable[[tuple[slice, ...]], np.ndarray], shape: tuple[int, ...], sharding: jax.sharding.Sharding
-) -> jax.Array:
-    """Copies one weight to the devices shard by shard, with one shard in host memory at a time. Waits.
-
-    Args:
-      read: gives the part of it that an index says; called once for each part that a device of this process has.
-      sharding: where to.
-    """
-    devices: dict[tuple[tuple[int | None, int | None], ...], list[tuple[Any, tuple[slice, ...]]]] = {}
-    for device, found in sharding.addressable_devices_indices_map(shape).items():
-        index = found or ()
-        devices.setdefault(tuple((part.start, part.stop) for part in index), []).append((device, index))
-    parts: list[jax.Array] = []
-    for copies in devices.values():
-        part = read(copies[0][1])
-        parts += jax.block_until_ready([jax.device_put(part, device) for device, _ in copies])
-        del part
-    return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
 
 def staging_to_device(

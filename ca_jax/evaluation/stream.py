@@ -169,13 +169,11 @@ class ContextStream:
         losses = []
         last = self._last
         for part, x in self._steps(token_ids, on_step):
-            if last is None:
-                losses.append(np.array([np.nan], np.float32))
-            else:
-                losses.append(to_host(_losses(self._config, self._outer, last, to_device(part[:1], np.int32))))
             targets = np.zeros(x.shape[1], np.int32)
-            targets[: len(part) - 1] = part[1:]
-            losses.append(to_host(_losses(self._config, self._outer, x, to_device(targets)))[: len(part) - 1])
+            targets[: len(part)] = part
+            before = jnp.zeros_like(x[:, :1]) if last is None else last
+            found = to_host(_losses(self._config, self._outer, before, x, to_device(targets)))[: len(part)]
+            losses.append(found if last is not None else np.array([np.nan, *found[1:]], np.float32))
             last = self._last
         return np.concatenate(losses)
 
@@ -340,8 +338,12 @@ def _capacity(num_tokens: int) -> int:
 
 
 @partial(jax.jit, static_argnames=("config",))
-def _losses(config: ModelConfig, outer: Any, x: jax.Array, targets: jax.Array) -> jax.Array:
-    """`x [1, T, F]` and targets i32 `[T]` to nats, f32 `[T]`; a few tokens at a time, since vocabularies are wide."""
+def _losses(config: ModelConfig, outer: Any, before: jax.Array, x: jax.Array, targets: jax.Array) -> jax.Array:
+    """Of tokens i32 `[T]`, with hidden states `x [1, T, F]` behind `before [1, 1, F]`, nats f32 `[T]`.
+
+    A few tokens at a time, since vocabularies are wide.
+    """
+    x = jnp.concatenate([before, x[:, :-1]], axis=1)
     size = math.gcd(x.shape[1], _LOSS_TOKENS)
 
     def block(part: tuple[jax.Array, jax.Array]) -> jax.Array:

@@ -22,7 +22,7 @@ from ca_jax.launch import plan
 from ca_jax.launch.flags import refuse
 from ca_jax.launch.script import note, run
 from ca_jax.launch.terminal import progress_bars
-from ca_jax.models import orbax, reading
+from ca_jax.models import orbax, weights
 from ca_jax.models.checkpoint import load_checkpoint
 
 FLAGS = flags.FLAGS
@@ -46,7 +46,7 @@ def convert(model: str, output_dir: Path, dtype: str) -> None:
     orbax.require_empty(output_dir)
     console = rich.console.Console(stderr=True)
     with progress_bars(console) as progress:
-        checkpoint = load_checkpoint(model, dtype=dtype, destinations=reading.unread)
+        checkpoint = load_checkpoint(model, dtype=dtype, destinations=weights.unread)
         orbax.save_checkpoint(checkpoint, output_dir, progress=progress)
     note(console, f"{checkpoint.name} ({dtype}) -> {output_dir}", None)
 

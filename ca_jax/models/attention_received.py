@@ -45,16 +45,8 @@ def attention_received(
     A new token that counts gives N in all. Heads and queries go in the blocks of `attend`, so that within one jitted
     function the scores and the softmax of both are computed once, but for `flash`, which does not hand them out.
 
-    Args:
-      q: `[1, T, N, H]`, unrotated.
-      new: the new tokens' KV, `[1, T, K, H]`, unrotated.
-      history: keys and values `[2, 1, S, K, H]`, unrotated, or None for no history.
-      history_lengths: i32 `[1]`, history tokens that count, at most S.
-      rotation: of the new tokens' positions, `[1, T, H/2]`.
-      history_rotation: of history places, `[S, H/2]`.
-      num_queries: new tokens that count; those behind them give nothing, and receive nothing.
-      implementation: of `attend`; None: the backend's.
-      window: as for `attend`.
+    Takes what `attend` does, for B = 1, and `num_queries`, the number of new tokens that count: those behind them give
+    nothing, and receive nothing.
 
     Returns:
       f32 `[S + T]`, history places first; 0 where no token that counts sees the key.
@@ -109,12 +101,7 @@ def slot_attention_received(
 
     A row gives N in all. Keys are read once, in the blocks of `attend_slots`; scores of all heads are held meanwhile.
 
-    Args:
-      q: `[B, K, G, H]`, rotated.
-      slot_keys: `[slots, K, C, H]`, rotated; C is a multiple of `SLOT_BLOCK`; the first B slots are read.
-      lengths: i32 `[B]`, keys of each row that count, its own new token among them.
-      num_blocks: blocks to read, at least as many as the longest row has; None lets that decide at run time.
-      window: as for `attend_slots`.
+    Takes what `attend_slots` does; slots have C keys.
 
     Returns:
       f32 `[B, C]`, 0 behind each row's length.

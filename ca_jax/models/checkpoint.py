@@ -11,8 +11,7 @@ import re
 from pathlib import Path
 
 from ca_jax.errors import UnknownModelError
-from ca_jax.models.reading import Destinations, Source, load, to_host
-from ca_jax.models.weights import Checkpoint, ProgressFn, resolve_dtype
+from ca_jax.models.weights import Checkpoint, Destinations, ProgressFn, Source, load, resolve_dtype, to_host
 
 __all__ = ["PRESETS", "Checkpoint", "Preset", "ProgressFn", "load_checkpoint"]
 

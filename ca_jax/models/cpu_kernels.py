@@ -96,13 +96,7 @@ def attend_new(
     history_rotation: tuple[jax.Array, jax.Array] | None,
     window: int | None = None,
 ) -> jax.Array:
-    """As `attention.attend`, `[B, T, N, H]`.
-
-    Args:
-      history: `[2, B, S, K, H]`, unrotated; None: there is none.
-      rotation: cosines and sines `[B, T, R/2]`.
-      history_rotation: `[S, R/2]`.
-    """
+    """As `attention.attend`, `[B, T, N, H]`."""
     batch_size, num_tokens = q.shape[:2]
     if history is None or history_rotation is None:
         history = jnp.zeros((2, batch_size, 0, *new.k.shape[2:]), q.dtype)

@@ -25,7 +25,7 @@ from tokenizers import decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
 from ca_jax.errors import CheckpointError, UnsupportedArchitectureError, UnsupportedQuantizationError
-from ca_jax.models import reading, weights
+from ca_jax.models import weights
 from ca_jax.models.chat_template import ChatTemplate
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.families import BY_GGUF_ARCHITECTURE, FAMILIES, require_served
@@ -62,8 +62,13 @@ _SPLITS: dict[str, tuple[pre_tokenizers.PreTokenizer, ...]] = {
 }  # By `tokenizer.ggml.pre`.
 
 
-class GgufFile:
+class GgufFile(gguf.GGUFReader):
     """A GGUF file opened for reading: its metadata and its tensors, mapped and not yet read.
+
+    It is the package's reader, faster and with checks: both only refine it, so it stays right should its internals
+    move. Vocabularies are arrays of 50,000 strings and more, for which the package makes three numpy views each (over
+    two seconds for SmolLM2); here it is one pass over the mapped bytes. Tensors are checked to lie within the file
+    before any is looked at.
 
     Args:
       path: the file.
@@ -76,144 +81,33 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            reader = _Reader(path)
+            super().__init__(path)
         except UnsupportedQuantizationError as error:
             raise UnsupportedQuantizationError(f"{path}: {error}") from error
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error}") from error
         except (ValueError, IndexError, KeyError, OverflowError, struct.error) as error:
             raise CheckpointError(f"{path}: not a whole GGUF file: {error}") from error
-        if reader.byte_order != "I":
+        if self.byte_order != "I":
             raise CheckpointError(f"{path}: a GGUF file must be little-endian, got a big-endian one")
-        self._fields = reader.fields
-        self.tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self.by_name = {tensor.name: tensor for tensor in self.tensors}
+        """The tensors."""
 
     def get(self, key: str, default: Any = None) -> Any:
         """The metadata value of `key` as plain Python, or `default` where there is none."""
-        field = self._fields.get(key)
+        field = self.fields.get(key)
         return default if field is None else field.contents()
 
     def entries(self, architecture: str) -> dict[str, Any]:
         """The metadata of an architecture, by keys without its name."""
         prefix = f"{architecture}."
-        return {key.removeprefix(prefix): self.get(key) for key in self._fields if key.startswith(prefix)}
+        return {key.removeprefix(prefix): self.get(key) for key in self.fields if key.startswith(prefix)}
 
     def require(self, key: str) -> Any:
         """The metadata value of `key`; CheckpointError where there is none."""
-        if key not in self._fields:
+        if key not in self.fields:
             raise CheckpointError(f"{self.path}: metadata {key} is missing")
         return self.get(key)
-
-
-def open_gguf(path: Path, name: str) -> reading.Source:
-    """Opens a GGUF file: its weights dequantised, its tokenizer and chat template out of the metadata.
-
-    Args:
-      path: the file.
-      name: what to call the model.
-
-    Raises:
-      CheckpointError: the file is cut off, or metadata is missing.
-      UnsupportedArchitectureError: the model, its rope scaling or its tokenizer is not one of those served.
-      UnsupportedQuantizationError: a tensor is of an unknown type.
-    """
-    file = GgufFile(path)
-    config = config_from_gguf(file)
-    tokenizer = tokenizer_from_gguf(file)
-    return reading.Source(
-        path=str(path),
-        name=name,
-        config=config,
-        tensors=_stored_tensors(file, config),
-        names=FAMILIES[config.architecture].gguf_names(config),
-        hash_content=functools.partial(weights.hash_file, path),
-        tokenizer=tokenizer,
-        stop_token_ids=stop_token_ids(file, tokenizer),
-    )
-
-
-def config_from_gguf(file: GgufFile) -> ModelConfig:
-    """The architecture that a GGUF file's metadata describes.
-
-    Raises:
-      CheckpointError: metadata or the token embedding is missing, or describes no model.
-      UnsupportedArchitectureError: the model, or something about it, is not served, by name.
-    """
-    where, architecture = str(file.path), file.require("general.architecture")
-    require_served(architecture, where, BY_GGUF_ARCHITECTURE)
-    if _EMBEDDING not in file.tensors:
-        raise CheckpointError(f"{where}: tensor {_EMBEDDING} is missing")
-    factors = file.tensors.get(_ROPE_FACTORS)
-    described = GgufDescription(
-        entries=file.entries(architecture),
-        shapes={name: _shape(tensor) for name, tensor in file.tensors.items()},
-        rope_factors=None if factors is None else np.asarray(factors.data, np.float32).reshape(-1),
-    )
-    try:
-        configs = [family.config_from_gguf(described) for family in BY_GGUF_ARCHITECTURE[architecture]]
-    except UnsupportedArchitectureError as error:
-        raise UnsupportedArchitectureError(f"{where}: {architecture}: {error}") from error
-    except KeyError as error:
-        raise CheckpointError(f"{where}: metadata {architecture}.{error.args[0]} is missing") from error
-    except (TypeError, ValueError, ArithmeticError) as error:
-        raise CheckpointError(f"{where}: its metadata describes no model: {error}") from error
-    (config,) = [config for config in configs if config is not None]
-    return config
-
-
-def _shape(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
-    return tuple(int(n) for n in reversed(tensor.shape))
-
-
-def _stored_tensors(file: GgufFile, config: ModelConfig) -> dict[str, reading.StoredTensor]:
-    """The file's tensors: Q and K in half-split order, and those that are stacked by expert each by itself."""
-    order = {}
-    if FAMILIES[config.architecture].gguf_is_interleaved:
-        order = {
-            "attn_q.weight": _half_split_rows(config.num_heads, config.head_dim),
-            "attn_k.weight": _half_split_rows(config.num_kv_heads, config.head_dim),
-        }
-    stored = {}
-    for name, tensor in file.tensors.items():
-        if name == _ROPE_FACTORS:
-            continue
-        shape, parts = _shape(tensor), {name: tensor.data}
-        if _OF_ALL_EXPERTS.fullmatch(name):
-            shape, parts = shape[1:], {f"{name}[{i}]": part for i, part in enumerate(tensor.data)}
-        elif match := _OF_ONE_EXPERT.fullmatch(name):  # As in files from before experts were stacked.
-            parts = {f"{match[1]}_exps.weight[{match[2]}]": tensor.data}
-        for part, data in parts.items():
-            rows = functools.partial(_read_rows, part, tensor.tensor_type, data, order.get(name.split(".", 2)[-1]))
-            stored[part] = reading.StoredTensor(shape=shape, read_rows=rows)
-    return stored
-
-
-def _half_split_rows(num_heads: int, head_dim: int) -> np.ndarray:
-    """For each row in half-split order, its row in a GGUF file.
-
-    One head of H = 6, pairs a b c:   file  a0 a1 b0 b1 c0 c1   ->   half-split  a0 b0 c0 a1 b1 c1
-    """
-    return np.arange(num_heads * head_dim).reshape(num_heads, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
-
-
-def _read_rows(
-    name: str, kind: gguf.GGMLQuantizationType, data: np.ndarray, order: np.ndarray | None, start: int, stop: int
-) -> np.ndarray:
-    # Quantisation blocks lie within rows, so rows are reordered while they are still small.
-    stored = data[start:stop] if order is None else data[order[start:stop]]
-    try:
-        return gguf.dequantize(stored, kind)
-    except NotImplementedError as error:
-        raise UnsupportedQuantizationError(f"tensor {name}: type {kind.name} cannot be dequantised") from error
-
-
-class _Reader(gguf.GGUFReader):
-    """The package's reader, faster and with checks: both only refine it, so it stays right should its internals move.
-
-    Vocabularies are arrays of 50,000 strings and more, for which the package makes three numpy views each (over two
-    seconds for SmolLM2); here it is one pass over the mapped bytes. Tensors are checked to lie within the file before
-    any is looked at.
-    """
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
         if raw_type != gguf.GGUFValueType.ARRAY or self.byte_order != "I":
@@ -253,6 +147,95 @@ class _Reader(gguf.GGUFReader):
                     f"tensor {name}: the file must have bytes up to {end}, got a file of {self.data.nbytes}"
                 )
         super()._build_tensors(start_offs, fields)
+
+
+def open_gguf(path: Path, name: str) -> weights.Source:
+    """Opens a GGUF file: its weights dequantised, its tokenizer and chat template out of the metadata.
+
+    The model is to be called `name`. Raises what `load_checkpoint` does.
+    """
+    file = GgufFile(path)
+    config = config_from_gguf(file)
+    tokenizer = tokenizer_from_gguf(file)
+    return weights.Source(
+        path=str(path),
+        name=name,
+        config=config,
+        tensors=_stored_tensors(file, config),
+        names=FAMILIES[config.architecture].gguf_names(config),
+        fingerprint=lambda dtype: weights.fingerprint(weights.hash_file(path), config, dtype),
+        tokenizer=tokenizer,
+        stop_token_ids=stop_token_ids(file, tokenizer),
+    )
+
+
+def config_from_gguf(file: GgufFile) -> ModelConfig:
+    """The architecture that a GGUF file's metadata describes. Raises what `load_checkpoint` does."""
+    where, architecture = str(file.path), file.require("general.architecture")
+    require_served(architecture, where, BY_GGUF_ARCHITECTURE)
+    if _EMBEDDING not in file.by_name:
+        raise CheckpointError(f"{where}: tensor {_EMBEDDING} is missing")
+    factors = file.by_name.get(_ROPE_FACTORS)
+    described = GgufDescription(
+        entries=file.entries(architecture),
+        shapes={name: _shape(tensor) for name, tensor in file.by_name.items()},
+        rope_factors=None if factors is None else np.asarray(factors.data, np.float32).reshape(-1),
+    )
+    family = next(each for each in BY_GGUF_ARCHITECTURE[architecture] if each.is_gguf(described.entries))
+    try:
+        return family.config_from_gguf(described)
+    except UnsupportedArchitectureError as error:
+        raise UnsupportedArchitectureError(f"{where}: {architecture}: {error}") from error
+    except KeyError as error:
+        raise CheckpointError(f"{where}: metadata {architecture}.{error.args[0]} is missing") from error
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise CheckpointError(f"{where}: its metadata describes no model: {error}") from error
+
+
+def _shape(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
+    return tuple(int(n) for n in reversed(tensor.shape))
+
+
+def _stored_tensors(file: GgufFile, config: ModelConfig) -> dict[str, weights.StoredTensor]:
+    """The file's tensors: Q and K in half-split order, and those that are stacked by expert each by itself."""
+    order = {}
+    if FAMILIES[config.architecture].gguf_is_interleaved:
+        order = {
+            "attn_q.weight": _half_split_rows(config.num_heads, config.head_dim),
+            "attn_k.weight": _half_split_rows(config.num_kv_heads, config.head_dim),
+        }
+    stored = {}
+    for name, tensor in file.by_name.items():
+        if name == _ROPE_FACTORS:
+            continue
+        shape, parts = _shape(tensor), {name: tensor.data}
+        if _OF_ALL_EXPERTS.fullmatch(name):
+            shape, parts = shape[1:], {f"{name}[{i}]": part for i, part in enumerate(tensor.data)}
+        elif match := _OF_ONE_EXPERT.fullmatch(name):  # As in files from before experts were stacked.
+            parts = {f"{match[1]}_exps.weight[{match[2]}]": tensor.data}
+        for part, data in parts.items():
+            rows = functools.partial(_read_rows, part, tensor.tensor_type, data, order.get(name.split(".", 2)[-1]))
+            stored[part] = weights.StoredTensor(shape=shape, read_rows=rows)
+    return stored
+
+
+def _half_split_rows(num_heads: int, head_dim: int) -> np.ndarray:
+    """For each row in half-split order, its row in a GGUF file.
+
+    One head of H = 6, pairs a b c:   file  a0 a1 b0 b1 c0 c1   ->   half-split  a0 b0 c0 a1 b1 c1
+    """
+    return np.arange(num_heads * head_dim).reshape(num_heads, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+
+
+def _read_rows(
+    name: str, kind: gguf.GGMLQuantizationType, data: np.ndarray, order: np.ndarray | None, start: int, stop: int
+) -> np.ndarray:
+    # Quantisation blocks lie within rows, so rows are reordered while they are still small.
+    stored = data[start:stop] if order is None else data[order[start:stop]]
+    try:
+        return gguf.dequantize(stored, kind)
+    except NotImplementedError as error:
+        raise UnsupportedQuantizationError(f"tensor {name}: type {kind.name} cannot be dequantised") from error
 
 
 # The tokenizer.

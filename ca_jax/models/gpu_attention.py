@@ -74,17 +74,8 @@ def attend_slots_kernel(
     A program takes one KV head of one row, and a share of its keys; the shares are put together behind it. The number
     of keys is found at run time on the device, so that one compiled function serves all lengths.
 
-    Args:
-      q: `[B, K, G, H]`, rotated.
-      slot_keys: `[slots, K, C, H]`, rotated, 16-bit; C is a multiple of `KEY_BLOCK`, H a power of two of at least 16;
-        the first B slots are read.
-      slot_values: `[slots, K, C, H]`.
-      lengths: i32 `[B]`, keys of each row that count, at most C.
-      window: how many of its keys each row sees, the last ones; None: all. Blocks before them are not read.
-      interpret: run the kernel step by step, on any backend.
-
-    Returns:
-      `[B, K, G, H]` in q's dtype. A row of length 0 gives zeros.
+    Takes and gives what `attention.attend_slots` does. Slots have C keys of 16 bits, C a multiple of `KEY_BLOCK` and H
+    a power of two of at least 16. With `interpret` the kernel runs step by step, on any backend.
     """
     from jax.experimental import pallas as pl  # Here: a jax without it serves all the same, by another implementation.
     from jax.experimental.pallas import triton

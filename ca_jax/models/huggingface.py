@@ -20,7 +20,7 @@ from ca_jax.errors import (
     UnsupportedArchitectureError,
     UnsupportedQuantizationError,
 )
-from ca_jax.models import reading, weights
+from ca_jax.models import weights
 from ca_jax.models.chat_template import ChatTemplate
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.families import BY_MODEL_TYPE, FAMILIES, require_served
@@ -34,17 +34,10 @@ _HUB_WEIGHTS = ("*.safetensors",)
 _HUB_IGNORED = ("original/*", "consolidated*")  # The same weights once more, in another format.
 
 
-def open_directory(directory: Path, name: str) -> reading.Source:
+def open_directory(directory: Path, name: str) -> weights.Source:
     """Opens a directory of config.json, safetensors (one file or shards) and, if there, tokenizer.json.
 
-    Args:
-      directory: where the files are.
-      name: what to call the model.
-
-    Raises:
-      CheckpointError: a file is missing or cut off.
-      UnsupportedArchitectureError: the model is not one of those served.
-      UnsupportedQuantizationError: the weights are quantised.
+    The model is to be called `name`. Raises what `load_checkpoint` does.
     """
     described = _read_json(directory / "config.json")
     try:
@@ -55,26 +48,20 @@ def open_directory(directory: Path, name: str) -> reading.Source:
     tokenizer = _load_tokenizer(directory, described)
     tensors = _stored_tensors(files, config, family)
     _require_names_of(family, config, tensors, directory)
-    return reading.Source(
+    return weights.Source(
         path=str(directory),
         name=name,
         config=config,
         tensors=tensors,
         names=family.hf_names(config),
-        hash_content=functools.partial(weights.hash_files, directory, files),
+        fingerprint=lambda dtype: weights.fingerprint(weights.hash_files(directory, files), config, dtype),
         tokenizer=tokenizer,
         stop_token_ids=_stop_token_ids(directory, described, tokenizer),
     )
 
 
 def config_from_hf(described: Mapping[str, Any]) -> ModelConfig:
-    """The architecture that the contents of a config.json describe. Pure.
-
-    Raises:
-      CheckpointError: an entry is missing or describes no model.
-      UnsupportedArchitectureError: the model, or something about it, is not served, by name.
-      UnsupportedQuantizationError: its weights are quantised.
-    """
+    """The architecture that the contents of a config.json describe. Pure; raises what `load_checkpoint` does."""
     model_type = described.get("model_type")
     if model_type is None:
         raise CheckpointError("config.json: model_type is missing")
@@ -117,7 +104,7 @@ def weight_files(directory: Path) -> list[Path]:
     return files
 
 
-def _stored_tensors(files: list[Path], config: ModelConfig, family: Family) -> dict[str, reading.StoredTensor]:
+def _stored_tensors(files: list[Path], config: ModelConfig, family: Family) -> dict[str, weights.StoredTensor]:
     tensors = {}
     head = None if not config.tie_embeddings else family.hf_names(config)["head.kernel"]
     for path in files:
@@ -135,12 +122,12 @@ def _stored_tensors(files: list[Path], config: ModelConfig, family: Family) -> d
                     f"{', '.join(_DTYPES)}"
                 )
             read_rows = functools.partial(lambda rows, start, stop: rows[start:stop], rows)
-            tensors[name] = reading.StoredTensor(shape=tuple(rows.get_shape()), read_rows=read_rows)
+            tensors[name] = weights.StoredTensor(shape=tuple(rows.get_shape()), read_rows=read_rows)
     return tensors
 
 
 def _require_names_of(
-    family: Family, config: ModelConfig, tensors: Mapping[str, reading.StoredTensor], directory: Path
+    family: Family, config: ModelConfig, tensors: Mapping[str, weights.StoredTensor], directory: Path
 ) -> None:
     """Raises CheckpointError where tensors are named as another family's: that says more than that one is missing."""
 

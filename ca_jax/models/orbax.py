@@ -4,14 +4,13 @@
     DIR/tokenizer.json           as `tokenizers` writes it; absent where there is no tokenizer
     DIR/ca_jax_checkpoint.json   written last: a directory without it is no checkpoint
 
-Leaves are written and read a few at a time, never all of them: see `reading`. Nothing is pickled.
+Leaves are written and read a few at a time, never all of them: see `weights`. Nothing is pickled.
 
 Not here: converting (`launch/convert.py`), the parameter tree (`weights`).
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import hashlib
 import json
@@ -27,7 +26,7 @@ import tensorstore as ts
 from orbax.checkpoint import type_handlers
 
 from ca_jax.errors import CheckpointError, UnsupportedArchitectureError
-from ca_jax.models import reading, weights
+from ca_jax.models import weights
 from ca_jax.models.chat_template import ChatTemplate
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.families import FAMILIES, require_served
@@ -38,7 +37,6 @@ MANIFEST = "ca_jax_checkpoint.json"
 
 _FORMAT = 1
 _CHUNK_BYTES = 4 << 20  # Of a file: what is read, cast and put in its place at once.
-_CHUNKS_IN_FLIGHT = 2  # Of each leaf that is written; TensorStore copies them.
 
 
 def save_checkpoint(
@@ -47,7 +45,7 @@ def save_checkpoint(
     """Writes a checkpoint. Blocks.
 
     Args:
-      checkpoint: what to write; its weights keep their dtype. It was loaded to `reading.unread`: its leaves are read
+      checkpoint: what to write; its weights keep their dtype. It was loaded to `weights.unread`: its leaves are read
         here, few at a time.
       directory: where to; made if absent. Nothing is left in it where writing fails.
       progress: told of bytes written.
@@ -59,7 +57,7 @@ def save_checkpoint(
     require_empty(directory)
     directory.mkdir(parents=True, exist_ok=True)
     try:
-        registry = type_handlers.create_type_handler_registry((reading.Leaf, _LeafHandler(progress)))
+        registry = type_handlers.create_type_handler_registry((weights.Leaf, _LeafHandler(progress)))
         handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, type_handler_registry=registry)
         with ocp.Checkpointer(handler) as checkpointer:
             checkpointer.save((directory / "params").absolute(), args=ocp.args.PyTreeSave(checkpoint.params))
@@ -82,7 +80,7 @@ def save_checkpoint(
         raise
 
 
-def open_checkpoint(directory: Path) -> reading.Source:
+def open_checkpoint(directory: Path) -> weights.Source:
     """Opens what `save_checkpoint` wrote.
 
     Loaded in the dtype it was written in, it has the fingerprint of what it was made from: stored KV stays good.
@@ -109,24 +107,23 @@ def open_checkpoint(directory: Path) -> reading.Source:
         raise CheckpointError(f"{directory}: cannot be read: {type(error).__name__}: {error}") from error
     require_served(config.architecture, str(directory), FAMILIES)
 
-    def checked_fingerprint(content_sha256: str, dtype: np.dtype) -> str:
-        if content_sha256 != wanted_sha256:
+    def checked_fingerprint(dtype: np.dtype) -> str:
+        if _hash_params(directory) != wanted_sha256:
             raise CheckpointError(f"{directory}: its weights are not those that were written (SHA-256 differs)")
         if stored_dtype == dtype.name:
             return str(fingerprint)
         return hashlib.sha256(f"{fingerprint} as {dtype.name}".encode()).hexdigest()
 
-    return reading.Source(
+    return weights.Source(
         path=str(directory),
         name=name,
         config=config,
         tensors=tensors,
         names={slot.key: _name(slot.key, slot.layer) for slot in weights.parameter_slots(config)},
-        hash_content=partial(_hash_params, directory),
+        fingerprint=checked_fingerprint,
         tokenizer=tokenizer,
         stop_token_ids=stop_token_ids,
         is_tree=True,
-        fingerprint=checked_fingerprint,
     )
 
 
@@ -148,20 +145,20 @@ class _LeafHandler(type_handlers.NumpyHandler):
         self._progress = progress
 
     async def serialize(
-        self, values: Sequence[reading.Leaf], infos: Sequence[Any], args: Sequence[Any] | None = None
+        self, values: Sequence[weights.Leaf], infos: Sequence[Any], args: Sequence[Any] | None = None
     ) -> list[Any]:
         """Writes them; nothing is left to wait for."""
         paths = {leaf.slot.path: str(info.path) for leaf, info in zip(values, infos, strict=True)}
         total_bytes = sum(leaf.nbytes for leaf in values)
         done_bytes = 0
-        for leaf, _ in reading.stream(values, lambda leaf: _write_leaf(leaf, paths[leaf.slot.path])):
+        for leaf, _ in weights.stream(values, lambda leaf: _write_leaf(leaf, paths[leaf.slot.path])):
             done_bytes += leaf.nbytes
             if self._progress is not None:
                 self._progress("writing weights", done_bytes, total_bytes)
         return []
 
 
-def _write_leaf(leaf: reading.Leaf, path: str) -> None:
+def _write_leaf(leaf: weights.Leaf, path: str) -> None:
     array = leaf.read()
     step = max(1, _CHUNK_BYTES // (array.nbytes // len(array)))
     spec = {
@@ -171,15 +168,8 @@ def _write_leaf(leaf: reading.Leaf, path: str) -> None:
         "dtype": array.dtype.name,
         "store_data_equal_to_fill_value": True,
     }
-    stored = ts.open(spec, create=True).result()
-    in_flight: collections.deque[Any] = collections.deque()
-    for start in range(0, len(array), step):
-        if len(in_flight) == _CHUNKS_IN_FLIGHT:
-            in_flight.popleft().result()
-        rows = slice(start, min(start + step, len(array)))
-        in_flight.append(stored[rows].write(array[rows]))
-    for each in in_flight:
-        each.result()
+    # Chunks are written from where they are: a copy of each would be a copy of the leaf.
+    ts.open(spec, create=True).result().write(array, can_reference_source_data_indefinitely=True).result()
 
 
 def _name(key: str, layer: int | None) -> str:
@@ -188,7 +178,7 @@ def _name(key: str, layer: int | None) -> str:
     return path if layer is None else f"layer_{{layer}}/{path}"
 
 
-def _stored_tensors(directory: Path) -> dict[str, reading.StoredTensor]:
+def _stored_tensors(directory: Path) -> dict[str, weights.StoredTensor]:
     """The leaves that orbax wrote: in folders of their own or, in older checkpoints, all in one OCDBT.
 
     Raises:
@@ -208,7 +198,7 @@ def _stored_tensors(directory: Path) -> dict[str, reading.StoredTensor]:
             continue
         stored = ts.open({"driver": "zarr", "kvstore": kvstore}).result()
         name = "/".join(keys[1:])
-        tensors[name] = reading.StoredTensor(
+        tensors[name] = weights.StoredTensor(
             shape=stored.shape,
             read_rows=partial(_read_rows, stored, f"{directory.parent}: tensor {name}"),
             chunk_rows=stored.chunk_layout.read_chunk_template[0].size,

@@ -1,26 +1,35 @@
-"""What every checkpoint format is turned into: a `Checkpoint` whose parameters are a tree of arrays.
+"""What every checkpoint format is turned into: a `Checkpoint` whose parameters are a tree of arrays; reading it.
 
 The tree is the one of the linen modules: `{"params": {"embed": {"embedding"}, "layer_0": {"attn_norm": {"scale"},
 "attn": {"wq", "wk", "wv", "wo"}, ...}, ..., "final_norm": {"scale"}, "head": {"kernel"}}}`, kernels `[in, out...]`.
 
-Not here: reading it out of files (`reading`), file formats (`gguf`, `huggingface`, `orbax`), which model a name means
-(`checkpoint`), devices.
+Leaves are read a few at a time, handed to a `Destination` and let go of, so that the host never holds more of a model
+than its largest leaf beside what the destination keeps. Files store linear layers `[out, in]`; rows are read a chunk at
+a time and written straight into their final place, since the first touch of fresh memory costs more than the
+arithmetic.
+
+Not here: file formats (`gguf`, `huggingface`, `orbax`), which model a name means (`checkpoint`), devices.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import flax.traverse_util
 import ml_dtypes
 import numpy as np
 
+from ca_jax.errors import CheckpointError
 from ca_jax.models.config import ModelConfig
+from ca_jax.models.families.family import Fused, Names
 from ca_jax.models.tokenizer import Tokenizer
 
 ProgressFn = Callable[[str, int, int], None]
@@ -29,7 +38,12 @@ ProgressFn = Callable[[str, int, int], None]
 Params = dict[str, Any]
 """Nested dictionaries with arrays as leaves."""
 
+_ALIGNMENT_BYTES = 64  # XLA's CPU client takes arrays so aligned as they are, without a copy.
+_CHUNK_ELEMENTS = 1 << 18  # 1 MiB of f32: read, dequantised and transposed while it is in the cache.
+_MAX_WORKERS = 8
 _DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+
+_Result = TypeVar("_Result")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,70 +98,289 @@ def resolve_dtype(dtype: str) -> np.dtype:
 def parameter_slots(config: ModelConfig) -> Iterator[Slot]:
     """Every leaf of the parameter tree of `config`, in the order in which a forward pass reads them."""
     c = config
-    embed, heads, kv_heads, mlp = c.embed_dim, (c.num_heads, c.head_dim), (c.num_kv_heads, c.head_dim), c.mlp_dim
-    of_heads, of_kv_heads = ("heads", "head_dim"), ("kv_heads", "head_dim")
+    # Each axis as its name and its size.
+    vocab, embed = ("vocab", c.vocab_size), ("embed", c.embed_dim)
+    heads, kv_heads, head_dim = ("heads", c.num_heads), ("kv_heads", c.num_kv_heads), ("head_dim", c.head_dim)
+    mlp, experts = ("mlp", c.mlp_dim), ("experts", c.num_experts)
 
     def slot(
-        key: str, layer: int | None, shape: tuple[int, ...], axes: tuple[str | None, ...], num_inputs: int | None = None
+        key: str,
+        layer: int | None,
+        *axes: tuple[str | None, int],
+        num_inputs: int | None = None,
+        is_stacked: bool = False,
     ) -> Slot:
-        """A leaf; of a linear layer, which files hold as `[out, in]`, with the number of axes that are inputs."""
-        stored, path = shape, tuple(key.split("."))
+        """A leaf; of a linear layer, which files hold as `[out, in]`, with the number of axes that are inputs.
+
+        Where experts are stacked these are behind the axis of experts.
+        """
+        shape, path = tuple(size for _, size in axes), tuple(key.split("."))
+        inner = shape[1:] if is_stacked else shape
+        stored = (math.prod(inner),) if key.startswith("attn.b") else inner
         if num_inputs is not None:
-            stored = (math.prod(shape[num_inputs:]), math.prod(shape[:num_inputs]))
-        elif key.startswith("attn.b"):
-            stored = (math.prod(shape),)
+            stored = (math.prod(inner[num_inputs:]), math.prod(inner[:num_inputs]))
         return Slot(
             path=path if layer is None else (f"layer_{layer}", *path),
             key=key,
             layer=layer,
             stored_shape=stored,
             shape=shape,
-            axes=axes,
+            axes=tuple(name for name, _ in axes),
             transposed=num_inputs is not None,
+            num_stacked=shape[0] if is_stacked else None,
         )
 
     def norm(key: str, layer: int | None) -> Iterator[Slot]:
-        yield slot(f"{key}.scale", layer, (embed,), ("embed",))
+        yield slot(f"{key}.scale", layer, embed)
         if c.norm == "layer":
-            yield slot(f"{key}.bias", layer, (embed,), ("embed",))
+            yield slot(f"{key}.bias", layer, embed)
 
-    def attention(i: int) -> Iterator[Slot]:
-        inputs = (("q", heads, of_heads), ("k", kv_heads, of_kv_heads), ("v", kv_heads, of_kv_heads))
-        for name, shape, axes in inputs:
-            yield slot(f"attn.w{name}", i, (embed, *shape), ("embed", *axes), 1)
-        if c.qkv_bias:
-            yield from (slot(f"attn.b{name}", i, shape, axes) for name, shape, axes in inputs)
-        if c.qk_norm:
-            yield from (slot(f"attn.{name}_norm.scale", i, (c.head_dim,), (None,)) for name in "qk")
-        yield slot("attn.wo", i, (*heads, embed), (*of_heads, "embed"), 2)
-        if c.out_bias:
-            yield slot("attn.bo", i, (embed,), ("embed",))
-
-    def feed_forward(i: int) -> Iterator[Slot]:
-        if c.num_experts:
-            yield slot("mlp.router", i, (embed, c.num_experts), ("embed", "experts"), 1)
-        names = ("gate", "up") if c.mlp == "swiglu" else ("up",)
-        wide = [(name, (embed, mlp), ("embed", "mlp")) for name in names]
-        for group in (wide, [("down", (mlp, embed), ("mlp", "embed"))]):
-            for name, shape, axes in group:
-                each = slot(f"mlp.w_{name}", i, shape, axes, 1)
-                if c.num_experts:
-                    num = c.num_experts
-                    each = dataclasses.replace(each, shape=(num, *shape), axes=("experts", *axes), num_stacked=num)
-                yield each
-            if c.mlp_bias:
-                yield from (slot(f"mlp.b_{name}", i, shape[1:], axes[1:]) for name, shape, axes in group)
-
-    yield slot("embed.embedding", None, (c.vocab_size, embed), ("vocab", "embed"))
+    inputs = (("q", heads), ("k", kv_heads), ("v", kv_heads))
+    matrices = (("gate", embed, mlp), ("up", embed, mlp), ("down", mlp, embed))
+    yield slot("embed.embedding", None, vocab, embed)
     for i in range(c.num_layers):
         yield from norm("attn_norm", i)
-        yield from attention(i)
+        yield from (slot(f"attn.w{name}", i, embed, each, head_dim, num_inputs=1) for name, each in inputs)
+        if c.qkv_bias:
+            yield from (slot(f"attn.b{name}", i, each, head_dim) for name, each in inputs)
+        if c.qk_norm:
+            yield from (slot(f"attn.{name}_norm.scale", i, (None, c.head_dim)) for name in "qk")
+        yield slot("attn.wo", i, heads, head_dim, embed, num_inputs=2)
+        if c.out_bias:
+            yield slot("attn.bo", i, embed)
         if not c.shares_norm:
             yield from norm("mlp_norm", i)
-        yield from feed_forward(i)
+        if c.num_experts:
+            yield slot("mlp.router", i, embed, experts, num_inputs=1)
+        for name, before, behind in matrices if c.mlp == "swiglu" else matrices[1:]:
+            if c.num_experts:
+                yield slot(f"mlp.w_{name}", i, experts, before, behind, num_inputs=1, is_stacked=True)
+            else:
+                yield slot(f"mlp.w_{name}", i, before, behind, num_inputs=1)
+            if c.mlp_bias:
+                yield slot(f"mlp.b_{name}", i, behind)
     yield from norm("final_norm", None)
     if not c.tie_embeddings:
-        yield slot("head.kernel", None, (embed, c.vocab_size), ("embed", "vocab"), 1)
+        yield slot("head.kernel", None, embed, vocab, num_inputs=1)
+
+
+# Reading.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """One tensor of a checkpoint file, read by rows."""
+
+    shape: tuple[int, ...]
+    """Its shape, outermost first."""
+    read_rows: Callable[[int, int], np.ndarray]
+    """Rows `[start, stop)` along the first axis, as floating point numbers of any dtype; called by several threads."""
+    chunk_rows: int | None = None
+    """Rows that the file can only read together, from a multiple of this on; None: each by itself."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Leaf:
+    """One leaf of the parameter tree that is not read yet."""
+
+    slot: Slot
+    """Which."""
+    dtype: np.dtype
+    """Of what is read."""
+    tensors: tuple[StoredTensor, ...]
+    """The file's tensors that hold it: one, or as many as are stacked."""
+    rows: np.ndarray | None = None
+    """Which rows of them are the leaf's; None: all."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """In the tree."""
+        return self.slot.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole leaf, read."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self) -> np.ndarray:
+        """Reads the leaf into fresh memory. Blocks; any thread may call it. Beside it there is one chunk of rows.
+
+        Returns:
+          An array in the layout of the tree, C-contiguous and 64-byte aligned.
+        """
+        out = _empty_aligned(self.shape, self.dtype)
+        for tensor, part in zip(self.tensors, [out] if self.slot.num_stacked is None else out, strict=True):
+            self._read_tensor(tensor, part)
+        return out
+
+    def _read_tensor(self, tensor: StoredTensor, out: np.ndarray) -> None:
+        """Reads what one tensor holds of the leaf into its place `out`, a chunk of rows at a time."""
+        num_rows, num_columns = self.slot.stored_shape[0], math.prod(self.slot.stored_shape[1:])
+        target = out.reshape(num_columns, num_rows).T if self.slot.transposed else out.reshape(num_rows, num_columns)
+        step = tensor.chunk_rows or max(1, _CHUNK_ELEMENTS // num_columns)
+        for start in range(0, num_rows, step):
+            for at, rows in self._read_runs(tensor, start, min(start + step, num_rows)):
+                target[start + at : start + at + len(rows)] = rows.reshape(len(rows), num_columns)
+
+    def _read_runs(self, tensor: StoredTensor, start: int, stop: int) -> Iterator[tuple[int, np.ndarray]]:
+        """Reads rows `[start, stop)` of the leaf, those that follow each other in the file at once."""
+        if self.rows is None:
+            yield 0, tensor.read_rows(start, stop)
+            return
+        rows = self.rows[start:stop]
+        starts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
+        for first, end in zip(starts, [*starts[1:], len(rows)], strict=True):
+            yield int(first), tensor.read_rows(int(rows[first]), int(rows[end - 1]) + 1)
+
+
+Destination = Callable[[Leaf], Any]
+"""Reads a leaf, puts it where it belongs and gives what the parameter tree holds for it; waits until the host's memory
+for it is no longer needed. Called on several threads at once."""
+
+Destinations = Callable[[ModelConfig], Destination]
+"""Gives the destination of a model's leaves once its architecture is known, before any is read. What it raises ends the
+loading."""
+
+
+def to_host(config: ModelConfig) -> Destination:
+    """Keeps leaves as numpy arrays."""
+    return lambda leaf: leaf.read()
+
+
+def unread(config: ModelConfig) -> Destination:
+    """Reads nothing: the tree holds each `Leaf`, to be read later. Its file must stay as it is until then."""
+    return lambda leaf: leaf
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source:
+    """A checkpoint that was opened: what it says of its model, and how its weights are read."""
+
+    path: str
+    """Where it is, for messages."""
+    name: str
+    """What to call the model."""
+    config: ModelConfig
+    """Its architecture, which decides the tree and every shape."""
+    tensors: Mapping[str, StoredTensor]
+    """What it holds, by its own names. Each must be used: a tensor nobody asked for (a bias, an expert) is a different
+    model."""
+    names: Names
+    """Under which of these names it holds each leaf."""
+    fingerprint: Callable[[np.dtype], str]
+    """Reads all files and gives the fingerprint of their weights in a dtype; runs beside the reading."""
+    tokenizer: Tokenizer | None
+    """None where it has none."""
+    stop_token_ids: tuple[int, ...]
+    """Tokens that end a reply, ascending."""
+    is_tree: bool = False
+    """Whether it holds leaves in the layout of the tree, and not in that of other frameworks."""
+
+
+def load(
+    source: Source, *, dtype: np.dtype, progress: ProgressFn | None = None, destinations: Destinations = to_host
+) -> Checkpoint:
+    """Reads every weight of a checkpoint. Blocks; reads on a few threads.
+
+    Beside what the destination keeps, the leaves being read take no more than the largest one, and a chunk each.
+
+    Args:
+      source: the checkpoint.
+      dtype: of the weights.
+      progress: is called with the bytes read.
+      destinations: where the leaves go; the tree holds what they return.
+
+    Raises:
+      CheckpointError: a tensor is missing, misshaped, or belongs to no parameter. Nothing is read then.
+    """
+    leaves = _leaves(source, dtype)
+    destination = destinations(source.config)
+    total_bytes, done_bytes = sum(leaf.nbytes for leaf in leaves), 0
+    tree: dict[tuple[str, ...], Any] = {}
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        hashing = pool.submit(source.fingerprint, dtype)
+        for leaf, result in stream(leaves, destination):
+            tree[leaf.slot.path] = result
+            done_bytes += leaf.nbytes
+            if progress is not None:
+                progress("reading weights", done_bytes, total_bytes)
+        fingerprint = hashing.result()
+    return Checkpoint(
+        config=source.config,
+        params={"params": flax.traverse_util.unflatten_dict(tree)},
+        tokenizer=source.tokenizer,
+        name=source.name,
+        fingerprint=fingerprint,
+        stop_token_ids=source.stop_token_ids,
+    )
+
+
+def stream(leaves: Sequence[Leaf], do: Callable[[Leaf], _Result]) -> Iterator[tuple[Leaf, _Result]]:
+    """Does something with every leaf on a few threads, with as many at once as together are no larger than the largest.
+
+    Yields:
+      Each leaf and what came of it, as they are done, on the caller's thread.
+    """
+    max_bytes = max((leaf.nbytes for leaf in leaves), default=0)
+    num_workers = min(_MAX_WORKERS, os.cpu_count() or 1)
+    pending: dict[concurrent.futures.Future[_Result], Leaf] = {}
+    waiting = list(reversed(leaves))
+    with concurrent.futures.ThreadPoolExecutor(num_workers) as pool:
+        try:
+            while waiting or pending:
+                in_flight = sum(leaf.nbytes for leaf in pending.values())
+                if waiting and len(pending) < num_workers and in_flight + waiting[-1].nbytes <= max_bytes:
+                    leaf = waiting.pop()
+                    pending[pool.submit(do, leaf)] = leaf
+                    continue
+                done, _ = concurrent.futures.wait(pending, return_when=concurrent.futures.FIRST_COMPLETED)
+                for future in done:
+                    yield pending.pop(future), future.result()
+                del done, future  # They hold what was read.
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+
+
+def _leaves(source: Source, dtype: np.dtype) -> list[Leaf]:
+    """Every leaf of the tree, with the tensors of the checkpoint that hold it.
+
+    Raises:
+      CheckpointError: a tensor is missing, misshaped, or belongs to no leaf.
+    """
+    leaves, used, path = [], set(), source.path
+    for slot in parameter_slots(source.config):
+        if source.is_tree:
+            slot = dataclasses.replace(slot, stored_shape=slot.shape, transposed=False, num_stacked=None)
+        place, shape = source.names[slot.key], slot.stored_shape
+        form, rows = (place.name, place.rows) if isinstance(place, Fused) else (place, None)
+        if isinstance(place, Fused):
+            shape = (place.num_rows, *shape[1:])
+        names = [form.format(layer=slot.layer, expert=i) for i in range(slot.num_stacked or 1)]
+        for name in names:
+            if name not in source.tensors:
+                raise CheckpointError(f"{path}: tensor {name} is missing; its shape must be {shape}")
+            if (found := source.tensors[name].shape) != shape:
+                raise CheckpointError(f"{path}: tensor {name}: the shape must be {shape}, got {found}")
+        used.update(names)
+        leaves.append(Leaf(slot=slot, dtype=dtype, tensors=tuple(source.tensors[name] for name in names), rows=rows))
+    if unused := sorted(source.tensors.keys() - used):
+        shown = ", ".join(unused[:5]) + (", ..." if len(unused) > 5 else "")
+        raise CheckpointError(
+            f"{path}: {len(unused)} tensors belong to no parameter of this architecture: {shown}; "
+            "leaving them out would give another model"
+        )
+    return leaves
+
+
+def _empty_aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    num_bytes = math.prod(shape) * dtype.itemsize
+    buffer = np.empty(num_bytes + _ALIGNMENT_BYTES, np.uint8)
+    offset = -buffer.ctypes.data % _ALIGNMENT_BYTES
+    return buffer[offset : offset + num_bytes].view(dtype).reshape(shape)
+
+
+# What weights are known by.
 
 
 def hash_file(path: Path) -> str:

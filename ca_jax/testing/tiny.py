@@ -14,6 +14,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import flax.traverse_util
 import numpy as np
 import numpy.typing as npt
 import safetensors.numpy
@@ -41,6 +42,9 @@ IM_END_ID = 0xFF
 """Token id of `<|im_end|>`, the end-of-turn token."""
 
 _SPECIAL_TOKENS = {"<|endoftext|>": END_OF_TEXT_ID, "<|im_start|>": IM_START_ID, "<|im_end|>": IM_END_ID}
+
+# Attention is sharper than a fresh network's, so that it picks tokens instead of averaging them.
+_GAINS = {"embed.embedding": 2.0, "attn.wq": 1.5, "attn.wk": 1.5, "mlp.w_down": 2.0, "head.kernel": 2.0}
 
 Params = dict[str, Any]
 
@@ -86,38 +90,15 @@ def tiny_params(config: ModelConfig, seed: int = 0, dtype: npt.DTypeLike = np.fl
       seed: of the random numbers; other dtypes get what the same seed gives in float32, rounded.
       dtype: of every array.
     """
-    rng = np.random.default_rng(seed)
-
-    def weights(*shape: int, fan_in: int, gain: float = 1.0) -> np.ndarray:
-        return (rng.standard_normal(shape) * (gain / np.sqrt(fan_in))).astype(np.float32).astype(dtype)
-
-    def norm() -> Params:
-        return {"scale": (1.0 + 0.2 * rng.standard_normal(config.embed_dim)).astype(np.float32).astype(dtype)}
-
-    embed, mlp, heads, kv_heads = config.embed_dim, config.mlp_dim, config.num_heads, config.num_kv_heads
-    head_dim = config.head_dim
-    tree: Params = {"embed": {"embedding": weights(config.vocab_size, embed, fan_in=embed, gain=2.0)}}
-    for index in range(config.num_layers):
-        tree[f"layer_{index}"] = {
-            "attn_norm": norm(),
-            "attn": {
-                # Sharper than a fresh network's, so that attention picks tokens instead of averaging them.
-                "wq": weights(embed, heads, head_dim, fan_in=embed, gain=1.5),
-                "wk": weights(embed, kv_heads, head_dim, fan_in=embed, gain=1.5),
-                "wv": weights(embed, kv_heads, head_dim, fan_in=embed),
-                "wo": weights(heads, head_dim, embed, fan_in=heads * head_dim),
-            },
-            "mlp_norm": norm(),
-            "mlp": {
-                "w_gate": weights(embed, mlp, fan_in=embed),
-                "w_up": weights(embed, mlp, fan_in=embed),
-                "w_down": weights(mlp, embed, fan_in=mlp, gain=2.0),
-            },
-        }
-    tree["final_norm"] = norm()
-    if not config.tie_embeddings:
-        tree["head"] = {"kernel": weights(embed, config.vocab_size, fan_in=embed, gain=2.0)}
-    return {"params": tree}
+    rng, leaves = np.random.default_rng(seed), {}
+    for slot in parameter_slots(config):
+        numbers = rng.standard_normal(slot.shape)
+        if slot.key.endswith("norm.scale"):
+            numbers = 1.0 + 0.2 * numbers
+        else:
+            numbers = numbers * (_GAINS.get(slot.key, 1.0) / np.sqrt(slot.stored_shape[1]))
+        leaves[slot.path] = numbers.astype(np.float32).astype(dtype)
+    return {"params": flax.traverse_util.unflatten_dict(leaves)}
 
 
 def byte_tokenizer() -> tokenizers.Tokenizer:

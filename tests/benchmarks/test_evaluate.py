@@ -12,8 +12,8 @@ from absl.testing import flagsaver
 
 from benchmarks.evaluate import main, plots, tables
 from benchmarks.evaluate.agreement import AgreementRow
+from benchmarks.evaluate.comparison import AccuracyRow
 from benchmarks.evaluate.perplexity import CurveBin, PerplexityRow
-from benchmarks.evaluate.rows import AccuracyRow
 from ca_jax.evaluation.texts import EvaluationError
 from tests import engine_kit as kit
 from tests.evaluation.rag_kit import INSTRUCTION, ITEMS, write

@@ -65,23 +65,20 @@ def records(path, **changes):
     return list(build_records(path, ask(path, **changes), begin=BEGIN, encode=encode))
 
 
-def question(expected: str) -> Question:
-    return Question(chat="", continued="", expected=expected, depth=1)
-
-
-def test_a_number_is_right_if_it_is_one_of_the_answers():
-    assert question("4831").is_answered_by("It is <4831>.")
-    assert not question("4831").is_answered_by("It is 48310.")
-    assert not question("4831").is_answered_by("It is 483 or 1.")
-
-
-def test_a_topic_is_right_if_most_of_its_long_words_are_in_the_answer():
-    assert question("The future of space tourism").is_answered_by("Space Tourism!")
-    assert not question("The future of space tourism").is_answered_by("the future of farming")
-    assert not question("The psychology of creativity").is_answered_by("the psychology of addiction"), (
-        "half is not most"
-    )
-    assert question("The art").is_answered_by("the art of war"), "a topic of short words has no others"
+@pytest.mark.parametrize(
+    ("expected", "answer", "is_right"),
+    [
+        ("4831", "It is <4831>.", True),
+        ("4831", "It is 48310.", False),
+        ("4831", "It is 483 or 1.", False),
+        ("The future of space tourism", "Space Tourism!", True),  # Most of its long words.
+        ("The future of space tourism", "the future of farming", False),
+        ("The psychology of creativity", "the psychology of addiction", False),  # Half is not most.
+        ("The art", "the art of war", True),  # It has no long words.
+    ],
+)
+def test_an_answer_is_right_if_it_has_the_number_or_most_of_the_topics_long_words(expected, answer, is_right):
+    assert Question(chat="", continued="", expected=expected, depth=1).is_answered_by(answer) == is_right
 
 
 def test_lines_follow_each_other_until_the_window_overflows(tmp_path):

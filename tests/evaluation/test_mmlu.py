@@ -103,7 +103,8 @@ def test_a_choice_is_the_likeliest_behind_the_context_that_is_left(directory):
     ):
         # Before token 384 half the window left, behind the first four tokens.
         asked = list(f"\n\n{prompt(question, [])} ".encode())
-        logprobs = log_softmax(model.logits(ids[:4] + ids[196:] + asked)[-1])[[ord(choice) for choice in CHOICES]]
+        logits = kit.full_pass(ids[:4] + ids[196:] + asked)[0][-1]
+        logprobs = log_softmax(logits)[[ord(choice) for choice in CHOICES]]
         assert item["logprobs"]["tt, keep 4"] == pytest.approx(logprobs, abs=1e-3)
         assert item["answers"]["tt, keep 4"] == CHOICES[int(np.argmax(logprobs))]
         right += item["answers"]["tt, keep 4"] == question.answer

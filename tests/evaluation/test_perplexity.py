@@ -1,4 +1,4 @@
-"""Perplexity of a tiny model against passes over the same contexts that know no stream, and curves of known losses."""
+"""Perplexity of a tiny model from what its streams lose (see `test_stream`), and curves of known losses."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.evaluate.comparison import Comparison
 from benchmarks.evaluate.perplexity import PerplexityConfig, loss_curve, run_perplexity
-from ca_jax.evaluation.stream import ComparedOverflow
+from ca_jax.evaluation.stream import ComparedOverflow, ContextStream
 from ca_jax.evaluation.texts import EvaluationError
 from tests import engine_kit as kit
 from tests import overflow_kit as ok
@@ -27,15 +27,9 @@ def ask(path: Path, *methods: ComparedOverflow, window: int = 48, max_tokens: in
     return PerplexityConfig(comparison=comparison, data=str(path), max_tokens=max_tokens)
 
 
-def nats(token_ids: list[int]) -> np.ndarray:
-    """Of each token but the first, by one pass over all."""
-    logits = kit.tiny_model().logits(token_ids)[:-1].astype(np.float64)
-    logprobs = (
-        logits
-        - np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1, keepdims=True))
-        - logits.max(1, keepdims=True)
-    )
-    return -logprobs[np.arange(len(token_ids) - 1), token_ids[1:]]
+def nats(overflow: ComparedOverflow, token_ids: list[int]) -> np.ndarray:
+    """Of each token but the first."""
+    return ContextStream(kit.tiny_model(), overflow, window=48, step_tokens=16).feed(token_ids)[1:].astype(np.float64)
 
 
 @pytest.fixture
@@ -49,7 +43,7 @@ def test_without_an_overflow_it_is_the_models_own(text):
     ids = list(TEXT.encode()[:40])
     evaluation = run_perplexity(kit.tiny_model(), ask(text, overflow("ca"), max_tokens=40), ignore)
     (row,) = evaluation.rows
-    assert row.perplexity == pytest.approx(math.exp(nats(ids).mean()), rel=1e-4)
+    assert row.perplexity == pytest.approx(math.exp(nats(overflow("ca"), ids).mean()), rel=1e-4)
     assert row.stderr > 0
     assert (row.tokens, row.num_truncations, row.recomputed_tokens) == (40, 0, 0)
     assert (row.perplexity_after_overflow, row.mean_kept_tokens, row.gap_to_tt) == (None, None, None)
@@ -57,18 +51,13 @@ def test_without_an_overflow_it_is_the_models_own(text):
     assert row.tokens_per_s == pytest.approx(40 / row.seconds)
 
 
-def test_tt_is_a_pass_over_what_is_left_with_each_step(text):
+def test_rows_are_of_what_streams_lose(text):
     ids = list(TEXT.encode()[:80])
     told = []
     config = ask(text, overflow("tt"), overflow("of"), overflow("ca"), overflow("nkvt"))
     rows = run_perplexity(kit.tiny_model(), config, lambda *call: told.append(call)).rows
-    # Tokens 0 to 47 fit; half the window leaves behind the first four, before 48 and again before 64.
-    first, second = ids[:4] + ids[28:48], ids[:4] + ids[28:48] + ids[48:64]
-    left = second[:4] + second[28:]
-    losses = np.concatenate([nats(ids[:49]), nats(first + ids[48:64])[24:], nats(second + ids[64:65])[-1:]])
-    losses = np.concatenate([losses, nats(left + ids[64:80])[len(left) :]])
-    assert len(losses) == 79
-    after = losses[47:]
+    losses = nats(overflow("tt"), ids)
+    after = losses[47:]  # Tokens 0 to 47 fit.
     tt, of, ca, nkvt = rows
     assert tt.perplexity == pytest.approx(math.exp(losses.mean()), rel=1e-4)
     assert tt.perplexity_after_overflow == pytest.approx(math.exp(after.mean()), rel=1e-4)

@@ -71,25 +71,19 @@ def test_the_first_chunk_is_exact_unless_something_is_before_it():
     assert plan.first_rows.tolist() == [0, 1, 31, 72, 73]
 
 
-@pytest.mark.parametrize("head", [(), (5,)])
-@pytest.mark.parametrize("selection", ["hkvd", "random", "first"])
-def test_all_tokens_anew_are_full_recompute(contexts, head, selection):
+def test_all_tokens_anew_are_full_recompute_and_none_full_reuse(contexts):
+    """What is between is held by `test_fusion`."""
+    head = (5,)
     ids = prompt(head).context_ids
     stored = contexts.joined([contexts.alone(chunk) for chunk in CHUNKS], len(head))
-    plan = plan_of(contexts.config, prompt(head), ratio=1.0, selection=selection)
+    plan = plan_of(contexts.config, prompt(head), ratio=1.0, selection="random")
     np.testing.assert_allclose(stacked(contexts.fused(plan, ids, stored), len(ids)), kit.full_pass(ids)[1], atol=1e-4)
-
-
-def test_no_tokens_anew_are_full_reuse_and_a_single_chunk_needs_none(contexts):
+    single, kv = dataclasses.replace(prompt(), chunks=CHUNKS[:1]), contexts.joined([contexts.alone(CHUNKS[0])], 0)
+    fused = contexts.fused(plan_of(contexts.config, single, ratio=0.5), list(CHUNKS[0]), kv)
+    np.testing.assert_array_equal(stacked(fused, 30), stacked(kv, 30))
     stored = contexts.joined([contexts.alone(chunk) for chunk in CHUNKS], 0)
-    ids = prompt().context_ids
-    fused = contexts.fused(plan_of(contexts.config, prompt(), ratio=0.0), ids, stored)
-    np.testing.assert_array_equal(stacked(fused, len(ids)), stacked(stored, len(ids)))
-    single = dataclasses.replace(prompt(), chunks=CHUNKS[:1])
-    kv = contexts.joined([contexts.alone(CHUNKS[0])], 0)
-    plan = plan_of(contexts.config, single, ratio=0.5)
-    fused = contexts.fused(plan, list(CHUNKS[0]), kv)
-    np.testing.assert_allclose(stacked(fused, 30), kit.full_pass(list(CHUNKS[0]))[1], atol=1e-5)
+    fused = contexts.fused(plan_of(contexts.config, prompt(), ratio=0.0), prompt().context_ids, stored)
+    np.testing.assert_array_equal(stacked(fused, 102), stacked(stored, 102))
 
 
 @pytest.mark.parametrize("window", [None, 40])

@@ -17,8 +17,7 @@ from benchmarks.evaluate.comparison import Comparison
 from benchmarks.evaluate.items import Chunking
 from benchmarks.evaluate.mmlu import MmluConfig
 from benchmarks.evaluate.perplexity import PerplexityConfig
-from benchmarks.evaluate.rag import RagConfig
-from benchmarks.evaluate.rag_gate import GateConfig
+from benchmarks.evaluate.rag import GateConfig, RagConfig
 from benchmarks.evaluate.rag_methods import Blends
 from benchmarks.harness import SUITES
 from benchmarks.overflow_rows import OverflowBenchConfig

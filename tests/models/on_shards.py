@@ -10,13 +10,10 @@ import jax
 import numpy as np
 import pytest
 
-from ca_jax.device import transfer
-from ca_jax.launch.convert import convert
 from ca_jax.models.sharding import bytes_per_device, model_sharding
 from ca_jax.models.weights import parameter_slots, resolve_dtype
 from ca_jax.pretrained import load_model
 from ca_jax.testing import tiny
-from tests.models import tiny_gguf
 
 # 2 KV heads on 4 devices are on two each; a vocabulary of 258 is whole on each of 4.
 CONFIG = tiny.tiny_config(num_layers=2, vocab_size=258)
@@ -24,14 +21,9 @@ PARAMS = tiny.tiny_params(CONFIG)
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
+def directory(tmp_path_factory):
     assert len(jax.devices()) == 4, "there must be four devices: this file is run by tests/models/test_load_sharded.py"
-    root = tmp_path_factory.mktemp("models")
-    paths = {"safetensors": tiny.write_tiny_hf(root / "hf", CONFIG, PARAMS)}
-    paths["gguf"] = tiny_gguf.write_gguf(root / "tiny.gguf", CONFIG, tiny_gguf.gguf_tensors(CONFIG, PARAMS))
-    convert(str(paths["safetensors"]), root / "orbax", "float32")
-    paths["orbax"] = root / "orbax"
-    return paths
+    return str(tiny.write_tiny_hf(tmp_path_factory.mktemp("models"), CONFIG, PARAMS))
 
 
 def layout(data, tensor):
@@ -39,9 +31,8 @@ def layout(data, tensor):
 
 
 @pytest.mark.parametrize(("mesh", "dtype"), [((1, 2), "bfloat16"), ((1, 4), "float32"), ((2, 2), "float32")], ids=str)
-@pytest.mark.parametrize("name", ["safetensors", "gguf", "orbax"])
-def test_every_device_gets_its_part(models, name, mesh, dtype):
-    model = load_model(str(models[name]), dtype=dtype, layout=layout(*mesh))
+def test_every_device_gets_its_part(directory, mesh, dtype):
+    model = load_model(directory, dtype=dtype, layout=layout(*mesh))
     assert dict(model.sharding.mesh.shape)["data"] == mesh[0]
     found = flax.traverse_util.flatten_dict(model.params["params"])
     wanted = flax.traverse_util.flatten_dict(PARAMS["params"])
@@ -59,27 +50,11 @@ def test_every_device_gets_its_part(models, name, mesh, dtype):
     assert bytes_per_device(model.params) == on_paper < whole
 
 
-@pytest.mark.parametrize("name", ["safetensors", "gguf", "orbax"])
-def test_heads_that_cannot_be_divided_so_are_refused_before_a_weight_is_read(models, name):
+def test_heads_that_cannot_be_divided_so_are_refused_before_a_weight_is_read(directory):
     with pytest.raises(ValueError, match=r"^tensor_parallel_size must be one of 1, 2, 4, .* got 3"):
-        load_model(str(models[name]), layout=layout(1, 3), progress=lambda *_: pytest.fail("read"))
+        load_model(directory, layout=layout(1, 3), progress=lambda *_: pytest.fail("read"))
 
 
-def test_without_a_mesh_weights_are_bound_to_none(models):
-    model = load_model(str(models["safetensors"]), dtype="float32")
+def test_without_a_mesh_weights_are_bound_to_none(directory):
+    model = load_model(directory, dtype="float32")
     assert not any(leaf.committed for leaf in jax.tree.leaves(model.params))
-
-
-def test_each_part_is_read_once_and_put_on_all_devices_that_have_it():
-    seen = []
-    array = np.arange(8 * 6, dtype=np.float32).reshape(8, 6)
-
-    def read(index):
-        seen.append(index)
-        return array[index]
-
-    where = model_sharding(CONFIG, data_parallel_size=2, tensor_parallel_size=2).of(("heads", None))
-    found = transfer.shards_to_device(read, array.shape, where)
-    assert found.sharding == where
-    np.testing.assert_array_equal(np.asarray(found), array)
-    assert sorted((index[0].start, index[0].stop) for index in seen) == [(0, 4), (4, 8)]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ca_jax.device import steps
 from ca_jax.models import attention, cpu_kernels, rope
 from ca_jax.models.attention import (
     BATCHED_QUERY_BLOCK,
@@ -22,7 +23,8 @@ from ca_jax.models.attention import (
 from ca_jax.models.attention_received import attention_received, slot_attention_received
 from ca_jax.models.config import RopeConfig
 from ca_jax.models.kv import LayerKV
-from tests.tolerances import ATTENTION_ATOL
+from ca_jax.testing.tiny import tiny_config, tiny_params
+from tests.tolerances import ATTENTION_ATOL, PROJECTION_ATOL
 
 ATOL = ATTENTION_ATOL["float32"]
 ROPE = RopeConfig(theta=500.0)
@@ -30,7 +32,7 @@ HEAD_DIM = 8
 MANY_HEADS = UNROLLED_KV_HEADS + 4
 
 
-@pytest.fixture(autouse=True, params=["cpu kernels", "xla"])
+@pytest.fixture(params=["cpu kernels", "xla"])
 def computed_by(request, monkeypatch):
     """By what the backend's own choice is computed here."""
     if request.param == "xla":
@@ -115,6 +117,7 @@ def expect_both(num_new, num_history, capacity, **options):
     np.testing.assert_allclose(received.sum(), num_heads * num_new, rtol=1e-5)
 
 
+@pytest.mark.usefixtures("computed_by")
 @pytest.mark.parametrize("sizes", [(1, 0, 0), (5, 0, 8), (5, 3, 8), (5, 8, 8), LONG])
 def test_attention_over_history_is_the_textbooks(sizes):
     expect_both(*sizes)
@@ -126,6 +129,7 @@ def test_heads_together_give_what_they_give_one_by_one(monkeypatch, sizes):
     expect_both(*sizes)
 
 
+@pytest.mark.usefixtures("computed_by")
 @pytest.mark.parametrize(
     ("sizes", "window"),
     [
@@ -155,6 +159,7 @@ def test_what_a_batch_receives_is_refused():
         attention_received(q, LayerKV(q, q), None, jnp.zeros(2, jnp.int32), rotation, None, 3)
 
 
+@pytest.mark.usefixtures("computed_by")
 @pytest.mark.parametrize(
     ("num_blocks", "window"),  # As many blocks as needed, two, or all.
     [
@@ -239,3 +244,76 @@ def test_each_chosen_token_sees_the_places_up_to_its_own(chosen, positions, opti
 def test_blocks_of_chosen_tokens_over_blocks_of_places(chosen, num_places, window):
     positions = np.sort(np.random.default_rng(num_places).choice(num_places - 7, QUERY_BLOCK + 30, replace=False))
     chosen(positions, num_places, 1, 2, window)
+
+
+# What tokens receive through the layers of a model.
+
+CONFIG = tiny_config(rope=ROPE)
+PARAMS = tiny_params(CONFIG, seed=3)
+LAYERS = [PARAMS["params"][f"layer_{i}"] for i in range(CONFIG.num_layers)]
+TABLE = steps.rotation_table(CONFIG, CONFIG.max_positions)
+TOKENS = np.random.default_rng(5).integers(0, 256, 40).astype(np.int32)
+
+
+def through_layers(num_new: int) -> tuple[list, np.ndarray]:
+    """The first TOKENS with statistics: KV of each layer, and what each token received of all layers."""
+    x = steps.embed(CONFIG, PARAMS, jnp.asarray(TOKENS)[None])
+    kv, received = [], 0
+    for params in LAYERS:
+        x, new, given = steps.prefill_layer(CONFIG, params, x, None, jnp.int32(0), TABLE, num_new=jnp.int32(num_new))
+        received = received + np.asarray(given)
+        kv.append(new)
+    return kv, received
+
+
+@pytest.mark.parametrize(("num_history", "capacity"), [(0, 0), (0, 16), (11, 16)])
+def test_a_layer_with_statistics_computes_what_it_does_without(num_history, capacity):
+    size, num_new, num_heads = 8, 6, CONFIG.num_heads
+    shape = (CONFIG.num_kv_heads, CONFIG.head_dim)
+    x = normal(1, 1, size, CONFIG.embed_dim)
+    old = normal(2, num_history, 2, *shape)
+    history = jnp.asarray(padded(old, capacity).transpose(1, 0, 2, 3)) if capacity else None
+    args = (CONFIG, LAYERS[0], jnp.asarray(x), history, jnp.int32(num_history))
+    wanted_x, wanted_kv = steps.prefill_layer(*args, TABLE)
+    out, kv, received = steps.prefill_layer(*args, TABLE, num_new=jnp.int32(num_new))
+    np.testing.assert_allclose(out, wanted_x, atol=PROJECTION_ATOL["float32"], rtol=0)
+    np.testing.assert_array_equal(kv, wanted_kv)
+
+    np.testing.assert_allclose(received.sum(), num_heads * num_new, rtol=1e-5)
+    np.testing.assert_array_equal(received[num_history:capacity], 0.0)
+    np.testing.assert_array_equal(received[capacity + num_new :], 0.0)
+
+
+def filled_slots(kv: list, lengths: tuple[int, ...]) -> steps.Slots:
+    """Slots that hold the first so many TOKENS, NaN behind them."""
+    slots = steps.make_slots(CONFIG, len(lengths) + 1, SLOT_BLOCK, "float32")
+    slots = steps.Slots(*([jnp.full_like(part, np.nan) for part in parts] for parts in slots))
+    for layer in range(CONFIG.num_layers):
+        for row, length in enumerate(lengths):
+            slots.keys[layer], slots.values[layer], _ = steps.insert_slot(
+                slots.keys[layer], slots.values[layer], kv[layer][:, :length], row, 0, TABLE
+            )
+    return slots
+
+
+def test_decoded_tokens_give_what_they_give_when_prefilled():
+    kv, _ = through_layers(len(TOKENS))
+    lengths, num_decoded = (7, 25, 12), 3
+    slots, received = filled_slots(kv, lengths), 0
+    for step in range(num_decoded):
+        at = np.array(lengths) + step
+        args = (TOKENS[at], at.astype(np.int32), TABLE)
+        plain = steps.decode(CONFIG, PARAMS, jax.tree.map(jnp.copy, slots), *args)
+        *out, given = steps.decode(CONFIG, PARAMS, slots, *args, with_attention=True)
+        slots = out[2]
+        for found, wanted in zip(jax.tree.leaves(out), jax.tree.leaves(plain), strict=True):
+            np.testing.assert_allclose(found, wanted, atol=PROJECTION_ATOL["float32"], rtol=0, equal_nan=True)
+        assert given.shape == (len(lengths), SLOT_BLOCK)
+        np.testing.assert_allclose(given.sum(1), CONFIG.num_heads * CONFIG.num_layers, rtol=1e-5)
+        received = received + np.asarray(given)
+
+    pairs = CONFIG.num_layers * CONFIG.num_heads * num_decoded
+    for row, length in enumerate(lengths):
+        expected = through_layers(length + num_decoded)[1] - through_layers(length)[1]
+        expected = np.pad(expected, (0, SLOT_BLOCK - len(TOKENS)))
+        np.testing.assert_allclose(received[row], expected, atol=PROJECTION_ATOL["float32"] * pairs, rtol=0)

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 
 from ca_jax.errors import UnknownModelError
-from ca_jax.models import checkpoint
+from ca_jax.models import checkpoint, weights
 from ca_jax.models.checkpoint import Preset, load_checkpoint
 from ca_jax.testing import tiny
 
@@ -68,3 +68,17 @@ def test_a_directory_comes_before_the_hub_name_it_looks_like(tmp_path, monkeypat
 def test_an_unknown_dtype_is_refused(gguf_path):
     with pytest.raises(ValueError, match="dtype must be one of float32, bfloat16, float16, got 'int8'"):
         load_checkpoint(str(gguf_path), dtype="int8")
+
+
+def test_what_a_destination_raises_ends_the_loading(gguf_path, monkeypatch):
+    def refuse(config):
+        raise ValueError("no such mesh")
+
+    def fail(leaf):
+        raise OSError("the device is gone")
+
+    with pytest.raises(OSError, match="the device is gone"):
+        load_checkpoint(str(gguf_path), destinations=lambda config: fail)
+    monkeypatch.setattr(weights, "hash_file", lambda path: pytest.fail("hashed before it was refused"))
+    with pytest.raises(ValueError, match="no such mesh"):
+        load_checkpoint(str(gguf_path), destinations=refuse)

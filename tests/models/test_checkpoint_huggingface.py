@@ -254,15 +254,12 @@ def hub(monkeypatch):
     return install
 
 
-def test_a_cached_hub_model_needs_no_network(hub, directory):
+def test_a_hub_model_is_taken_from_the_cache_or_fetched_if_its_weights_are_not_there(hub, directory, tmp_path):
     calls = hub(cached=directory)
     loaded = load_checkpoint("someone/tiny")
     assert_same_params(loaded.params, PARAMS)
     assert loaded.name == "someone/tiny"
     assert [where for where, _ in calls] == ["cache"]
-
-
-def test_a_hub_model_whose_weights_are_not_cached_is_fetched(hub, directory, tmp_path):
     partial = tmp_path / "partial"
     partial.mkdir()
     (partial / "config.json").write_text((directory / "config.json").read_text())

@@ -52,12 +52,9 @@ def stream_pieces(tokenizer, ids):
     return [*(stream.push(i) for i in ids), stream.flush()]
 
 
-def test_special_tokens_in_text_are_single_tokens():
-    assert BYTE_LEVEL.encode("<|im_start|>hi<|im_end|>") == [tiny.IM_START_ID, ord("h"), ord("i"), tiny.IM_END_ID]
-
-
-def test_special_tokens_are_left_out_of_text_unless_wanted():
+def test_special_tokens_are_single_tokens_and_left_out_of_text_unless_wanted():
     ids = [tiny.IM_START_ID, ord("h"), tiny.IM_END_ID]
+    assert BYTE_LEVEL.encode("<|im_start|>h<|im_end|>") == ids
     assert BYTE_LEVEL.decode(ids) == "h"
     assert BYTE_LEVEL.decode(ids, skip_special_tokens=False) == "<|im_start|>h<|im_end|>"
     assert BYTE_LEVEL.special_ids == {tiny.END_OF_TEXT_ID, tiny.IM_START_ID, tiny.IM_END_ID}
@@ -94,11 +91,6 @@ def test_usual_stop_tokens_are_found_where_they_are_special():
     backend = tiny.byte_tokenizer()
     backend.add_tokens(["<|eot_id|>"])
     assert Tokenizer(backend).usual_stop_ids() == {tiny.IM_END_ID}, "<|eot_id|> is plain text here"
-
-
-@pytest.mark.parametrize("text", ["plain", "Grüße, 世界!", "👩‍👩‍👧 🇩🇪", "  a\n\n\tb  ", ""])
-def test_text_comes_back(text):
-    assert BYTE_LEVEL.decode(BYTE_LEVEL.encode(text)) == text
 
 
 # What is said
@@ -173,9 +165,10 @@ def test_one_that_reads_content_makes_special_tokens_of_it():
 
 
 @hypothesis.given(st.text(max_size=12))
-@hypothesis.settings(max_examples=200, deadline=None)
-def test_the_bytes_of_tokens_together_are_those_of_the_text(text):
+@hypothesis.settings(max_examples=100, deadline=None)
+def test_the_bytes_of_tokens_together_are_those_of_the_text_which_comes_back(text):
     assert b"".join(BYTE_LEVEL.token_bytes(i) for i in BYTE_LEVEL.encode(text)) == text.encode()
+    assert BYTE_LEVEL.decode(BYTE_LEVEL.encode(text)) == text
     ids = [3 + byte for byte in text.encode()]
     assert b"".join(BYTE_FALLBACK.token_bytes(i) for i in ids) == text.encode()
 
@@ -227,7 +220,7 @@ def ids_with_text():
 
 
 @hypothesis.given(ids_with_text())
-@hypothesis.settings(max_examples=300, deadline=None)
+@hypothesis.settings(max_examples=150, deadline=None)
 @hypothesis.example([0xE4, tiny.IM_END_ID, 0xB8, 0xAD])
 @hypothesis.example([0xE4, 0xB8])
 @hypothesis.example([0xF0, 0x9F, 0xF0, 0x9F, 0x91, 0xA9])
@@ -237,7 +230,7 @@ def test_pieces_of_a_byte_level_stream_are_the_whole_text(ids):
 
 
 @hypothesis.given(ids_with_text())
-@hypothesis.settings(max_examples=300, deadline=None)
+@hypothesis.settings(max_examples=150, deadline=None)
 @hypothesis.example([259, 260, 259, 261])
 @hypothesis.example([3 + 0xE4, 2, 3 + 0xB8, 3 + 0xAD, 264])
 @hypothesis.example([260, 3 + 0xE4, 3 + 0xB8, 3 + 0xAD, 3 + 0xFF, 260])
@@ -247,7 +240,7 @@ def test_pieces_of_a_byte_fallback_stream_are_the_whole_text(ids):
 
 
 @hypothesis.given(st.text(max_size=20))
-@hypothesis.settings(max_examples=200, deadline=None)
+@hypothesis.settings(max_examples=100, deadline=None)
 def test_no_piece_holds_part_of_a_character(text):
     """Of text without U+FFFD, no piece has one, and every character is given out with its last byte."""
     hypothesis.assume("\ufffd" not in text)
@@ -268,18 +261,12 @@ def test_a_run_of_fallback_bytes_comes_with_the_token_after_it():
 
 def test_an_unfinished_character_is_replaced_at_the_end(tokenizer):
     offset = 3 if tokenizer is BYTE_FALLBACK else 0
-    stream = tokenizer.stream()
+    stream, other = tokenizer.stream(), tokenizer.stream()
     assert stream.push(offset + 0xE4) == ""
+    assert other.flush() == "", "streams of one tokenizer are apart"
     assert stream.flush() == "\ufffd"
     assert stream.flush() == ""
 
 
 def test_special_tokens_and_unknown_ids_are_no_text(tokenizer):
     assert stream_pieces(tokenizer, [*tokenizer.special_ids, 100_000]) == [""] * (len(tokenizer.special_ids) + 2)
-
-
-def test_streams_of_one_tokenizer_are_apart():
-    one, two = BYTE_LEVEL.stream(), BYTE_LEVEL.stream()
-    assert one.push(0xC3) == two.push(0xC3) == ""
-    assert one.push(0xA9) == "é"
-    assert two.push(0xB6) == "ö"

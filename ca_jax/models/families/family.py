@@ -46,8 +46,24 @@ expert has one of its own; or in some rows of one. Names of parts that a model d
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class GgufDescription:
+    """What a family is told of a GGUF file."""
+
+    entries: Mapping[str, Any]
+    """Metadata of the architecture, by keys without its name: `block_count`."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of the tensors, by name, outermost first; `token_embd.weight` is there."""
+    rope_factors: np.ndarray | None = None
+    """What `rope_freqs.weight` holds: the divisor of each rotary frequency, f32 `[R/2]`; None: it is not there."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """One model family."""
+    """One model family. Of a config it gives what is not as in `sizes_from_hf` and `sizes_from_gguf`.
+
+    What `hf_fields` and `gguf_fields` raise: KeyError, TypeError and ValueError where a file describes no model,
+    UnsupportedArchitectureError where something about it is not served.
+    """
 
     name: str
     """`ModelConfig.architecture`."""
@@ -55,23 +71,45 @@ class Family:
     """What Hugging Face's `model_type` calls it."""
     architectures: tuple[str, ...]
     """What Hugging Face's `architectures` calls it with a language model's head, the usual one first."""
-    config_from_hf: Callable[[Mapping[str, Any]], ModelConfig]
-    """The config that the contents of a config.json describe. KeyError, TypeError, ValueError: they describe none;
-    UnsupportedArchitectureError: something about it is not served."""
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields of `ModelConfig` that are the same for all of its models."""
     hf_names: Callable[[ModelConfig], Names]
     """Names in safetensors files."""
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     """Ends of names in safetensors files that hold nothing but what the config says."""
+    hf_required: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Entries of a config.json that must be so, where they are there."""
+    hf_sizes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Arguments of `sizes_from_hf`: what its config.json calls otherwise, and its defaults."""
+    hf_fields: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda described: {}
+    """Further fields of `ModelConfig`, from the contents of a config.json."""
     gguf_architecture: str
     """What GGUF's `general.architecture` calls it; several families may go by one name."""
-    config_from_gguf: Callable[[GgufDescription], ModelConfig | None]
-    """The config that a GGUF file of such an architecture describes; None: it describes another family. Raises as
-    `config_from_hf` does."""
+    is_gguf: Callable[[Mapping[str, Any]], bool] = lambda entries: True
+    """Tells the family from others of that name, by the metadata's entries."""
     gguf_names: Callable[[ModelConfig], Names]
     """Names in GGUF files."""
     gguf_is_interleaved: bool = False
     """Whether rows of Q and K in GGUF files are in interleaved rotary order (pairs 2j, 2j+1), and not in half-split
     order (pairs j, j + H/2), in which the model rotates."""
+    gguf_required: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Entries of the metadata that must be so, where they are there."""
+    gguf_sizes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Arguments of `sizes_from_gguf`."""
+    gguf_fields: Callable[[GgufDescription], dict[str, Any]] = lambda described: {}
+    """Further fields of `ModelConfig`, from a GGUF file."""
+
+    def config_from_hf(self, described: Mapping[str, Any]) -> ModelConfig:
+        """The config that the contents of a config.json describe; raises as the class says."""
+        require(described, self.hf_required)
+        sizes, own = sizes_from_hf(described, **self.hf_sizes), self.hf_fields(described)
+        return ModelConfig(**{"architecture": self.name, **sizes, **self.fields, **own})
+
+    def config_from_gguf(self, described: GgufDescription) -> ModelConfig:
+        """The config that a GGUF file of this family describes; raises as the class says."""
+        require_gguf(described, self.gguf_required)
+        sizes, own = sizes_from_gguf(described, **self.gguf_sizes), self.gguf_fields(described)
+        return ModelConfig(**{"architecture": self.name, **sizes, **self.fields, **own})
 
 
 def fused_rows(rows: Mapping[str, np.ndarray], names: Mapping[str, str]) -> dict[str, Fused]:
@@ -125,7 +163,48 @@ def gelu_from_hf(described: Mapping[str, Any], key: str) -> Mlp:
     return _GELUS[found]
 
 
-def rope_from_hf(
+def sizes_from_hf(
+    described: Mapping[str, Any],
+    *,
+    mlp_key: str | None = "intermediate_size",
+    eps_key: str = "rms_norm_eps",
+    norm_eps: float = 1e-6,
+    head_dim: int | None = None,
+    ties: bool = False,
+    **rope: Any,
+) -> dict[str, Any]:
+    """The fields of `ModelConfig` that families spell alike in a config.json, but for what is said here.
+
+    Args:
+      described: the contents of a config.json.
+      mlp_key: what the family calls the width of the feed-forward block; None: it is four times the residual stream's.
+      eps_key: what it calls the number added inside its norms.
+      norm_eps: that number, where nothing is said.
+      head_dim: H, likewise; None: the heads share the residual stream's width.
+      ties: whether the output head is the embedding table, where nothing is said.
+      **rope: as `_rope_from_hf` takes it.
+
+    Raises:
+      UnsupportedArchitectureError: a rope scaling that is not served, by name.
+      KeyError, TypeError, ValueError: an entry is missing or no number.
+    """
+    embed_dim, num_heads = described["hidden_size"], described["num_attention_heads"]
+    head_dim = described.get("head_dim", head_dim) or embed_dim // num_heads
+    return {
+        "vocab_size": described["vocab_size"],
+        "embed_dim": embed_dim,
+        "mlp_dim": 4 * embed_dim if mlp_key is None else described[mlp_key],
+        "num_layers": described["num_hidden_layers"],
+        "num_heads": num_heads,
+        "num_kv_heads": described.get("num_key_value_heads") or num_heads,
+        "head_dim": head_dim,
+        "norm_eps": described.get(eps_key, norm_eps),
+        "tie_embeddings": described.get("tie_word_embeddings", ties),
+        **_rope_from_hf(described, head_dim=head_dim, **rope),
+    }
+
+
+def _rope_from_hf(
     described: Mapping[str, Any],
     *,
     head_dim: int,
@@ -235,18 +314,6 @@ GGUF_NAMES: dict[str, Any] = {
 """Names of tensors, which all families share as far as they have the parts."""
 
 _LLAMA3_ORIGINAL_POSITIONS = 8192  # Every Llama 3.x release; files rarely say.
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GgufDescription:
-    """What a family is told of a GGUF file."""
-
-    entries: Mapping[str, Any]
-    """Metadata of the architecture, by keys without its name: `block_count`."""
-    shapes: Mapping[str, tuple[int, ...]]
-    """Of the tensors, by name, outermost first; `token_embd.weight` is there."""
-    rope_factors: np.ndarray | None = None
-    """What `rope_freqs.weight` holds: the divisor of each rotary frequency, f32 `[R/2]`; None: it is not there."""
 
 
 def sizes_from_gguf(

@@ -25,16 +25,21 @@ from ca_jax.models.families.family import (
     fused_rows,
     gelu_from_hf,
     module_names,
-    rope_from_hf,
-    sizes_from_gguf,
     split_rows,
 )
 
 
 def _hf_names(
-    stem: str, attention: str, rows: Mapping[str, np.ndarray], outer: Mapping[str, str], norms: tuple[str, str]
+    config: ModelConfig, stem: str, attention: str, outer: Mapping[str, str], norms: tuple[str, str]
 ) -> Names:
-    """Names of a layer's modules below `stem`, of those outside the layers, and the rows of the fused projection."""
+    """Names of a layer's modules below `stem`, of those outside the layers, and the rows of the fused projection.
+
+    These are for each KV head its queries, its key and its value, a head dim of rows each; with 4 query heads on 2 KV
+    heads:   q0 q1 k0 v0 q2 q3 k1 v1
+    """
+    num_kv, groups = config.num_kv_heads, config.num_groups
+    each = np.arange(num_kv * (groups + 2) * config.head_dim).reshape(num_kv, groups + 2, config.head_dim)
+    rows = {"q": each[:, :groups], "k": each[:, groups], "v": each[:, groups + 1]}
     layer = stem + ".{layer}."
     fused = f"{layer}{attention}.query_key_value."
     return {
@@ -50,65 +55,38 @@ def _hf_names(
     }
 
 
-def _falcon_from_hf(described: Mapping[str, Any]) -> ModelConfig:
+def _falcon_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
     if described.get("alibi"):
         raise UnsupportedArchitectureError(
             "config.json: alibi=True is not served: its positions enter as a bias on the attention scores (ALiBi); "
             "only rotary embedding is served"
         )
-    embed_dim, num_heads = described["hidden_size"], described["num_attention_heads"]
     is_new = bool(described.get("new_decoder_architecture", False))
-    num_kv_heads = described.get("num_kv_heads") or num_heads
+    num_kv_heads = described.get("num_kv_heads") or described["num_attention_heads"]
     if not is_new:
-        num_kv_heads = 1 if described.get("multi_query", True) else num_heads
+        num_kv_heads = 1 if described.get("multi_query", True) else described["num_attention_heads"]
     is_parallel = bool(is_new or described.get("parallel_attn", True))
     num_norms = described.get("num_ln_in_parallel_attn") or (2 if is_new else 1)
-    has_bias = bool(described.get("bias", False))
-    return ModelConfig(
-        architecture="falcon",
-        vocab_size=described["vocab_size"],
-        embed_dim=embed_dim,
-        mlp_dim=described.get("ffn_hidden_size") or 4 * embed_dim,
-        num_layers=described["num_hidden_layers"],
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=embed_dim // num_heads,
-        norm_eps=described.get("layer_norm_epsilon", 1e-5),
-        tie_embeddings=described.get("tie_word_embeddings", True),
-        norm="layer",
-        mlp=gelu_from_hf(described, "activation"),
-        is_parallel=is_parallel,
-        shares_norm=is_parallel and num_norms == 1,
-        qkv_bias=has_bias,
-        out_bias=has_bias,
-        mlp_bias=has_bias,
-        **rope_from_hf(described, head_dim=embed_dim // num_heads),
-    )
+    own_mlp_dim = {"mlp_dim": described["ffn_hidden_size"]} if described.get("ffn_hidden_size") else {}
+    return {
+        "num_kv_heads": num_kv_heads,
+        "mlp": gelu_from_hf(described, "activation"),
+        "is_parallel": is_parallel,
+        "shares_norm": is_parallel and num_norms == 1,
+        **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), bool(described.get("bias", False))),
+        **own_mlp_dim,
+    }
 
 
-def _falcon_from_gguf(described: GgufDescription) -> ModelConfig:
-    return ModelConfig(
-        architecture="falcon",
-        norm="layer",
-        mlp="gelu",
-        is_parallel=True,
-        shares_norm="blk.0.attn_norm_2.weight" not in described.shapes,
-        **sizes_from_gguf(described, eps_key="layer_norm_epsilon"),
-    )
+def _falcon_from_gguf(described: GgufDescription) -> dict[str, Any]:
+    return {"mlp": "gelu", "is_parallel": True, "shares_norm": "blk.0.attn_norm_2.weight" not in described.shapes}
 
 
 def _falcon_hf_names(config: ModelConfig) -> Names:
-    """Rows of the fused projection: for each KV head its queries, its key and its value, a head dim of rows each.
-
-    With 4 query heads on 2 KV heads:   q0 q1 k0 v0 q2 q3 k1 v1
-    """
-    num_kv, groups = config.num_kv_heads, config.num_groups
-    rows = np.arange(num_kv * (groups + 2) * config.head_dim).reshape(num_kv, groups + 2, config.head_dim)
-    parts = {"q": rows[:, :groups], "k": rows[:, groups], "v": rows[:, groups + 1]}
     has_two = config.is_parallel and not config.shares_norm
     norms = ("ln_attn", "ln_mlp") if has_two else ("input_layernorm", "post_attention_layernorm")
     outer = {"embed": "transformer.word_embeddings", "norm": "transformer.ln_f", "head": "lm_head"}
-    return _hf_names("transformer.h", "self_attention", parts, outer, norms)
+    return _hf_names(config, "transformer.h", "self_attention", outer, norms)
 
 
 def _falcon_gguf_names(config: ModelConfig) -> Names:
@@ -122,50 +100,22 @@ def _falcon_gguf_names(config: ModelConfig) -> Names:
     }
 
 
-def _neox_from_hf(described: Mapping[str, Any]) -> ModelConfig:
-    embed_dim, num_heads = described["hidden_size"], described["num_attention_heads"]
-    head_dim, has_bias = embed_dim // num_heads, bool(described.get("attention_bias", True))
-    rotated: dict[str, Any] = {"theta_key": "rotary_emb_base", "partial_key": "rotary_pct", "partial": 0.25}
-    return ModelConfig(
-        architecture="gpt_neox",
-        vocab_size=described["vocab_size"],
-        embed_dim=embed_dim,
-        mlp_dim=described["intermediate_size"],
-        num_layers=described["num_hidden_layers"],
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=head_dim,
-        norm_eps=described.get("layer_norm_eps", 1e-5),
-        tie_embeddings=described.get("tie_word_embeddings", False),
-        norm="layer",
-        mlp=gelu_from_hf(described, "hidden_act"),
-        is_parallel=bool(described.get("use_parallel_residual", True)),
-        qkv_bias=has_bias,
-        out_bias=has_bias,
-        mlp_bias=True,
-        **rope_from_hf(described, head_dim=head_dim, **rotated),
-    )
+def _neox_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "mlp": gelu_from_hf(described, "hidden_act"),
+        "is_parallel": bool(described.get("use_parallel_residual", True)),
+        **dict.fromkeys(("qkv_bias", "out_bias"), bool(described.get("attention_bias", True))),
+    }
 
 
-def _neox_from_gguf(described: GgufDescription) -> ModelConfig:
-    return ModelConfig(
-        architecture="gpt_neox",
-        norm="layer",
-        mlp="gelu",
-        is_parallel=described.entries["use_parallel_residual"],
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-        **sizes_from_gguf(described, eps_key="layer_norm_epsilon", may_rotate_part=True),
-    )
+def _neox_from_gguf(described: GgufDescription) -> dict[str, Any]:
+    is_parallel = described.entries["use_parallel_residual"]
+    return {"mlp": "gelu", "is_parallel": is_parallel, "qkv_bias": True, "out_bias": True}
 
 
 def _neox_hf_names(config: ModelConfig) -> Names:
-    # Rows of the fused projection, a head dim of each: q0 k0 v0 q1 k1 v1 ...
-    rows = np.arange(3 * config.num_heads * config.head_dim).reshape(config.num_heads, 3, config.head_dim)
-    parts = {part: rows[:, i] for i, part in enumerate("qkv")}
     outer = {"embed": "gpt_neox.embed_in", "norm": "gpt_neox.final_layer_norm", "head": "embed_out"}
-    return _hf_names("gpt_neox.layers", "attention", parts, outer, ("input_layernorm", "post_attention_layernorm"))
+    return _hf_names(config, "gpt_neox.layers", "attention", outer, ("input_layernorm", "post_attention_layernorm"))
 
 
 def _neox_gguf_names(config: ModelConfig) -> Names:
@@ -173,28 +123,39 @@ def _neox_gguf_names(config: ModelConfig) -> Names:
     return GGUF_NAMES | fused_rows(split_rows(config), {"w": fused + "weight", "b": fused + "bias"})
 
 
+_GGUF_SIZES = {"eps_key": "layer_norm_epsilon"}
+
 FAMILIES = (
     Family(
         name="falcon",
         model_types=("falcon", "RefinedWeb", "RefinedWebModel"),
         architectures=("FalconForCausalLM", "RWForCausalLM"),
-        config_from_hf=_falcon_from_hf,
+        fields={"norm": "layer"},
         hf_names=_falcon_hf_names,
         ignored=("rotary_emb.inv_freq", "rotary.inv_freq", "maybe_rotary.inv_freq"),
+        hf_sizes={"mlp_key": None, "eps_key": "layer_norm_epsilon", "norm_eps": 1e-5, "ties": True},
+        hf_fields=_falcon_from_hf,
         gguf_architecture="falcon",
-        config_from_gguf=_falcon_from_gguf,
         gguf_names=_falcon_gguf_names,
+        gguf_sizes=_GGUF_SIZES,
+        gguf_fields=_falcon_from_gguf,
     ),
     Family(
         name="gpt_neox",
         model_types=("gpt_neox",),
         architectures=("GPTNeoXForCausalLM",),
-        config_from_hf=_neox_from_hf,
+        fields={"norm": "layer", "mlp_bias": True},
         hf_names=_neox_hf_names,
         ignored=("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias"),
+        hf_sizes={
+            **{"eps_key": "layer_norm_eps", "norm_eps": 1e-5},
+            **{"theta_key": "rotary_emb_base", "partial_key": "rotary_pct", "partial": 0.25},
+        },
+        hf_fields=_neox_from_hf,
         gguf_architecture="gptneox",
-        config_from_gguf=_neox_from_gguf,
         gguf_names=_neox_gguf_names,
+        gguf_sizes={**_GGUF_SIZES, "may_rotate_part": True},
+        gguf_fields=_neox_from_gguf,
     ),
 )
 """The families."""

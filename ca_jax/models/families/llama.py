@@ -12,21 +12,11 @@ Report" (2025).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ca_jax.errors import UnsupportedArchitectureError
-from ca_jax.models.config import ModelConfig
-from ca_jax.models.families.family import (
-    GGUF_NAMES,
-    Family,
-    GgufDescription,
-    module_names,
-    require,
-    require_gguf,
-    rope_from_hf,
-    sizes_from_gguf,
-)
+from ca_jax.models.families.family import GGUF_NAMES, Family, GgufDescription, module_names
 
 _LAYER = "model.layers.{layer}."
 _HF_NAMES: dict[str, str] = {
@@ -59,69 +49,34 @@ _GGUF_EXPERTS: dict[str, str] = {
 }
 
 
-def _sizes_from_hf(
-    described: Mapping[str, Any], *, norm_eps: float = 1e-6, theta: float = 10000.0, head_dim: int | None = None
-) -> dict[str, Any]:
-    """The fields of `ModelConfig` that these families spell alike in a config.json, and their defaults."""
-    require(described, {"hidden_act": "silu"})
-    embed_dim, num_heads = described["hidden_size"], described["num_attention_heads"]
-    head_dim = described.get("head_dim", head_dim) or embed_dim // num_heads
-    return {
-        "vocab_size": described["vocab_size"],
-        "embed_dim": embed_dim,
-        "mlp_dim": described["intermediate_size"],
-        "num_layers": described["num_hidden_layers"],
-        "num_heads": num_heads,
-        "num_kv_heads": described.get("num_key_value_heads") or num_heads,
-        "head_dim": head_dim,
-        "norm_eps": described.get("rms_norm_eps", norm_eps),
-        "tie_embeddings": described.get("tie_word_embeddings", False),
-        **rope_from_hf(described, head_dim=head_dim, theta=theta),
-    }
-
-
-def _family(
-    name: str,
-    hf_architecture: str,
-    from_hf: Callable[[Mapping[str, Any]], dict[str, Any]],
-    from_gguf: Callable[[Mapping[str, Any]], dict[str, Any]],
-    gguf_architecture: str = "llama",
-    **defaults: Any,
-) -> Family:
+def _family(name: str, hf_architecture: str, gguf_architecture: str = "llama", **differences: Any) -> Family:
     """A family by its differences.
 
     Args:
       name: of it, also what Hugging Face's `model_type` calls it.
       hf_architecture: what Hugging Face's `architectures` calls it.
-      from_hf: fields of `ModelConfig` that only it has, from the contents of a config.json.
-      from_gguf: the same from the entries of a GGUF file's metadata.
-      gguf_architecture: what GGUF calls it; by one name of Llama's go all of whom `_kind` tells apart.
-      **defaults: as `_sizes_from_hf` takes them.
+      gguf_architecture: what GGUF calls it; by Llama's name go all that `_kind` tells apart.
+      **differences: further fields of `Family`.
     """
-    has_experts = name == "mixtral"
+    has_experts, is_llama = name == "mixtral", gguf_architecture == "llama"
     hf_names = _HF_NAMES | (_HF_EXPERTS if has_experts else {})
     gguf_names = GGUF_NAMES | (_GGUF_EXPERTS if has_experts else {})
-
-    def config_from_hf(described: Mapping[str, Any]) -> ModelConfig:
-        return ModelConfig(architecture=name, **from_hf(described), **_sizes_from_hf(described, **defaults))
-
-    def config_from_gguf(described: GgufDescription) -> ModelConfig | None:
-        if gguf_architecture == "llama" and _kind(described.entries) != name:
-            return None
-        if gguf_architecture != "llama":  # In some layers only, and the file does not say in which.
-            require_gguf(described, {"attention.sliding_window": 0})
-        return ModelConfig(architecture=name, **from_gguf(described.entries), **sizes_from_gguf(described))
-
+    fields: dict[str, Any] = {
+        "hf_required": {"hidden_act": "silu"},
+        "is_gguf": lambda entries: not is_llama or _kind(entries) == name,
+        # Others slide in some layers only, and their files do not say in which.
+        "gguf_required": {} if is_llama else {"attention.sliding_window": 0},
+        **differences,
+    }
     return Family(
         name=name,
         model_types=(name,),
         architectures=(hf_architecture,),
-        config_from_hf=config_from_hf,
         hf_names=lambda config: hf_names,
         gguf_architecture=gguf_architecture,
-        config_from_gguf=config_from_gguf,
         gguf_names=lambda config: gguf_names,
-        gguf_is_interleaved=gguf_architecture == "llama",
+        gguf_is_interleaved=is_llama,
+        **fields,
     )
 
 
@@ -131,17 +86,12 @@ def _kind(entries: Mapping[str, Any]) -> str:
     return "mistral" if entries.get("attention.sliding_window") else "llama"
 
 
-def _llama_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
-    require(described, {"attention_bias": False, "mlp_bias": False})
-    return {}
-
-
 def _mistral_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
     return {"sliding_window": described.get("sliding_window")}
 
 
-def _mistral_from_gguf(entries: Mapping[str, Any]) -> dict[str, Any]:
-    return {"sliding_window": entries.get("attention.sliding_window") or None}
+def _mistral_from_gguf(described: GgufDescription) -> dict[str, Any]:
+    return {"sliding_window": described.entries.get("attention.sliding_window") or None}
 
 
 def _mixtral_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,18 +99,15 @@ def _mixtral_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
     return experts | _mistral_from_hf(described)
 
 
-def _mixtral_from_gguf(entries: Mapping[str, Any]) -> dict[str, Any]:
+def _mixtral_from_gguf(described: GgufDescription) -> dict[str, Any]:
+    entries = described.entries
     experts = {"num_experts": entries["expert_count"], "num_experts_per_token": entries["expert_used_count"]}
-    return experts | _mistral_from_gguf(entries)
-
-
-def _qwen2_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
-    return {"qkv_bias": True, **_windows_from_hf(described)}
+    return experts | _mistral_from_gguf(described)
 
 
 def _qwen3_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
     has_bias = bool(described.get("attention_bias", False))
-    return {"qk_norm": True, "qkv_bias": has_bias, "out_bias": has_bias, **_windows_from_hf(described)}
+    return {"qkv_bias": has_bias, "out_bias": has_bias, **_windows_from_hf(described)}
 
 
 def _windows_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,10 +134,27 @@ def _windows_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
 
 
 FAMILIES = (
-    _family("llama", "LlamaForCausalLM", _llama_from_hf, lambda entries: {}),
-    _family("mistral", "MistralForCausalLM", _mistral_from_hf, _mistral_from_gguf),
-    _family("mixtral", "MixtralForCausalLM", _mixtral_from_hf, _mixtral_from_gguf, norm_eps=1e-5, theta=1e6),
-    _family("qwen2", "Qwen2ForCausalLM", _qwen2_from_hf, lambda entries: {"qkv_bias": True}, "qwen2"),
-    _family("qwen3", "Qwen3ForCausalLM", _qwen3_from_hf, lambda entries: {"qk_norm": True}, "qwen3", head_dim=128),
+    _family(
+        "llama",
+        "LlamaForCausalLM",
+        hf_required={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    ),
+    _family("mistral", "MistralForCausalLM", hf_fields=_mistral_from_hf, gguf_fields=_mistral_from_gguf),
+    _family(
+        "mixtral",
+        "MixtralForCausalLM",
+        hf_sizes={"norm_eps": 1e-5, "theta": 1e6},
+        hf_fields=_mixtral_from_hf,
+        gguf_fields=_mixtral_from_gguf,
+    ),
+    _family("qwen2", "Qwen2ForCausalLM", "qwen2", fields={"qkv_bias": True}, hf_fields=_windows_from_hf),
+    _family(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        "qwen3",
+        fields={"qk_norm": True},
+        hf_sizes={"head_dim": 128},
+        hf_fields=_qwen3_from_hf,
+    ),
 )
 """The families."""
