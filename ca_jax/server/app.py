@@ -99,8 +99,12 @@ def make_app(
     _describe(app, tenants.asks_for_keys)
     hosts = None if tenants.asks_for_keys and not config.allowed_hosts else config.allowed_hosts
     app.add_middleware(Guard, max_body_bytes=config.max_body_bytes, allowed_hosts=hosts)
-    app.add_middleware(CorrelationIdMiddleware, header_name="X-Request-ID", validator=_REQUEST_ID.fullmatch)
+    app.add_middleware(CorrelationIdMiddleware, header_name="X-Request-ID", validator=_is_request_id)
     return app
+
+
+def _is_request_id(text: str) -> bool:
+    return _REQUEST_ID.fullmatch(text) is not None
 
 
 async def _start(state: ServerState, make_engine: Callable[[], Engine], on_failure: Callable[[], None]) -> None:

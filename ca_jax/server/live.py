@@ -256,12 +256,13 @@ def _queue(engine: Engine, jobs: tuple[Job, ...], tenant: str) -> LiveQueue:
     for job in jobs[:_MAX_WAITING]:
         kv = engine.stored.queued(job)
         position = math.inf if kv is None or kv.position is None else kv.position
-        windowed = {
-            "in_prefetch_window": position < windows.prefetch_jobs,
-            "in_eviction_window": position < windows.eviction_jobs,
-        }
-        residency = "absent" if kv is None else kv.residency.value
-        waiting.append(LiveWaiting(**_job(job, tenant), residency=residency, **windowed))
+        shown = LiveWaiting(
+            **_job(job, tenant),
+            residency="absent" if kv is None else kv.residency.value,
+            in_prefetch_window=position < windows.prefetch_jobs,
+            in_eviction_window=position < windows.eviction_jobs,
+        )
+        waiting.append(shown)
     return LiveQueue(
         num_waiting=len(jobs),
         waiting=waiting,

@@ -25,7 +25,7 @@ from prometheus_client.registry import Collector
 
 from ca_jax.engine import Engine
 from ca_jax.kv.rates import Rates
-from ca_jax.storage.records import GAP_BOUNDS_S, StoreStats, TierStats
+from ca_jax.storage.records import GAP_BOUNDS_S, SsdStats, StoreStats, TierStats
 from ca_jax.telemetry.metrics import EngineMetrics
 from ca_jax.turns.jobs import Job
 from ca_jax.turns.requests import FinishReason, Usage
@@ -173,10 +173,13 @@ def _of_store(stats: StoreStats) -> Iterator[Metric]:
         buckets = list(zip([*map(str, GAP_BOUNDS_S), "+Inf"], cumulative, strict=True))
         gaps.add_metric([tier], buckets, each.evict_to_reuse.sum_s)
     yield gaps
-    for counted, fields in ((stats, _STORE_COUNTERS), (stats.ssd, _SSD_COUNTERS)):
-        for field in fields if counted is not None else ():
+    counters: list[tuple[TierStats, type[TierStats], tuple[str, ...]]] = [(stats, StoreStats, _STORE_COUNTERS)]
+    if stats.ssd is not None:
+        counters.append((stats.ssd, SsdStats, _SSD_COUNTERS))
+    for counted, kind, fields in counters:
+        for field in fields:
             name = _NAMES.get(field, field.removeprefix("num_"))
-            yield _counter(f"ca_jax:{name}", _docs(type(counted))[field], getattr(counted, field), "reason")
+            yield _counter(f"ca_jax:{name}", _docs(kind)[field], getattr(counted, field), "reason")
 
 
 @functools.cache
@@ -194,10 +197,12 @@ def _counter(name: str, text: str, values: _Values, label: str = "") -> Metric:
     return _filled(CounterMetricFamily, name, text, values, label)
 
 
-def _filled(kind: type[Any], name: str, text: str, values: _Values, label: str) -> Metric:
+def _filled(
+    kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, text: str, values: _Values, label: str
+) -> Metric:
     """A metric with a value, or with values by that of its one label."""
     by_label = isinstance(values, Mapping)
-    family: Metric = kind(name, text, labels=[label] if by_label else [])
+    family = kind(name, text, labels=[label] if by_label else [])
     for of_label, value in values.items() if isinstance(values, Mapping) else (("", values),):
         family.add_metric([str(of_label)] if by_label else [], value)
     return family

@@ -22,7 +22,7 @@ import fastapi
 from asgi_correlation_id import correlation_id
 from fastapi.responses import JSONResponse, Response
 
-from ca_jax.server.bodies import ChatRequest, CompletionRequest, StreamOptions
+from ca_jax.server.bodies import ChatRequest, CompletionRequest
 from ca_jax.server.engine_loop import Feed, Part
 from ca_jax.server.errors import OBJECT, ApiError, as_api_error, responses
 from ca_jax.server.router import client_name
@@ -99,9 +99,9 @@ class _Answering:
         response_id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._head = {"id": response_id, "object": kind, "created": int(time.time()), "model": body.model}
         self._chunk_head = self._head | ({"object": f"{kind}.chunk"} if self._is_chat else {})
-        options = body.stream_options or StreamOptions()
-        self._with_usage = bool(options.include_usage)
-        self._counts_on = bool(options.continuous_usage_stats)
+        options = body.stream_options
+        self._with_usage = options is not None and bool(options.include_usage)
+        self._counts_on = options is not None and bool(options.continuous_usage_stats)
 
     async def response(self, request: fastapi.Request) -> Response:
         """Begins the answers, so that what is wrong with the request is a status, and gives them whole or streamed."""
