@@ -120,8 +120,8 @@ def add_error_handlers(app: fastapi.FastAPI, count: Callable[[int], None]) -> No
         count(told.status_code)
         return told.response()
 
-    known: list[type[Exception]] = [errors.CaJaxError, RequestValidationError, TimeoutError, Exception]
-    for kind in (starlette.exceptions.HTTPException, *known):
+    kinds: list[type[Exception]] = [starlette.exceptions.HTTPException, errors.CaJaxError, RequestValidationError]
+    for kind in [*kinds, TimeoutError, Exception]:
         app.add_exception_handler(kind, answer)
 
 

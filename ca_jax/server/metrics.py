@@ -173,13 +173,13 @@ def _of_store(stats: StoreStats) -> Iterator[Metric]:
         buckets = list(zip([*map(str, GAP_BOUNDS_S), "+Inf"], cumulative, strict=True))
         gaps.add_metric([tier], buckets, each.evict_to_reuse.sum_s)
     yield gaps
-    counters: list[tuple[TierStats, type[TierStats], tuple[str, ...]]] = [(stats, StoreStats, _STORE_COUNTERS)]
+    counters: list[tuple[TierStats, dict[str, str], tuple[str, ...]]] = [(stats, _docs(StoreStats), _STORE_COUNTERS)]
     if stats.ssd is not None:
-        counters.append((stats.ssd, SsdStats, _SSD_COUNTERS))
-    for counted, kind, fields in counters:
+        counters.append((stats.ssd, _docs(SsdStats), _SSD_COUNTERS))
+    for counted, told, fields in counters:
         for field in fields:
             name = _NAMES.get(field, field.removeprefix("num_"))
-            yield _counter(f"ca_jax:{name}", _docs(kind)[field], getattr(counted, field), "reason")
+            yield _counter(f"ca_jax:{name}", told[field], getattr(counted, field), "reason")
 
 
 @functools.cache
