@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -26,6 +27,7 @@ from ca_jax.server.service import Service
 from ca_jax.server.state import ServerState
 from ca_jax.server.tenants import Tenants
 from ca_jax.storage.config import StoreConfig
+from ca_jax.storage.store import AttentionStore
 from tests import engine_kit as kit
 
 MODEL = "tiny"
@@ -54,20 +56,15 @@ class Running:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, timeout=DEADLINE_S, **options)
 
     def http(self, key: str | None = None) -> httpx2.Client:
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        return httpx2.Client(base_url=self.url, headers=headers, timeout=DEADLINE_S)
-
-    def wait_until(self, holds: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
-        """Waits for what other threads bring about."""
-        wait_for(holds, deadline_s)
+        return http(self.url, key)
 
 
-def wait_for(holds: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
+def wait_for(holds: Callable[[], bool], deadline_s: float = DEADLINE_S, every_s: float = 0.005) -> None:
     """Waits for what other threads, or processes, bring about."""
     give_up_s = time.monotonic() + deadline_s
     while not holds():
         assert time.monotonic() < give_up_s, "what was waited for did not come"
-        time.sleep(0.005)
+        time.sleep(every_s)
 
 
 @contextlib.contextmanager
@@ -91,7 +88,7 @@ def running(
     """
     with starting(lambda: make_engine(**changes), tenants, server, wrap) as started:
         state = started.state
-        started.wait_until(lambda: state.status == "ok" or state.failure is not None, start_s)
+        wait_for(lambda: state.status == "ok" or state.failure is not None, start_s)
         assert state.failure is None
         yield started
 
@@ -119,7 +116,7 @@ def starting(
         port = served.servers[0].sockets[0].getsockname()[1]
         yield Running(f"http://127.0.0.1:{port}", state, served)
     finally:
-        state.begin_shutdown()
+        state.stopping = True
         served.should_exit = True
         thread.join(DEADLINE_S)
         assert not thread.is_alive()
@@ -129,6 +126,26 @@ def ssd_store(directory: Any, **changes: Any) -> StoreConfig:
     """A store with an SSD tier in a directory."""
     sizes = {"dram_gib": 0.05, "ssd_gib": 0.2, "ssd_free_floor_gib": 0.0, "block_tokens": kit.BLOCK_TOKENS}
     return StoreConfig(ssd_dir=str(directory), **{**sizes, **changes})
+
+
+class CountedStore:
+    """A store, and how often each of its methods was called, and found nothing or something."""
+
+    def __init__(self, store: AttentionStore) -> None:
+        self.store = store
+        self.calls: collections.Counter[tuple[str, bool]] = collections.Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.store, name)
+        if not callable(method):
+            return method
+
+        def call(*args: Any, **options: Any) -> Any:
+            found = method(*args, **options)
+            self.calls[name, found is not None and found != 0] += 1
+            return found
+
+        return call
 
 
 def on_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -159,7 +176,7 @@ def wait_until_idle(server: Running) -> None:
     server.service.loop.tell(lambda engine: obeyed.set())
     assert obeyed.wait(DEADLINE_S)
     service = server.service
-    server.wait_until(lambda: service.num_requests == service.loop.num_jobs == 0)
+    wait_for(lambda: service.answers.total() == service.loop.num_jobs == 0)
 
 
 async def wait_until(holds: Callable[[], bool]) -> None:
@@ -195,6 +212,13 @@ def cached(answer: Any) -> int:
     return answer.usage.prompt_tokens_details.cached_tokens
 
 
-def health(url: str) -> dict[str, str]:
-    with urllib.request.urlopen(f"{url}/health") as response:
-        return json.load(response)
+def http(url: str, key: str | None = None) -> httpx2.Client:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    return httpx2.Client(base_url=url, headers=headers, timeout=DEADLINE_S)
+
+
+def is_ready(url: str) -> bool:
+    """Whether a server is there and says so."""
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health") as response:
+        return json.load(response) == {"status": "ok"}
+    return False

@@ -65,7 +65,7 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Of SIGINT and SIGTERM; the second one does not wait."""
-        self.config.app.state.server.begin_shutdown()  # type: ignore[union-attr]
+        self.config.app.state.server.stopping = True  # type: ignore[union-attr]
         super().handle_exit(sig, frame)
 
 

@@ -30,8 +30,8 @@ from ca_jax.engine import Engine
 from ca_jax.server import live, openai_routes, session_routes
 from ca_jax.server.config import ServerConfig
 from ca_jax.server.errors import OBJECT, ApiError, add_error_handlers, responses
-from ca_jax.server.guards import BodyLimit, HostCheck
-from ca_jax.server.metrics import CONTENT_TYPE, RequestMetrics
+from ca_jax.server.guards import Guard
+from ca_jax.server.metrics import CONTENT_TYPE
 from ca_jax.server.service import Service
 from ca_jax.server.state import ServerState, TheService, TheTenant, state_of
 from ca_jax.server.tenants import Tenants
@@ -92,26 +92,29 @@ def make_app(
         docs_url=None,
         redoc_url=None,
     )
-    app.state.server, app.state.readings = state, live.Readings()
+    app.state.server = state
     for routes in (openai_routes.ROUTES, session_routes.ROUTES, live.ROUTES, _ROUTES):
         app.include_router(routes)
     add_error_handlers(app, lambda status: state.service.metrics.refuse(status) if state.service else None)
     _describe(app, tenants.asks_for_keys)
-    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
-    if config.allowed_hosts or not tenants.asks_for_keys:
-        app.add_middleware(HostCheck, allowed=config.allowed_hosts)
-    is_request_id: Callable[[str], bool] = lambda text: _REQUEST_ID.fullmatch(text) is not None  # noqa: E731
-    app.add_middleware(CorrelationIdMiddleware, header_name="X-Request-ID", validator=is_request_id)
+    hosts = None if tenants.asks_for_keys and not config.allowed_hosts else config.allowed_hosts
+    app.add_middleware(Guard, max_body_bytes=config.max_body_bytes, allowed_hosts=hosts)
+    app.add_middleware(CorrelationIdMiddleware, header_name="X-Request-ID", validator=_is_request_id)
     return app
+
+
+def _is_request_id(text: str) -> bool:
+    return _REQUEST_ID.fullmatch(text) is not None
 
 
 async def _start(state: ServerState, make_engine: Callable[[], Engine], on_failure: Callable[[], None]) -> None:
     try:
-        engine = await asyncio.to_thread(make_engine)
-        state.engine = engine
-        metrics = RequestMetrics(state.config.served_model_name or engine.model.name)
-        state.service = Service(engine, state.config, metrics, state.tenants)
-        await state.service.begin()
+        state.engine = await asyncio.to_thread(make_engine)
+        service = Service(state.engine, state.config, state.tenants)
+        try:
+            await service.begin()
+        finally:
+            state.service = service
     except Exception as error:
         state.failure = error
         _LOG.exception("the engine could not be made")
@@ -142,7 +145,7 @@ def _describe(app: fastapi.FastAPI, asks_for_keys: bool) -> None:
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-_UNREADY = responses() | {503: {"description": "Not ready, or not any more.", "content": OBJECT}}
+_UNREADY = responses(content=OBJECT) | {503: {"description": "Not ready, or not any more.", "content": OBJECT}}
 _TEXT = {"text/plain": {"schema": {"type": "string"}}}
 
 

@@ -122,16 +122,6 @@ class Sampling(_Body):
         """Answers to one prompt."""
         return self.n or 1
 
-    @property
-    def includes_usage(self) -> bool:
-        """Whether the last chunk of a stream says what it took."""
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def counts_on(self) -> bool:
-        """Whether each chunk of a stream says what it took so far."""
-        return self.includes_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
-
     def check(self) -> None:
         """Raises ApiError where fields do not go together."""
         if self.stream_options is not None and not self.stream:
@@ -209,7 +199,7 @@ class ChatRequest(Sampling):
     context: _Chunks | None = Field(
         None,
         description="Chunks in front of the last message, whose KV is reused wherever they stand (CacheBlend). They "
-        "are a part of it: who goes on by the whole history says them again, as that message's own context.",
+        "are a part of it: a client that sends the whole history sends them again, as that message's own context.",
     )
     truncation: Literal["auto", "disabled"] | None = Field(
         None,

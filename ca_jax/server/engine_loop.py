@@ -20,13 +20,12 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TypeVar
 
 from ca_jax.engine import Engine
 from ca_jax.errors import SessionClosedError
 from ca_jax.session import Job
-from ca_jax.turns.requests import Usage
 
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -34,31 +33,37 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What a step gave to one job."""
+    """What a step gave to one job of a request."""
 
+    index: int
+    """Which of its request's."""
     text: str
     """New text that can be shown."""
     num_tokens: int
     """Tokens generated so far."""
     done: bool
     """Whether the job has ended; its error, if it has one, is in the job."""
+    state: str | None = None
+    """What was made of its end."""
 
 
 class Feed:
     """The jobs of one request and what they give, in the order in which it comes. Belongs to the event loop."""
 
     def __init__(self) -> None:
-        self.lives: list[LiveJob] = []
-        """A job each, once they are queued."""
-        self._parts: collections.deque[tuple[LiveJob, Part]] = collections.deque()
+        self.jobs: list[Job] = []
+        """Of the engine, once they are queued; each is only read, and once it has ended."""
+        self.num_prompt_tokens: list[int] = []
+        """Of each, when it was queued."""
+        self._parts: collections.deque[Part] = collections.deque()
         self._came = asyncio.Event()
 
-    def add(self, live: LiveJob, part: Part) -> None:
+    def add(self, part: Part) -> None:
         """Takes in what a step gave; for the loop."""
-        self._parts.append((live, part))
+        self._parts.append(part)
         self._came.set()
 
-    async def parts(self, until_s: float | None = None) -> AsyncIterator[tuple[LiveJob, Part]]:
+    async def parts(self, until_s: float | None = None) -> AsyncIterator[Part]:
         """What each step gave to each job, until all have ended; for one listener.
 
         Args:
@@ -68,41 +73,27 @@ class Feed:
           TimeoutError: that was not in time.
           Exception: whatever broke one of them.
         """
-        num_jobs = len(self.lives)
+        num_jobs = len(self.jobs)
         while num_jobs:
             async with asyncio.timeout_at(until_s):  # Not around a yield: it would end what its taker does.
                 await self._came.wait()
             self._came.clear()
             while self._parts:
-                live, part = self._parts.popleft()
-                if part.done and live.job.error is not None:
-                    raise live.job.error
+                part = self._parts.popleft()
+                error = self.jobs[part.index].error if part.done else None
+                if error is not None:
+                    raise error
                 num_jobs -= part.done
-                yield live, part
-
-    def usages(self) -> list[Usage]:
-        """What each took, once all have ended."""
-        return [live.job.usage() for live in self.lives]
+                yield part
 
 
-@dataclasses.dataclass(eq=False)
-class LiveJob:
-    """A job as coroutines see it. Belongs to the event loop."""
+@dataclasses.dataclass
+class _Live:
+    """Where the parts of a job go. The engine's thread's."""
 
-    job: Job
-    """Of the engine; only read, and once it has ended."""
-    index: int
-    """Which of its request's."""
     feed: Feed
-    """Where what it gives goes."""
-    num_prompt_tokens: int
-    """Of the job, when it was submitted."""
+    index: int
     num_delivered: int = 0
-    """Tokens of it that were; the engine's thread's."""
-    ended: bool = False
-    """Whether the event loop knows that it has ended."""
-    state: str | None = None
-    """What was made of its end; only read, and once it has ended."""
 
 
 class EngineLoop:
@@ -111,7 +102,7 @@ class EngineLoop:
     Args:
       engine: nobody else may run it. The loop does not close it.
       on_ended: called with each job that has ended, by the engine's thread, before its listener knows; what it returns
-        is `LiveJob.state`.
+        is `Part.state`.
     """
 
     def __init__(self, engine: Engine, on_ended: Callable[[Job], str | None] = lambda job: None) -> None:
@@ -124,7 +115,7 @@ class EngineLoop:
         self.failure: Exception | None = None
         """What broke the engine, if something did: then nothing is served any more."""
         self._on_ended = on_ended
-        self._live: dict[Job, LiveJob] = {}  # The engine's thread's.
+        self._live: dict[Job, _Live] = {}  # The engine's thread's.
         self._num_begun = 0  # Jobs; the engine's thread's.
         self._num_ended = 0  # The event loop's.
         self._num_jobs = 0  # Of the engine, as its thread saw them last.
@@ -177,26 +168,30 @@ class EngineLoop:
         feed = Feed()
 
         def begin(engine: Engine) -> None:
-            feed.lives.extend(LiveJob(job, i, feed, job.num_prompt_tokens) for i, job in enumerate(function(engine)))
-            self._live.update((live.job, live) for live in feed.lives)
-            self._num_begun += len(feed.lives)
+            for index, job in enumerate(function(engine)):
+                feed.jobs.append(job)
+                feed.num_prompt_tokens.append(job.num_prompt_tokens)
+                self._live[job] = _Live(feed, index)
+            self._num_begun += len(feed.jobs)
             self._num_jobs = sum(engine.num_jobs)
-
-        def cancel_all(engine: Engine) -> None:  # That have begun by then.
-            for live in feed.lives:
-                engine.cancel(live.job)
 
         try:
             await self.call(begin)
         except asyncio.CancelledError:
-            self.tell(cancel_all)
+            self.cancel(feed)
             raise
         return feed
 
-    def cancel(self, live: LiveJob) -> None:
-        """Cancels a job that has not ended. Does not wait."""
-        if not live.ended:
-            self.tell(lambda engine: engine.cancel(live.job))
+    def cancel(self, feed: Feed) -> None:
+        """Cancels the jobs of a request that have not ended, and those that are about to be queued. Does not wait."""
+
+        def cancel_all(engine: Engine) -> None:
+            for job in feed.jobs:
+                if not job.done:
+                    engine.cancel(job)
+
+        if not feed.jobs or not all(job.done for job in feed.jobs):
+            self.tell(cancel_all)
 
     def tell(self, function: Callable[[Engine], object]) -> None:
         """Has a function run by the engine's thread between two steps; nobody waits for it. It must not raise."""
@@ -245,10 +240,14 @@ class EngineLoop:
 
     def _end(self) -> None:
         """Answers what was asked last and cancels what runs, whatever state a broken engine is in."""
-        while self._commands:
-            with _logged():
-                self._commands.popleft()()
-        for job in tuple(self._live):
+        for last in (*self._commands, self._give_up, self._deliver):
+            try:
+                last()
+            except Exception:
+                _LOG.exception("at the end of the engine's thread")
+
+    def _give_up(self) -> None:
+        for job in self._live:
             try:
                 if not job.done:
                     self._engine.cancel(job)
@@ -256,12 +255,10 @@ class EngineLoop:
                 _LOG.exception("at the end of the engine's thread")
                 job.error = error
             job.error = job.error or self.failure
-        with _logged():
-            self._deliver()
 
     def _deliver(self) -> None:
         """Hands out what the jobs have got since the last time."""
-        parts: list[tuple[LiveJob, Part]] = []
+        parts: list[tuple[Feed, Part]] = []
         for job, live in tuple(self._live.items()):
             num_tokens = len(job.output_ids)
             if num_tokens == live.num_delivered and not job.done:
@@ -269,24 +266,15 @@ class EngineLoop:
             live.num_delivered = num_tokens
             done = job.done  # Before its text is taken.
             text = "".join(job.pieces.popleft() for _ in range(len(job.pieces)))
-            parts.append((live, Part(text, num_tokens, done)))
             if done:
                 del self._live[job]
-                live.state = self._on_ended(job)
+            state = self._on_ended(job) if done else None
+            parts.append((live.feed, Part(live.index, text, num_tokens, done, state)))
         if parts:
             with contextlib.suppress(RuntimeError):  # The event loop is closed: nobody listens any more.
                 self._events.call_soon_threadsafe(self._hand_out, parts)
 
-    def _hand_out(self, parts: list[tuple[LiveJob, Part]]) -> None:
-        for live, part in parts:
+    def _hand_out(self, parts: list[tuple[Feed, Part]]) -> None:
+        for feed, part in parts:
             self._num_ended += part.done
-            live.ended = part.done
-            live.feed.add(live, part)
-
-
-@contextlib.contextmanager
-def _logged() -> Iterator[None]:
-    try:
-        yield
-    except Exception:
-        _LOG.exception("at the end of the engine's thread")
+            feed.add(part)

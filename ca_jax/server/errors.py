@@ -14,10 +14,10 @@ from typing import Any
 import fastapi
 import pydantic
 import starlette.exceptions
-import starlette.routing
 from asgi_correlation_id import correlation_id
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.routing import Match
 
 from ca_jax import errors
 from ca_jax.storage.catalog.file import CatalogLateError
@@ -30,11 +30,10 @@ _UNSERVED = frozenset(
     }
 )
 """OpenAI's fields that are taken where they ask for nothing, and are an error otherwise."""
-WITH_HEAD = ("/health", "/metrics")
-"""Paths that also take HEAD, which the description leaves out."""
-_NOT_AGAIN = (408, 409)
-"""Statuses that OpenAI's clients retry by themselves unless told not to: the same deadline would pass again, and a
-session that has moved on, or still answers, has to be looked at first."""
+# OpenAI's clients retry 408 and 409 by themselves unless told not to: the same deadline would pass again, and a session
+# that has moved on, or still answers, has to be looked at first.
+_NOT_AGAIN = {"X-Should-Retry": "false"}
+_HEADERS = {408: _NOT_AGAIN, 409: _NOT_AGAIN, 401: {"WWW-Authenticate": "Bearer"}, 413: {"Connection": "close"}}
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _KNOWN: tuple[tuple[type[errors.CaJaxError], int, str], ...] = (
     (errors.ContextWindowError, 400, "context_length_exceeded"),
@@ -49,7 +48,7 @@ _KNOWN: tuple[tuple[type[errors.CaJaxError], int, str], ...] = (
 )
 
 
-class ApiError(Exception):
+class ApiError(starlette.exceptions.HTTPException):
     """A request that is refused.
 
     Args:
@@ -69,34 +68,25 @@ class ApiError(Exception):
         param: str | None = None,
         retry_after_s: int | None = None,
     ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
+        headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
+        super().__init__(status, message, headers | _HEADERS.get(status, {}))
         self.code = code
         self.param = param
         self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, Any]:
         """The body of the answer."""
-        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        kind = _TYPES.get(self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error")
+        return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
-    def headers(self) -> dict[str, str]:
-        """Its headers."""
-        headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
-        if self.status in _NOT_AGAIN:
-            headers["X-Should-Retry"] = "false"
-        return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
+    def response(self) -> JSONResponse:
+        """The answer."""
+        return JSONResponse(self.body(), self.status_code, self.headers)
 
 
 def invalid(param: str | None, message: str) -> ApiError:
     """The error of a field whose value is wrong."""
     return ApiError(400, message, param=param, code="invalid_value")
-
-
-def too_late() -> ApiError:
-    """The error of a request whose deadline has passed."""
-    return ApiError(408, "the answer was not there in time", code="timeout")
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -105,6 +95,8 @@ def as_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, RequestValidationError):
         return _invalid_body(error)
+    if isinstance(error, TimeoutError):
+        return ApiError(408, "the answer was not there in time", code="timeout")
     for kind, status, code in _KNOWN:
         if isinstance(error, kind):
             return ApiError(status, str(error), code=code)
@@ -119,39 +111,32 @@ def add_error_handlers(app: fastapi.FastAPI, count: Callable[[int], None]) -> No
       count: is called with the status of each.
     """
 
-    def answer(error: ApiError) -> JSONResponse:
-        count(error.status)
-        return JSONResponse(error.body(), error.status, error.headers())
+    async def answer(request: fastapi.Request, error: Any) -> JSONResponse:
+        told = as_api_error(error)
+        if isinstance(error, starlette.exceptions.HTTPException) and error is not told:
+            told = _of_http(request, error)
+        if told.code == "internal_error":
+            _LOG.error("%s %s broke (%s)", request.method, request.url.path, correlation_id.get(), exc_info=error)
+        count(told.status_code)
+        return told.response()
 
-    async def of_request(request: fastapi.Request, error: Exception) -> JSONResponse:
-        return answer(as_api_error(error))
-
-    async def of_http(request: fastapi.Request, error: Any) -> JSONResponse:
-        if error.status_code == 400 and "parsing the body" in error.detail:
-            return answer(ApiError(400, "the body must be JSON", code="invalid_json"))
-        response = answer(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
-        response.headers.update(error.headers or {})
-        if error.status_code == 405:  # Starlette's header names the methods of one route of the path.
-            methods = {*response.headers.get("Allow", "").split(", "), *_methods_of(request)}
-            response.headers["Allow"] = ", ".join(sorted(methods - {""}))
-        return response
-
-    async def of_server(request: fastapi.Request, error: Exception) -> JSONResponse:
-        _LOG.error("%s %s broke (%s)", request.method, request.url.path, correlation_id.get(), exc_info=error)
-        return answer(as_api_error(error))
-
-    for kind in (ApiError, errors.CaJaxError, RequestValidationError):
-        app.add_exception_handler(kind, of_request)
-    app.add_exception_handler(starlette.exceptions.HTTPException, of_http)
-    app.add_exception_handler(Exception, of_server)
+    kinds: list[type[Exception]] = [starlette.exceptions.HTTPException, errors.CaJaxError, RequestValidationError]
+    for kind in [*kinds, TimeoutError, Exception]:
+        app.add_exception_handler(kind, answer)
 
 
-def _methods_of(request: fastapi.Request) -> set[str]:
-    """The methods that a request's path takes, by the server's description."""
-    described: dict[str, Any] = request.app.openapi()["paths"]
-    matches = (path for path in described if starlette.routing.compile_path(path)[0].match(request.url.path))
-    methods = {method.upper() for path in matches for method in described[path]}
-    return methods | {"HEAD"} if request.url.path in WITH_HEAD else methods
+def _of_http(request: fastapi.Request, error: starlette.exceptions.HTTPException) -> ApiError:
+    """The error of what FastAPI refuses by itself: a wrong path or method, a body that it cannot parse."""
+    if error.status_code == 400 and "parsing the body" in error.detail:
+        return ApiError(400, "the body must be JSON", code="invalid_json")
+    told = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+    told.headers = dict(error.headers or {})
+    if error.status_code == 405:  # Starlette's header names the methods of one route of the path.
+        scopes = {method: {**request.scope, "method": method} for method in ("DELETE", "GET", "HEAD", "POST")}
+        routes = request.app.routes
+        taken = [each for each in scopes if any(route.matches(scopes[each])[0] is Match.FULL for route in routes)]
+        told.headers["Allow"] = ", ".join(taken)
+    return told
 
 
 def _invalid_body(error: RequestValidationError) -> ApiError:
@@ -204,9 +189,7 @@ OBJECT: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
 """Content of an answer that is an object."""
 
 
-def responses(
-    *statuses: int, status: int = 200, model: type[Any] | None = None, content: dict[str, Any] = OBJECT
-) -> dict[int | str, dict[str, Any]]:
-    """What a route answers, as FastAPI takes it: a `model` or other `content`, or an error of one of `statuses`."""
-    described: dict[int | str, dict[str, Any]] = {status: {"content": content} if model is None else {"model": model}}
+def responses(*statuses: int, content: dict[str, Any] | None = None) -> dict[int | str, dict[str, Any]]:
+    """What a route answers, as FastAPI takes it: content that no model describes, and errors of some statuses."""
+    described: dict[int | str, dict[str, Any]] = {} if content is None else {200: {"content": content}}
     return described | {each: {"model": ErrorAnswer, **_STATUSES[each]} for each in statuses}

@@ -13,81 +13,49 @@ import contextlib
 import ipaddress
 from collections.abc import Collection
 
-from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ca_jax.server.errors import ApiError
 
 
-class HostCheck:
-    """Middleware: refuses requests for hosts that are neither addresses, localhost nor allowed.
+class Guard:
+    """Middleware: refuses requests for other hosts, and a body over a limit, before any of it where its length is told.
 
     Args:
-      app: what is behind it.
-      allowed: names of hosts.
+      app: what is behind it; it answers the `ApiError` of a body.
+      max_body_bytes: most bytes of a body.
+      allowed_hosts: names of hosts, beside addresses and localhost; None: any host is.
     """
 
-    def __init__(self, app: ASGIApp, allowed: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, max_body_bytes: int, allowed_hosts: Collection[str] | None) -> None:
         self._app = app
-        self._allowed = {"localhost", "", *(name.strip().lower() for name in allowed)}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request; as ASGI says."""
-        if scope["type"] == "http":
-            name = name_of(Headers(scope=scope).get("host", ""))
-            if not (name in self._allowed or _is_address(name)):
-                message = f"Host must be an address, localhost or one of --allowed_hosts, got {name!r}"
-                error = ApiError(403, message, code="host_not_allowed")
-                await JSONResponse(error.body(), error.status)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
-class BodyLimit:
-    """Middleware: refuses a body over a limit before it is read; one of unknown length, as soon as it is over.
-
-    Args:
-      app: what is behind it.
-      max_bytes: most bytes of a body.
-    """
-
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app = app
-        self._max_bytes = max_bytes
+        self._max_bytes = max_body_bytes
+        names = None if allowed_hosts is None else [name.strip().lower() for name in allowed_hosts]
+        self._allowed = None if names is None else {"localhost", "", *names}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request; as ASGI says."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        error = ApiError(413, f"the body must be at most {self._max_bytes} bytes", code="request_too_large")
-        refuse = JSONResponse(error.body(), error.status, {"Connection": "close"})
-        length = Headers(scope=scope).get("content-length", "")
-        if length.isdecimal() and int(length) > self._max_bytes:
-            await refuse(scope, receive, send)
+        headers = Headers(scope=scope)
+        name, length = name_of(headers.get("host", "")), headers.get("content-length", "")
+        if not (self._allowed is None or name in self._allowed or _is_address(name)):
+            message = f"Host must be an address, localhost or one of --allowed_hosts, got {name!r}"
+            await ApiError(403, message, code="host_not_allowed").response()(scope, receive, send)
             return
-        num_bytes, refused, started = 0, False, False
+        told_bytes, num_bytes = int(length) if length.isdecimal() else 0, 0
 
         async def counted() -> Message:
-            nonlocal num_bytes, refused
-            message = await receive()
-            if message["type"] == "http.request":
-                num_bytes += len(message.get("body", b""))
-                if num_bytes > self._max_bytes and not (refused or started):
-                    refused = True
-                    await refuse(scope, receive, send)
-                if refused:  # The application gives up reading.
-                    return {"type": "http.disconnect"}
+            nonlocal num_bytes
+            message = await receive() if told_bytes <= self._max_bytes else {}
+            num_bytes += len(message.get("body", b""))
+            if max(num_bytes, told_bytes) > self._max_bytes:
+                raise ApiError(413, f"the body must be at most {self._max_bytes} bytes", code="request_too_large")
             return message
 
-        async def sent(message: Message) -> None:
-            nonlocal started
-            started = True
-            if not refused:
-                await send(message)
-
-        await self._app(scope, counted, sent)
+        await self._app(scope, counted, send)
 
 
 def name_of(host: str) -> str:

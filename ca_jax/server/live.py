@@ -32,6 +32,7 @@ from ca_jax.engine import Engine
 from ca_jax.errors import CaJaxError
 from ca_jax.kv.costs import Rates, TransferRate
 from ca_jax.server.errors import ApiError, responses
+from ca_jax.server.metrics import tiers_of
 from ca_jax.server.router import client_name, engine_name
 from ca_jax.server.service import Service
 from ca_jax.server.state import EventStream, KeyedRoute, ServerState, TheService, TheTenant, state_of
@@ -43,11 +44,16 @@ ROUTES = fastapi.APIRouter(tags=["live"], route_class=KeyedRoute)
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.1, 60.0
 _LOOK_S = 0.5  # How often a stream without news sees whether the server stops.
 _ALIVE_S = 15.0  # How often it sends something nevertheless, so that a broken connection is noticed.
+# To the microsecond: beyond that there is nothing to tell, and much to send.
+_Seconds = Annotated[float, pydantic.PlainSerializer(lambda seconds: round(seconds, 6), return_type=float)]
 _MAX_WAITING = 64  # Waiting jobs that are shown one by one: more cells than a row of them has room for.
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LiveTier:
+class _View(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+
+class LiveTier(_View):
     """One tier of the store: the bytes of its blocks, sessions in it, and what it has done so far."""
 
     name: str
@@ -60,8 +66,7 @@ class LiveTier:
     """Loads that were completed, of KV that had been here."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LiveMove:
+class LiveMove(_View):
     """One way on which KV moves, and how much it has so far."""
 
     name: str
@@ -72,10 +77,7 @@ class LiveMove:
     """How fast, by measured times; None while that is not known, or not measured."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _LiveJob:
-    """What is shown of any job."""
-
+class _LiveJob(_View):
     session_id: str | None
     """Whose turn; None for another tenant's, or a chunk."""
     is_own: bool
@@ -84,7 +86,6 @@ class _LiveJob:
     """Of its context so far; 0 for another tenant's."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class LiveRunning(_LiveJob):
     """A job in a decode slot."""
 
@@ -93,7 +94,6 @@ class LiveRunning(_LiveJob):
     """`prefill` or `decode`."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class LiveWaiting(_LiveJob):
     """A job that waits for a slot."""
 
@@ -105,8 +105,7 @@ class LiveWaiting(_LiveJob):
     """Whether its KV leaves DRAM behind all that no job waits for."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LiveQueue:
+class LiveQueue(_View):
     """The job queue, and its two look-ahead windows, which may be longer than it."""
 
     num_waiting: int
@@ -116,23 +115,21 @@ class LiveQueue:
     eviction_window_jobs: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LiveSpan:
+class LiveSpan(_View):
     """A phase of a turn, in seconds since it was submitted."""
 
     name: str
     """`queued`, `load`, `prefill`, `decode` or `save`."""
-    start_s: float
-    end_s: float | None
+    start_s: _Seconds
+    end_s: _Seconds | None
     """None while it goes on. Of a save: when what was saved last could be read."""
-    busy_s: float
+    busy_s: _Seconds
     """Seconds of it that were spent on it, where others ran in between; else its length."""
-    stall_s: float = 0.0
+    stall_s: _Seconds
     """Of a load, seconds in which compute waited for it."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LiveTurn:
+class LiveTurn(_View):
     """The session's last turn: its tokens and times so far."""
 
     phase: str
@@ -145,15 +142,14 @@ class LiveTurn:
     completion_tokens: int
     saved_tokens: int
     """Tokens whose KV this turn has brought to the store."""
-    ttft_s: float | None
+    ttft_s: _Seconds | None
     """Seconds from submission to the first token; None before it."""
-    age_s: float
+    age_s: _Seconds
     """Seconds since submission, until it ended; its save may take longer."""
     spans: list[LiveSpan]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LiveSession:
+class LiveSession(_View):
     """The conversation that was asked for, and its KV in each tier."""
 
     session_id: str
@@ -168,7 +164,6 @@ class LiveSession:
     dram_blocks: int
     """Blocks of DRAM held, those of unfinished saves included."""
     dram_bytes: int
-    """Bytes of these."""
     ssd_tokens: int
     ssd_bytes: int
     block_tokens: int
@@ -179,8 +174,7 @@ class LiveSession:
     """Its last turn, since it was opened."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LiveSnapshot:
+class LiveSnapshot(_View):
     """One moment."""
 
     at_s: float
@@ -224,17 +218,9 @@ def read_live(engine: Engine, tenant: str, session_id: str | None = None) -> Liv
 
 
 def _tiers(stats: StoreStats) -> Iterator[LiveTier]:
-    num_hits = {"dram": stats.num_hits - stats.num_hits_from_ssd, "ssd": stats.num_hits_from_ssd}
-    for name, tier in (("dram", stats), ("ssd", stats.ssd)):
-        if tier is not None:
-            yield LiveTier(
-                name=name,
-                used_bytes=tier.used_bytes,
-                capacity_bytes=tier.capacity_bytes,
-                num_sessions=stats.num_dram_sessions if name == "dram" else tier.num_sessions,
-                num_evictions=tier.num_evictions,
-                num_hits=num_hits[name],
-            )
+    for name, tier, num_sessions, num_hits in tiers_of(stats):
+        counted = {field: getattr(tier, field) for field in ("used_bytes", "capacity_bytes", "num_evictions")}
+        yield LiveTier(name=name, num_sessions=num_sessions, num_hits=num_hits, **counted)
 
 
 def _moves(stats: StoreStats, rates: Rates | None) -> Iterator[LiveMove]:
@@ -265,21 +251,20 @@ def _job(job: Job, tenant: str) -> dict[str, Any]:
 
 
 def _queue(engine: Engine, jobs: tuple[Job, ...], tenant: str) -> LiveQueue:
-    windows = engine.stored.windows
-
-    def described(job: Job) -> LiveWaiting:
+    windows, waiting = engine.stored.windows, []
+    for job in jobs[:_MAX_WAITING]:
         kv = engine.stored.queued(job)
         position = math.inf if kv is None or kv.position is None else kv.position
-        return LiveWaiting(
+        shown = LiveWaiting(
             **_job(job, tenant),
             residency="absent" if kv is None else kv.residency.value,
             in_prefetch_window=position < windows.prefetch_jobs,
             in_eviction_window=position < windows.eviction_jobs,
         )
-
+        waiting.append(shown)
     return LiveQueue(
         num_waiting=len(jobs),
-        waiting=[described(job) for job in jobs[:_MAX_WAITING]],
+        waiting=waiting,
         prefetch_window_jobs=windows.prefetch_jobs,
         eviction_window_jobs=windows.eviction_jobs,
     )
@@ -313,7 +298,7 @@ def _turn(session: Session) -> LiveTurn | None:
     job = session.job
     if job is None:
         return None
-    saves = job.save_times
+    saves, usage = job.save_times, job.usage()
     phase = "done" if saves is None or saves.ended else "saving"
     if job.error is not None:
         phase = "failed"
@@ -322,13 +307,13 @@ def _turn(session: Session) -> LiveTurn | None:
     ended_s = job.finished_s if job.done else time.perf_counter()
     return LiveTurn(
         phase=phase,
-        prompt_tokens=job.num_prompt_tokens,
-        cached_tokens=len(job.slid_ids) + job.cached_tokens,
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.num_cached_tokens,
         cached_tier=job.cached_tier,
-        completion_tokens=len(job.output_ids),
+        completion_tokens=usage.completion_tokens,
         saved_tokens=0 if saves is None else saves.num_published,
-        ttft_s=_rounded(job.first_token_s - job.submitted_s) if job.first_token_s else None,
-        age_s=_rounded(max(ended_s - job.submitted_s, 0.0)),
+        ttft_s=usage.ttft_s if job.first_token_s else None,
+        age_s=max(ended_s - job.submitted_s, 0.0),
         spans=list(_spans(job)),
     )
 
@@ -341,10 +326,10 @@ def _spans(job: Job) -> Iterator[LiveSpan]:
         length_s = (time.perf_counter() if end_s is None else end_s) - start_s
         return LiveSpan(
             name=name,
-            start_s=_rounded(start_s - job.submitted_s),
-            end_s=None if end_s is None else _rounded(end_s - job.submitted_s),
-            busy_s=_rounded(length_s if busy_s is None else busy_s),
-            stall_s=_rounded(stall_s),
+            start_s=start_s - job.submitted_s,
+            end_s=None if end_s is None else end_s - job.submitted_s,
+            busy_s=length_s if busy_s is None else busy_s,
+            stall_s=stall_s,
         )
 
     yield span("queued", job.submitted_s, job.started_s or ended_s)
@@ -359,55 +344,35 @@ def _spans(job: Job) -> Iterator[LiveSpan]:
         yield span("save", saves.begun_s, (saves.published_s or saves.begun_s) if saves.ended else None)
 
 
-def _rounded(seconds: float) -> float:
-    """To the microsecond: beyond that there is nothing to tell, and much to send."""
-    return round(seconds, 6)
-
-
 # The routes.
 
 
-_JSON = pydantic.TypeAdapter(LiveSnapshot)
 _SessionId = Annotated[
     str | None,
     fastapi.Query(min_length=1, max_length=256, description="The conversation whose blocks and last turn are shown."),
 ]
 
 
-class Readings:
-    """The latest snapshot of each view, for all who look at the same. Belongs to the event loop of one server."""
+async def _read(service: Service, tenant: Tenant, session_id: str | None) -> bytes:
+    """A snapshot as JSON, no older than the shortest interval; those who look at the same share it.
 
-    def __init__(self) -> None:
-        self._latest: dict[tuple[str, str | None], tuple[float, asyncio.Future[bytes]]] = {}
+    Raises:
+      ApiError, TimeoutError: as of `Service.ask`.
+      SessionClosedError: the server is shutting down.
+    """
 
-    async def read(self, service: Service, tenant: Tenant, session_id: str | None) -> bytes:
-        """A snapshot as JSON, no older than the shortest interval.
+    async def ask() -> bytes:
+        snapshot = await service.ask(tenant, lambda engine: read_live(engine, tenant.domain, session_id))
+        return snapshot.model_dump_json().encode()
 
-        Raises:
-          ApiError: as of `Service.ask`.
-          SessionClosedError: the server is shutting down.
-        """
-
-        async def ask() -> bytes:
-            snapshot = await service.ask(tenant, lambda engine: read_live(engine, tenant.domain, session_id))
-            return _JSON.dump_json(snapshot)
-
-        now_s, view = time.monotonic(), (tenant.domain, session_id)
-        for each, (at_s, reading) in tuple(self._latest.items()):
-            if reading.done() and now_s - at_s >= _MIN_INTERVAL_S:
-                del self._latest[each]
-        if view not in self._latest:
-            self._latest[view] = now_s, asyncio.ensure_future(ask())
-        return await asyncio.shield(self._latest[view][1])  # Others may wait for it when this one goes.
+    reading = service.shared((tenant.domain, session_id), ask, _MIN_INTERVAL_S)
+    return await asyncio.shield(reading)  # Others may wait for it when this one goes.
 
 
-@ROUTES.get("/live/snapshot", responses=responses(400, 401, 408, 429, 503, model=LiveSnapshot))
-async def live_snapshot(
-    request: fastapi.Request, service: TheService, tenant: TheTenant, session_id: _SessionId = None
-) -> Response:
+@ROUTES.get("/live/snapshot", response_model=LiveSnapshot, responses=responses(400, 401, 408, 429, 503))
+async def live_snapshot(service: TheService, tenant: TheTenant, session_id: _SessionId = None) -> Response:
     """What engine and store are doing now: tiers, job queue, and one conversation of the caller's."""
-    readings: Readings = request.app.state.readings
-    return Response(await readings.read(service, tenant, session_id), media_type="application/json")
+    return Response(await _read(service, tenant, session_id), media_type="application/json")
 
 
 @ROUTES.get("/live", include_in_schema=False)  # It never ends: what reads the schema and tries each route would wait.
@@ -421,11 +386,10 @@ async def live(
 ) -> Response:
     """The same as server-sent events, whenever something has changed; with `once` as one answer."""
     if once:
-        return await live_snapshot(request, service, tenant, session_id)
-    readings: Readings = request.app.state.readings
+        return await live_snapshot(service, tenant, session_id)
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(service.looking(tenant, is_stream=True))
-        read = functools.partial(readings.read, service, tenant, session_id)
+        read = functools.partial(_read, service, tenant, session_id)
         first = await read()  # So that what is wrong is a status.
         return EventStream(_events(state_of(request), read, interval_s, first), stack.pop_all(), None)
 
@@ -434,7 +398,9 @@ async def _events(
     state: ServerState, read: Callable[[], Awaitable[bytes]], interval_s: float, snapshot: bytes
 ) -> AsyncIterator[bytes]:
     sent, sent_s = b"", 0.0
-    with contextlib.suppress(CaJaxError, ApiError):  # The server is shutting down, or busy: the client comes again.
+    with contextlib.suppress(
+        CaJaxError, ApiError, TimeoutError
+    ):  # The server is shutting down, or busy: the client comes again.
         while True:
             news = snapshot.partition(b",")[2]  # All behind the time, which is the first field.
             if news != sent:

@@ -1,12 +1,16 @@
-"""OpenAI's routes: chat completions, completions, models.
+"""OpenAI's routes: chat completions, completions, models; their answers in OpenAI's shapes.
 
-Not here: which conversation goes on, what is admitted (`service`, `router`), bodies (`bodies`, `answers`), clients that
-go away or do not read (`state`).
+Not here: which conversation goes on, what is admitted (`service`, `router`), bodies of requests (`bodies`), clients
+that go away or do not read (`state`), computing log-probabilities (`ca_jax.device.sampling`).
+Source: OpenAI's API reference (CreateChatCompletionResponse, CreateChatCompletionStreamResponse,
+CreateCompletionResponse, ChatCompletionTokenLogprob).
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import itertools
 import json
 import logging
 import time
@@ -18,36 +22,40 @@ import fastapi
 from asgi_correlation_id import correlation_id
 from fastapi.responses import JSONResponse, Response
 
-from ca_jax.server import answers
 from ca_jax.server.bodies import ChatRequest, CompletionRequest
-from ca_jax.server.engine_loop import Feed, LiveJob
-from ca_jax.server.errors import OBJECT, ApiError, as_api_error, responses, too_late
+from ca_jax.server.engine_loop import Feed, Part
+from ca_jax.server.errors import OBJECT, ApiError, as_api_error, responses
 from ca_jax.server.router import client_name
 from ca_jax.server.service import Service
 from ca_jax.server.state import EventStream, KeyedRoute, TheService, TheTenant, while_connected
 from ca_jax.server.tenants import Tenant
+from ca_jax.session import Job
+from ca_jax.turns.requests import FinishReason
 
 ROUTES = fastapi.APIRouter(prefix="/v1", tags=["openai"], route_class=KeyedRoute)
 _LOG = logging.getLogger(__name__)
 _CREATED = int(time.time())
 _EVENT: dict[str, Any] = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 _STREAMED: dict[str, Any] = {**OBJECT, "text/event-stream": {"itemSchema": _EVENT}}  # As OpenAPI 3.2 says of events.
+_SECONDS = ("ttft_s", "queued_s", "load_s", "load_stall_s", "prefill_s", "decode_s")  # Of the first answer's `Usage`.
+_COUNTS = ("dropped_tokens", "num_dropped", "repaired_tokens", "missed_chunks")
+_Body = dict[str, Any]
 
 
-@ROUTES.get("/models", responses=responses(401, 503))
+@ROUTES.get("/models", responses=responses(401, 503, content=OBJECT))
 async def models(service: TheService, tenant: TheTenant) -> JSONResponse:
     """The one model that is served."""
     return JSONResponse({"object": "list", "data": [_model(service)]})
 
 
-@ROUTES.get("/models/{model:path}", responses=responses(401, 404, 503))
+@ROUTES.get("/models/{model:path}", responses=responses(401, 404, 503, content=OBJECT))
 async def model(model: str, service: TheService, tenant: TheTenant) -> JSONResponse:
     """The same, by its name."""
     service.check_model(model)
     return JSONResponse(_model(service))
 
 
-def _model(service: Service) -> dict[str, Any]:
+def _model(service: Service) -> _Body:
     return {"id": service.model_name, "object": "model", "created": _CREATED, "owned_by": "ca_jax"}
 
 
@@ -78,8 +86,6 @@ async def completions(
 class _Answering:
     """One request for answers, whole or as chunks of a stream.
 
-    Chunks are written as text at once: they are most of what the server does for a token.
-
     Raises:
       ApiError: fields do not go together, or another model is asked for.
     """
@@ -92,7 +98,10 @@ class _Answering:
         kind = "chat.completion" if self._is_chat else "text_completion"
         response_id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._head = {"id": response_id, "object": kind, "created": int(time.time()), "model": body.model}
-        self._chunk_head = json.dumps({**self._head, "object": f"{kind}.chunk" if self._is_chat else kind})[:-1]
+        self._chunk_head = self._head | ({"object": f"{kind}.chunk"} if self._is_chat else {})
+        options = body.stream_options
+        self._with_usage = options is not None and bool(options.include_usage)
+        self._counts_on = options is not None and bool(options.continuous_usage_stats)
 
     async def response(self, request: fastapi.Request) -> Response:
         """Begins the answers, so that what is wrong with the request is a status, and gives them whole or streamed."""
@@ -105,103 +114,147 @@ class _Answering:
                 begun = service.complete(self._tenant, body)
             if not body.stream:
                 return await while_connected(request, self._whole(begun))
-            try:
-                async with service.deadline(body.timeout_s) as deadline:
-                    feed = await stack.enter_async_context(begun)
-            except TimeoutError as error:
-                raise too_late() from error
+            async with service.deadline(body.timeout_s) as deadline:
+                feed = await stack.enter_async_context(begun)
             until_s = deadline.when()
             return EventStream(self._pieces(feed, until_s), stack.pop_all(), until_s)
 
     async def _whole(self, begun: contextlib.AbstractAsyncContextManager[Feed]) -> JSONResponse:
         try:
             async with self._service.deadline(self._body.timeout_s), begun as feed:
-                texts = [""] * len(feed.lives)
-                async for live, part in feed.parts():
-                    texts[live.index] += part.text
+                texts, state = [""] * len(feed.jobs), None
+                async for part in feed.parts():
+                    texts[part.index] += part.text
+                    state = part.state
         except Exception as error:
             raise _reported(error) from error
         choices = []
-        for live, text in zip(feed.lives, texts, strict=True):
-            said: dict[str, Any] = {"text": text}
+        for index, (job, text) in enumerate(zip(feed.jobs, texts, strict=True)):
+            said: _Body = {"text": text}
             if self._is_chat:
                 said = {"message": {"role": "assistant", "content": text, "refusal": None}}
-            logprobs, reason = self._logprobs(live, 0), answers.finish_reason(live.job.finish_reason)
-            choices.append({"index": live.index, **said, "logprobs": logprobs, "finish_reason": reason})
+            logprobs, reason = self._logprobs(job, 0), _finish_reason(job)
+            choices.append({"index": index, **said, "logprobs": logprobs, "finish_reason": reason})
         session = self._session(feed)
-        if session:
-            session |= _state_of(feed.lives[0])
-        usage = answers.usage_body(feed.usages(), self._body.num_choices)
-        return JSONResponse({**self._head, "choices": choices, "usage": usage, **session})
+        if session and state is not None:
+            session["session_state"] = state
+        return JSONResponse({**self._head, "choices": choices, "usage": self._usage(feed), **session})
 
     async def _pieces(self, feed: Feed, until_s: float | None) -> AsyncIterator[str]:
-        """The stream of events. An error in the middle is the last of them."""
+        """The stream of events. An error in the middle is the last of them, as OpenAI's clients understand it."""
         try:
-            session = self._session(feed)
-            if self._is_chat:
-                for live in feed.lives:
-                    said = '{"role": "assistant", "content": "", "refusal": null}'
-                    yield self._chunk(live.index, said, None, None, self._usage(live, 0), session)
-            sent = [0] * len(feed.lives)
-            async for live, part in feed.parts(until_s):
+            session, jobs = self._session(feed), feed.jobs
+            for index in range(len(jobs) if self._is_chat else 0):
+                said: _Body = {"delta": {"role": "assistant", "content": "", "refusal": None}}
+                yield self._chunk(feed, Part(index, "", 0, done=False), said, None, session)
+            sent = [0] * len(jobs)
+            async for part in feed.parts(until_s):
                 if not (part.text or part.done):
                     continue
-                reason = answers.finish_reason(live.job.finish_reason) if part.done else None
-                logprobs = None
-                if part.num_tokens > sent[live.index]:
-                    logprobs = self._logprobs(live, sent[live.index], part.num_tokens)
-                    sent[live.index] = part.num_tokens
-                said = json.dumps(part.text)
+                said, logprobs = {"text": part.text}, None
                 if self._is_chat:
-                    said = f'{{"content": {said}}}' if part.text or reason is None else "{}"
-                state = _state_of(live) if part.done and session else {}
-                yield self._chunk(live.index, said, reason, logprobs, self._usage(live, part.num_tokens), state)
-            if self._body.includes_usage:
-                usage = json.dumps(answers.usage_body(feed.usages(), self._body.num_choices))
-                yield f'data: {self._chunk_head}, "choices": [], "usage": {usage}}}\n\n'
-            yield answers.DONE
+                    said = {"delta": {"content": part.text} if part.text else {}}
+                if part.num_tokens > sent[part.index]:
+                    logprobs = self._logprobs(jobs[part.index], sent[part.index], part.num_tokens)
+                    sent[part.index] = part.num_tokens
+                state = {"session_state": part.state} if part.state is not None and session else {}
+                yield self._chunk(feed, part, said, logprobs, state)
+            if self._with_usage:
+                yield _event({**self._chunk_head, "choices": [], "usage": self._usage(feed)})
+            yield "data: [DONE]\n\n"
         except Exception as error:
-            yield answers.error_event(_reported(error).body())
+            yield _event(_reported(error).body())
 
-    def _chunk(
-        self, index: int, said: str, reason: str | None, logprobs: Any, usage: str | None, session: answers.Session
-    ) -> str:
-        """A chunk of an answer's new text; `said` and `usage` are JSON, and without usage the field is not there."""
-        name = "delta" if self._is_chat else "text"
-        why, of_usage = json.dumps(reason), "" if usage is None else f', "usage": {usage}'
-        choice = f'"index": {index}, "{name}": {said}, "logprobs": {json.dumps(logprobs)}, "finish_reason": {why}'
-        of_session = f", {json.dumps(session)[1:-1]}" if session else ""
-        return f'data: {self._chunk_head}, "choices": [{{{choice}}}]{of_usage}{of_session}}}\n\n'
+    def _chunk(self, feed: Feed, part: Part, said: _Body, logprobs: _Body | None, session: _Body) -> str:
+        """A chunk of an answer's new text."""
+        reason = _finish_reason(feed.jobs[part.index]) if part.done else None
+        choice = {"index": part.index, **said, "logprobs": logprobs, "finish_reason": reason}
+        usage: _Body = {"usage": None} if self._with_usage else {}
+        if self._with_usage and self._counts_on:
+            usage = {"usage": _usage_counts(feed.num_prompt_tokens[part.index], part.num_tokens)}
+        return _event({**self._chunk_head, "choices": [choice], **usage, **session})
 
-    def _usage(self, live: LiveJob, num_tokens: int) -> str | None:
-        """What a chunk says under `usage`, as JSON; None: the field is not there."""
-        if not self._body.includes_usage:
-            return None
-        counts = answers.usage_counts(live.num_prompt_tokens, num_tokens)
-        return json.dumps(counts) if self._body.counts_on else "null"
+    def _usage(self, feed: Feed) -> _Body:
+        """What a request took. `ca_jax` adds to OpenAI's fields where KV came from, and what the first answer took."""
+        usages = [job.usage() for job in feed.jobs]
+        of_prompts, first = usages[:: self._body.num_choices], usages[0]  # Tokens of a prompt count once.
+        by_tier: collections.Counter[str] = collections.Counter()
+        for usage in of_prompts:
+            by_tier.update(usage.cached_tokens)
+        num_prompt = sum(usage.prompt_tokens for usage in of_prompts)
+        no_predictions = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+        return {
+            **_usage_counts(num_prompt, sum(usage.completion_tokens for usage in usages)),
+            "prompt_tokens_details": {"cached_tokens": by_tier.total(), "audio_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": 0, "audio_tokens": 0, **no_predictions},
+            "ca_jax": {
+                "cached_tokens": dict(by_tier),
+                **{name: round(getattr(first, name), 6) for name in _SECONDS},
+                **{name: getattr(first, name) for name in _COUNTS},
+            },
+        }
 
-    def _logprobs(self, live: LiveJob, start: int, stop: int | None = None) -> dict[str, Any] | None:
+    def _logprobs(self, job: Job, start: int, stop: int | None = None) -> _Body | None:
+        """Log-probabilities of tokens `[start, stop)`: of each and of the likeliest."""
         if self._body.num_logprobs is None:
             return None
-        describe = answers.chat_logprobs if self._is_chat else answers.completion_logprobs
-        return describe(self._service.tokenizer, live.job, start, stop)
+        each = job.token_logprobs[start:stop]
+        if not self._is_chat:
+            ends = list(itertools.accumulate(map(len, job.token_texts), initial=0))
+            return {
+                "tokens": [self._token_text(drawn.token_id) for drawn in each],
+                "token_logprobs": [drawn.logprob for drawn in each],
+                "top_logprobs": [{self._token_text(token_id): lp for token_id, lp in drawn.top} for drawn in each],
+                "text_offset": ends[start : start + len(each)],
+            }
+        content = []
+        for drawn in each:
+            top = [self._described(token_id, logprob) for token_id, logprob in drawn.top]
+            content.append({**self._described(drawn.token_id, drawn.logprob), "top_logprobs": top})
+        return {"content": content, "refusal": None}
 
-    def _session(self, feed: Feed) -> answers.Session:
+    def _described(self, token_id: int, logprob: float) -> _Body:
+        raw = None if self._service.tokenizer is None else self._service.tokenizer.token_bytes(token_id)
+        in_bytes = None if raw is None else list(raw)
+        return {"token": self._token_text(token_id), "logprob": logprob, "bytes": in_bytes}
+
+    def _token_text(self, token_id: int) -> str:
+        """A token's text; its bytes where they are no text by themselves, as OpenAI writes them."""
+        tokenizer = self._service.tokenizer
+        if tokenizer is None:
+            return f"token_id:{token_id}"
+        raw = tokenizer.token_bytes(token_id)
+        try:
+            return tokenizer.token_text(token_id) if raw is None else raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw or b"")
+
+    def _session(self, feed: Feed) -> _Body:
         """Of a chat: what its next turn may name instead of its history."""
-        session = feed.lives[0].job.session
-        if not self._is_chat or len(feed.lives) > 1 or session is None or not session.is_kept:
+        session = feed.jobs[0].session
+        if not self._is_chat or len(feed.jobs) > 1 or session is None or not session.is_kept:
             return {}
         return {"session_id": client_name(self._tenant.domain, session.session_id)}
 
 
+def _event(body: _Body) -> str:
+    return f"data: {json.dumps(body)}\n\n"
+
+
+def _finish_reason(job: Job) -> str:
+    """OpenAI's word for why an answer ended; one that was given up was cut short."""
+    return "stop" if job.finish_reason is FinishReason.STOP else "length"
+
+
+def _usage_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    """Tokens of a prompt and of what was generated so far."""
+    total = prompt_tokens + completion_tokens
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
+
+
 def _reported(error: Exception) -> ApiError:
     """The error that a client gets for what broke its answer; more of it is in the log."""
-    api_error = too_late() if isinstance(error, TimeoutError) else as_api_error(error)
-    if api_error.status >= 500:
+    api_error = as_api_error(error)
+    if api_error.status_code >= 500:
         _LOG.error("an answer broke (%s)", correlation_id.get(), exc_info=error)
     return api_error
-
-
-def _state_of(live: LiveJob) -> answers.Session:
-    """Where a conversation stands behind its answer: the server holds its next turn to it, if that says so."""
-    return {} if live.state is None else {"session_state": live.state}

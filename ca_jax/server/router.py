@@ -24,6 +24,7 @@ Not here: KV (the store finds prefixes by itself), tenants' keys.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import uuid
@@ -109,15 +110,13 @@ class Router:
                 f"session {session_id!r} was gone on with by its whole history: with its name must come the "
                 "session_state of its last answer, or all of its messages"
             )
-        if num_known:
-            return Found(session, list(messages[num_known:]), reached, is_new=False)
         others = sorted({message["role"] for message in messages} - {"user"})
-        if others and session.token_ids:
+        if others and session.token_ids and not num_known:
             raise InvalidRequestError(
                 f"messages must be what is new to session {session_id!r}, of the user alone, or all of it and that; "
                 f"got messages of {', '.join(others)} that are not the session's"
             )
-        return Found(session, list(messages), reached, is_new=False)
+        return Found(session, list(messages[num_known:]), reached, is_new=False)
 
     def by_history(self, tenant: str, messages: Sequence[Message], texts: Texts, *, may_drop: bool = True) -> Found:
         """A conversation that stands where a history ends, and what of it is new: it is found, forked or begun.
@@ -147,14 +146,12 @@ class Router:
         Raises:
           InvalidRequestError: there is one of that name.
         """
-        taken = InvalidRequestError(f"session_id must be a name that is not taken, got {session_id!r}")
-        if session_id is not None and self.look(tenant, session_id) is not None:
-            raise taken
-        name = engine_name(tenant, session_id or uuid.uuid4().hex)
-        try:
-            session = self._engine.session(session_id=name, system=system, tenant=tenant, ttl_s=ttl_s)
-        except TenantError:
-            raise taken from None
+        name, session = engine_name(tenant, session_id or uuid.uuid4().hex), None
+        if session_id is None or self.look(tenant, session_id) is None:
+            with contextlib.suppress(TenantError):
+                session = self._engine.session(session_id=name, system=system, tenant=tenant, ttl_s=ttl_s)
+        if session is None:
+            raise InvalidRequestError(f"session_id must be a name that is not taken, got {session_id!r}")
         self.use(session)
         return session
 
@@ -164,13 +161,11 @@ class Router:
         Raises:
           UnknownSessionError: there is none, or what is stored by that name is not its own.
         """
-        unknown = UnknownSessionError(f"there must be a session of that name, got {session_id!r}")
-        try:
+        session = None
+        with contextlib.suppress(TenantError):
             session = self._engine.find_session(engine_name(tenant, session_id), tenant=tenant)
-        except TenantError:
-            raise unknown from None
         if session is None:
-            raise unknown
+            raise unknown_session(session_id)
         self.use(session)
         return session
 
@@ -180,10 +175,9 @@ class Router:
         opened = self._engine.opened(name, tenant=tenant)
         if opened is not None:
             return opened.conversation
-        try:
+        with contextlib.suppress(TenantError):
             return self._engine.stored.conversation(name, tenant=tenant)
-        except TenantError:
-            return None
+        return None
 
     def let_go(self, sessions: Sequence[Session]) -> None:
         """Closes conversations that no client knows by name; what is stored of them stays."""
@@ -227,15 +221,13 @@ class Router:
 
     def learn(self, tenant: str, session_id: str, engine: Engine) -> None:
         """Notes where a stored conversation stands that is not open; not of one that cannot be read in time."""
-        try:
+        with contextlib.suppress(CatalogLateError):
             conversation = engine.stored.conversation(session_id, tenant=tenant)
-        except CatalogLateError:
-            return
-        if conversation is not None:
-            self.note(tenant, session_id, conversation)
+            if conversation is not None:
+                self.note(tenant, session_id, conversation)
 
     def forget(self, tenant: str, session_id: str) -> None:
-        """Forgets the states of a conversation that there is no more."""
+        """Forgets the states of a conversation that is gone."""
         for chain in self._chains[tenant].pop(session_id, ()):
             if self._states.get((tenant, chain)) == session_id:
                 del self._states[tenant, chain]
@@ -292,6 +284,11 @@ def _chains_of(messages: Sequence[Message], texts: Texts) -> list[str]:
 
 def _chains(messages: Sequence[Message]) -> list[str]:
     return list(itertools.accumulate(messages, lambda chain, message: chain_of([message], chain), initial=""))[1:]
+
+
+def unknown_session(session_id: str) -> UnknownSessionError:
+    """The error of a client's name that names no conversation of its tenant."""
+    return UnknownSessionError(f"there must be a session of that name, got {session_id!r}")
 
 
 def engine_name(tenant: str, session_id: str) -> str:

@@ -14,16 +14,15 @@ import heapq
 import itertools
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Literal, TypeVar
+from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Iterator, Sequence
+from typing import Any, Literal, TypeVar
 
 from ca_jax.engine import Engine
-from ca_jax.pretrained import LoadedModel
 from ca_jax.server.bodies import ChatRequest, CompletionRequest
 from ca_jax.server.config import ServerConfig
 from ca_jax.server.engine_loop import EngineLoop, Feed
-from ca_jax.server.errors import ApiError, invalid, too_late
-from ca_jax.server.metrics import Reading, RequestMetrics
+from ca_jax.server.errors import ApiError, invalid
+from ca_jax.server.metrics import RequestMetrics
 from ca_jax.server.router import Router
 from ca_jax.server.tenants import Tenant, Tenants
 from ca_jax.serving.prompts import context_ids, prompt_ids
@@ -44,17 +43,15 @@ class Service:
     Args:
       engine: warm; nobody else runs it.
       config: how.
-      metrics: where requests are counted.
       tenants: whose they are.
     """
 
-    def __init__(
-        self, engine: Engine, config: ServerConfig, metrics: RequestMetrics, tenants: Tenants | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, config: ServerConfig, tenants: Tenants | None = None) -> None:
         self.config = config
-        self.metrics = metrics
         self.model_name = config.served_model_name or engine.model.name
         """The name that clients give."""
+        self.metrics = RequestMetrics(self.model_name)
+        """Where requests are counted."""
         self._model = engine.model
         self.tokenizer = engine.model.tokenizer
         """Of the model; None where it has none."""
@@ -63,17 +60,12 @@ class Service:
         """Which conversation a request goes on with; for the engine's thread alone."""
         self.loop = EngineLoop(engine, on_ended=self._ended)
         """The way to the engine."""
-        self.closing = False
-        """Whether nothing more is taken in."""
-        self.is_ready = False
-        """Whether all is known that was stored before."""
         self._slots = engine.config.max_batch_size
         self._most_tokens = max(engine.window // 2, 1)  # Of an answer, where a request does not say.
-        self._of_tenant: collections.Counter[str] = collections.Counter()  # Answers that are generated.
+        self.answers: collections.Counter[str] = collections.Counter()
+        """Of each tenant, answers that are asked for."""
         self._looking: collections.Counter[tuple[str, bool]] = collections.Counter()
-        self._reading: asyncio.Future[Reading] | None = None
-        self.num_requests = 0
-        """Requests that are being served."""
+        self._shared: dict[Hashable, tuple[float, asyncio.Future[Any]]] = {}
         self._num_coming = 0  # Jobs that were let in and that the engine's thread has not queued yet.
         self._text_threads = concurrent.futures.ThreadPoolExecutor(_TEXT_THREADS, "ca_jax-texts")
         self._told: list[float] = []  # When the clients that were told to come again will: a heap.
@@ -82,14 +74,13 @@ class Service:
 
     async def begin(self) -> None:
         """Learns where the conversations stand that were stored before; then requests may come."""
-        self._last = await self.loop.call(Reading.of)
+        await self.loop.call(self.metrics.read)
         names = await self.loop.call(lambda engine: engine.stored.names())
         for tenant in self._tenants:
             own = (name for whose, name in names if whose == tenant.domain)
             known = tuple(itertools.islice(own, self.router.max_known))
             for name in reversed(known):  # Those used last stay known for longest.
                 await self.loop.call(functools.partial(self.router.learn, tenant.domain, name))
-        self.is_ready = True
 
     def check_model(self, model: str) -> None:
         """Raises ApiError where a request is for another model."""
@@ -102,70 +93,66 @@ class Service:
         """Admits a request for as long as it is served, and counts each of its answers.
 
         Raises:
-          ApiError: it asks for more than it ever may have (400, 403), its tenant has too many now (429, with a time to
-            come again), or the server is shutting down (503).
+          ApiError: it asks for more than it ever may have (400, 403), or its tenant has too many now (429, with a time
+            to come again).
         """
-        self._check_serving()
         most = min(self.config.max_choices, tenant.max_requests or self.config.max_choices)
         if num_answers > most:
             raise invalid("n", f"the answers of one request must be at most {most}, got {num_answers}")
         if priority is not None and priority < tenant.best_priority:
             message = f"priority must be at least {tenant.best_priority} for this key's tenant, got {priority}"
             raise ApiError(403, message, param="priority", code="priority_not_allowed")
-        if tenant.max_requests is not None and self._of_tenant[tenant.name] + num_answers > tenant.max_requests:
+        if tenant.max_requests is not None and self.answers[tenant.name] + num_answers > tenant.max_requests:
             why = f"this key's tenant may have {tenant.max_requests} answers at a time"
             raise self._busy(why, max(self._num_there, self._slots))
-        self._of_tenant[tenant.name] += num_answers
-        self.num_requests += 1
-        try:
+        with _counted(self.answers, tenant.name, num_answers):
             yield
-        finally:
-            self._of_tenant[tenant.name] -= num_answers
-            self.num_requests -= 1
 
     @contextlib.contextmanager
     def looking(self, tenant: Tenant, *, is_stream: bool = False) -> Iterator[None]:
         """Admits a request that asks the engine for something else than answers, for as long as it does.
 
         Raises:
-          ApiError: its tenant has too many (429), or the server is shutting down (503).
+          ApiError: its tenant has too many (429).
         """
-        self._check_serving()
         if self._looking[tenant.name, is_stream] >= self.config.max_lookups:
             message = f"{self.config.max_lookups} such requests are being served already, and no more may"
             raise ApiError(429, f"the server is busy: {message}", code="rate_limit_exceeded", retry_after_s=1)
-        self._looking[tenant.name, is_stream] += 1
-        try:
+        with _counted(self._looking, (tenant.name, is_stream), 1):
             yield
-        finally:
-            self._looking[tenant.name, is_stream] -= 1
 
     async def ask(self, tenant: Tenant, function: Callable[[Engine], T]) -> T:
         """What a function of the engine gives, for a request of a tenant that is no answer.
 
         Raises:
-          ApiError: as of `looking`, or the engine's thread did not come to it in time (408).
+          ApiError: as of `looking`.
+          TimeoutError: the engine's thread did not come to it in time.
           Exception: whatever the function raises.
         """
         with self.looking(tenant):
-            try:
-                async with self.deadline(None):
-                    return await self.loop.call(function)
-            except TimeoutError as error:
-                raise too_late() from error
+            async with self.deadline(None):
+                return await self.loop.call(function)
+
+    def shared(self, what: Hashable, ask: Callable[[], Coroutine[Any, Any, T]], fresh_s: float) -> asyncio.Future[T]:
+        """What is asked once for all who want the same meanwhile, and for so many seconds after it was asked."""
+        now_s = time.monotonic()
+        for each, (until_s, asked) in tuple(self._shared.items()):
+            if asked.done() and now_s >= until_s:
+                del self._shared[each]
+        if what not in self._shared:
+            self._shared[what] = now_s + fresh_s, asyncio.ensure_future(ask())
+        return self._shared[what][1]
 
     async def read_metrics(self) -> bytes:
         """What Prometheus reads. The engine's thread is asked once for all who ask meanwhile.
 
         If it does not answer at once they get its last answer, and how old that is.
         """
-        if self._reading is None or self._reading.done():
-            self._reading = asyncio.ensure_future(self.loop.call(Reading.of))
-        reading = self._reading
+        reading = self.shared("metrics", lambda: self.loop.call(self.metrics.read), 0.0)
         await asyncio.wait((reading,), timeout=_READING_S)
         if reading.done():
-            self._last = reading.result()
-        return self.metrics.text(self._last)
+            reading.result()  # It may have failed.
+        return self.metrics.text()
 
     @contextlib.asynccontextmanager
     async def chat(self, tenant: Tenant, request: ChatRequest) -> AsyncIterator[Feed]:
@@ -175,8 +162,7 @@ class Service:
           CaJaxError: the conversation cannot go on like that.
         """
         messages, texts = request.history(), Texts()
-        chunks = [chunk for message in messages for chunk in message.get("context", ())]
-        num_chunks = self._checked_chunks(chunks, "context")
+        num_chunks = self._checked_chunks([chunk for each in messages for chunk in each.get("context", ())], "context")
 
         def submit(engine: Engine) -> list[Job]:
             if request.session_id is not None:
@@ -184,16 +170,17 @@ class Service:
             else:
                 may_drop = request.truncation != "disabled"
                 found = self.router.by_history(tenant.domain, messages, texts, may_drop=may_drop)
-            siblings: list[Session] = []
+            begun = [found.session] if found.is_new else []
             if request.store is False:
                 sessions = [engine.fork(found.session, is_kept=False) for _ in range(request.num_choices)]
-                self.router.let_go([found.session] if found.is_new else [])
+                self.router.let_go(begun)
+                siblings: list[Session] = []
             else:
                 held = len(found.session.token_ids)
                 siblings = [self.router.sibling(found.session, held) for _ in range(1, request.num_choices)]
                 sessions = [found.session, *siblings]
             jobs: list[Job] = []
-            with self._all_or_none(engine, jobs, [found.session, *siblings] if found.is_new else siblings):
+            with self._all_or_none(engine, jobs, [*begun, *siblings]):
                 for choice, session in enumerate(sessions):
                     job = session.submit(
                         found.messages,
@@ -209,7 +196,7 @@ class Service:
                 self.router.use(each)
             return jobs
 
-        async with self._running(submit, request.num_choices, num_chunks) as feed:
+        async with self._running(submit, request.num_choices + num_chunks) as feed:
             yield feed
 
     @contextlib.asynccontextmanager
@@ -219,9 +206,12 @@ class Service:
         sessions: list[Session] = []
         texts = Texts()
 
+        def tokenise() -> list[list[int]]:
+            return [prompt_ids(self._model, prompt) for prompt in prompts]
+
         def submit(engine: Engine) -> list[Job]:
             jobs: list[Job] = []
-            tokenised = texts.get(num_chars(prompts), _all_prompt_ids, self._model, prompts)
+            tokenised = texts.get(num_chars(prompts), tokenise)
             with self._all_or_none(engine, jobs, sessions):
                 for index, ids in enumerate(tokenised):
                     sampling = request.sampling(index, _COMPLETION_TOKENS)
@@ -256,7 +246,7 @@ class Service:
         async with self._running(submit, self._checked_chunks(chunks, "chunks")) as feed:
             async for _ in feed.parts():
                 pass
-            return len(feed.lives)
+            return len(feed.jobs)
 
     def deadline(self, timeout_s: float | None) -> asyncio.Timeout:
         """A block that may last as long as a request asks for, and no longer than the server lets it."""
@@ -264,7 +254,6 @@ class Service:
 
     async def stop(self) -> None:
         """Ends what runs, and the engine's thread. The engine is not closed."""
-        self.closing = True
         await self.loop.stop()
         self._text_threads.shutdown(wait=False, cancel_futures=True)
 
@@ -282,20 +271,16 @@ class Service:
         return self.router.ended(job)
 
     @contextlib.asynccontextmanager
-    async def _running(
-        self, submit: Callable[[Engine], Sequence[Job]], num_jobs: int, num_chunks: int = 0
-    ) -> AsyncIterator[Feed]:
+    async def _running(self, submit: Callable[[Engine], Sequence[Job]], num_jobs: int) -> AsyncIterator[Feed]:
         """Jobs that a function queues, ended with the block.
 
         Args:
           submit: queues them.
-          num_jobs: how many they are.
-          num_chunks: how many more it may queue, for chunks that are not stored.
+          num_jobs: how many they may be, those of chunks that are not stored included.
 
         Raises:
           ApiError: too many wait (429, with a time to come again).
         """
-        num_jobs += num_chunks
         self._make_wait(num_jobs)
         feed, self._num_coming = None, self._num_coming + num_jobs
         try:
@@ -309,8 +294,7 @@ class Service:
         try:
             yield feed
         finally:
-            for live in feed.lives:
-                self.loop.cancel(live)
+            self.loop.cancel(feed)
 
     @contextlib.contextmanager
     def _all_or_none(self, engine: Engine, jobs: list[Job], begun: list[Session]) -> Iterator[None]:
@@ -322,10 +306,6 @@ class Service:
                 engine.cancel(job)
             self.router.let_go(begun)
             raise
-
-    def _check_serving(self) -> None:
-        if self.closing or self.loop.failure is not None:
-            raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=1)
 
     def _checked_chunks(self, chunks: Sequence[object], param: str) -> int:
         """How many chunks a request gives; raises ApiError where it may not give so many."""
@@ -377,5 +357,11 @@ class Service:
         return ApiError(429, f"the server is busy: {why}", code="rate_limit_exceeded", retry_after_s=seconds)
 
 
-def _all_prompt_ids(model: LoadedModel, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-    return [prompt_ids(model, prompt) for prompt in prompts]
+@contextlib.contextmanager
+def _counted(counts: collections.Counter[T], key: T, number: int) -> Iterator[None]:
+    """Counts so many more for as long as the block lasts."""
+    counts[key] += number
+    try:
+        yield
+    finally:
+        counts[key] -= number

@@ -9,14 +9,13 @@ from typing import Annotated, Any, Literal
 
 import fastapi
 import pydantic
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse
 from pydantic import Field
 
 from ca_jax.engine import Engine
-from ca_jax.errors import UnknownSessionError
 from ca_jax.server.bodies import Discard, NewChunks, NewSession, SessionChange
-from ca_jax.server.errors import ApiError, responses, too_late
-from ca_jax.server.router import client_name, engine_name
+from ca_jax.server.errors import OBJECT, ApiError, responses
+from ca_jax.server.router import client_name, engine_name, unknown_session
 from ca_jax.server.service import Service
 from ca_jax.server.state import KeyedRoute, TheService, TheTenant, while_connected
 from ca_jax.server.tenants import Tenant
@@ -24,6 +23,7 @@ from ca_jax.turns.conversations import Conversation
 
 ROUTES = fastapi.APIRouter(prefix="/v1", tags=["sessions"], route_class=KeyedRoute)
 _MOST_LISTED = 100
+_SPARSE: dict[str, Any] = {"response_model_exclude_unset": True}  # Fields that nothing is known of are left out.
 _TITLE_CHARS = 80  # Of an open conversation's first message of the user, which a list shows it by.
 
 
@@ -73,13 +73,13 @@ class SessionList(pydantic.BaseModel):
     has_more: bool = Field(description="Whether others follow.")
 
 
-@ROUTES.get("/sessions", responses=responses(400, 401, 404, 408, 429, 503, model=SessionList))
+@ROUTES.get("/sessions", **_SPARSE, responses=responses(400, 401, 404, 408, 429, 503))
 async def list_sessions(
     service: TheService,
     tenant: TheTenant,
     limit: Annotated[int, fastapi.Query(ge=1, le=_MOST_LISTED, description="Most of them.")] = 20,
     after: Annotated[str | None, fastapi.Query(max_length=256, description="The id behind which they begin.")] = None,
-) -> Response:
+) -> SessionList:
     """Conversations of the caller's tenant: open ones, then stored ones, those that are newer first."""
 
     def read(engine: Engine) -> tuple[list[ListedSession], bool]:
@@ -91,30 +91,28 @@ async def list_sessions(
 
     data, has_more = await service.ask(tenant, read)
     ids: list[str | None] = [each.id for each in data] or [None]
-    return _answer(SessionList(object="list", data=data, first_id=ids[0], last_id=ids[-1], has_more=has_more))
+    return SessionList(object="list", data=data, first_id=ids[0], last_id=ids[-1], has_more=has_more)
 
 
-@ROUTES.post(
-    "/sessions", status_code=201, responses=responses(400, 401, 408, 413, 429, 503, status=201, model=ListedSession)
-)
-async def new_session(body: NewSession, service: TheService, tenant: TheTenant) -> Response:
+@ROUTES.post("/sessions", status_code=201, **_SPARSE, responses=responses(400, 401, 408, 413, 429, 503))
+async def new_session(body: NewSession, service: TheService, tenant: TheTenant) -> ListedSession:
     """Begins a conversation of a name, with a system message."""
 
     def begin(engine: Engine) -> ListedSession:
         session = service.router.begin(tenant.domain, body.session_id, system=body.system, ttl_s=body.ttl_s)
         return ListedSession(**_fields(engine, tenant, session.session_id, session.conversation))
 
-    return _answer(await service.ask(tenant, begin), 201)
+    return await service.ask(tenant, begin)
 
 
-@ROUTES.get("/sessions/{session_id}", responses=responses(401, 404, 408, 429, 503, model=ShownSession))
-async def show_session(session_id: str, service: TheService, tenant: TheTenant) -> Response:
+@ROUTES.get("/sessions/{session_id}", **_SPARSE, responses=responses(401, 404, 408, 429, 503))
+async def show_session(session_id: str, service: TheService, tenant: TheTenant) -> ShownSession:
     """One conversation: its messages, and where its KV is."""
-    return _answer(await service.ask(tenant, lambda engine: _shown(service, engine, tenant, session_id)))
+    return await service.ask(tenant, lambda engine: _shown(service, engine, tenant, session_id))
 
 
-@ROUTES.post("/sessions/{session_id}", responses=responses(400, 401, 403, 404, 408, 413, 429, 503, model=ShownSession))
-async def change_session(session_id: str, body: SessionChange, service: TheService, tenant: TheTenant) -> Response:
+@ROUTES.post("/sessions/{session_id}", **_SPARSE, responses=responses(400, 401, 403, 404, 408, 413, 429, 503))
+async def change_session(session_id: str, body: SessionChange, service: TheService, tenant: TheTenant) -> ShownSession:
     """Pins a conversation in the store, unpins it, or says how long it is kept."""
     name = engine_name(tenant.domain, session_id)
 
@@ -131,13 +129,11 @@ async def change_session(session_id: str, body: SessionChange, service: TheServi
             engine.stored.set_ttl(name, body.ttl_s, tenant=tenant.domain)
         return _shown(service, engine, tenant, session_id)
 
-    return _answer(await service.ask(tenant, change))
+    return await service.ask(tenant, change)
 
 
-@ROUTES.post(
-    "/sessions/{session_id}/discard", responses=responses(400, 401, 404, 408, 409, 413, 429, 503, model=ShownSession)
-)
-async def discard_tokens(session_id: str, body: Discard, service: TheService, tenant: TheTenant) -> Response:
+@ROUTES.post("/sessions/{session_id}/discard", **_SPARSE, responses=responses(400, 401, 404, 408, 409, 413, 429, 503))
+async def discard_tokens(session_id: str, body: Discard, service: TheService, tenant: TheTenant) -> ShownSession:
     """Forgets tokens of a conversation, from `start` to before `stop`; the others stay as they are."""
 
     def discard(engine: Engine) -> ShownSession:
@@ -145,10 +141,10 @@ async def discard_tokens(session_id: str, body: Discard, service: TheService, te
         session.discard(range(body.start, min(body.stop, body.start + len(session.token_ids) + 1)))
         return _shown(service, engine, tenant, session_id)
 
-    return _answer(await service.ask(tenant, discard))
+    return await service.ask(tenant, discard)
 
 
-@ROUTES.delete("/sessions/{session_id}", responses=responses(401, 404, 408, 429, 503))
+@ROUTES.delete("/sessions/{session_id}", responses=responses(401, 404, 408, 429, 503, content=OBJECT))
 async def delete_session(session_id: str, service: TheService, tenant: TheTenant) -> JSONResponse:
     """Forgets a conversation and its KV, in every tier. A turn of it that runs is cancelled."""
 
@@ -161,24 +157,21 @@ async def delete_session(session_id: str, service: TheService, tenant: TheTenant
     return JSONResponse({"id": session_id, "object": "session.deleted", "deleted": True})
 
 
-@ROUTES.post("/chunks", responses=responses(400, 401, 408, 413, 429, 503))
+@ROUTES.post("/chunks", responses=responses(400, 401, 408, 413, 429, 503, content=OBJECT))
 async def precompute_chunks(
     body: NewChunks, request: fastapi.Request, service: TheService, tenant: TheTenant
 ) -> JSONResponse:
     """Computes and stores the KV of text chunks, each alone, for `context` of chats to come."""
     with service.admitted(tenant, 1):
-        try:
-            async with service.deadline(body.timeout_s):
-                num_computed = await while_connected(request, service.precompute(tenant, body.chunks, body.tier))
-        except TimeoutError as error:
-            raise too_late() from error
+        async with service.deadline(body.timeout_s):
+            num_computed = await while_connected(request, service.precompute(tenant, body.chunks, body.tier))
     return JSONResponse({"object": "chunks", "num_chunks": len(body.chunks), "num_computed": num_computed})
 
 
 def _shown(service: Service, engine: Engine, tenant: Tenant, session_id: str) -> ShownSession:
     conversation = service.router.look(tenant.domain, session_id)
     if conversation is None:
-        raise UnknownSessionError(f"there must be a session of that name, got {session_id!r}")
+        raise unknown_session(session_id)
     fields = _fields(engine, tenant, engine_name(tenant.domain, session_id), conversation)
     return ShownSession(**fields, messages=conversation.messages)
 
@@ -198,8 +191,3 @@ def _fields(engine: Engine, tenant: Tenant, name: str, conversation: Conversatio
         fields |= {"num_tokens": len(conversation.token_ids), "num_dropped": conversation.num_dropped}
         fields |= {"title": said[:_TITLE_CHARS], "session_state": conversation.chain}
     return fields
-
-
-def _answer(body: pydantic.BaseModel, status: int = 200) -> Response:
-    """Fields that nothing is known of are left out."""
-    return Response(body.model_dump_json(exclude_unset=True), status, media_type="application/json")

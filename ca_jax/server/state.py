@@ -35,17 +35,11 @@ class ServerState:
     engine: Engine | None = None
     """Once it is loaded and warm."""
     service: Service | None = None
-    """Likewise."""
+    """Once all is known that was stored before."""
     failure: Exception | None = None
     """Why the engine could not be made."""
     stopping: bool = False
-    """Whether nothing more is taken in."""
-
-    def begin_shutdown(self) -> None:
-        """Takes in nothing more. Any thread may call it, a signal's handler too."""
-        self.stopping = True
-        if self.service is not None:
-            self.service.closing = True
+    """Whether nothing more is taken in. Any thread may say so, a signal's handler too."""
 
     @property
     def status(self) -> str:
@@ -54,7 +48,7 @@ class ServerState:
             return "failed"
         if self.stopping:
             return "shutting down"
-        return "ok" if self.service is not None and self.service.is_ready else "starting"
+        return "starting" if self.service is None else "ok"
 
 
 def state_of(request: fastapi.Request) -> ServerState:
@@ -63,7 +57,10 @@ def state_of(request: fastapi.Request) -> ServerState:
     return state
 
 
-def tenant_of(request: fastapi.Request) -> Tenant:
+# Coroutines: FastAPI sends all other functions to a pool of threads, which is two hops a request.
+
+
+async def tenant_of(request: fastapi.Request) -> Tenant:
     """Whose a request is, by its key.
 
     Raises:
@@ -86,13 +83,10 @@ class KeyedRoute(fastapi.routing.APIRoute):
         handle = super().get_route_handler()
 
         async def checked(request: fastapi.Request) -> fastapi.Response:
-            tenant_of(request)
+            await tenant_of(request)
             return await handle(request)
 
         return checked
-
-
-# Coroutines: FastAPI sends all other functions to a pool of threads, which is two hops a request.
 
 
 async def _the_service(request: fastapi.Request) -> Service:
@@ -102,11 +96,7 @@ async def _the_service(request: fastapi.Request) -> Service:
     return state.service
 
 
-async def _the_tenant(request: fastapi.Request) -> Tenant:
-    return tenant_of(request)
-
-
-TheTenant = Annotated[Tenant, fastapi.Depends(_the_tenant)]
+TheTenant = Annotated[Tenant, fastapi.Depends(tenant_of)]
 """Whose a request is."""
 TheService = Annotated[Service, fastapi.Depends(_the_service)]
 """What serves it."""

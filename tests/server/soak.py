@@ -1,37 +1,36 @@
 """Many clients at once against one server: what they get is what each would get alone, whatever the others do.
 
 Clients hold conversations as their kind does (whole history, or by name), streamed or not; between turns they send what
-is no request, bodies that are too large, read slowly, or go away in the middle of an answer. Every answer that came
-whole is asked again of an engine that has no store and serves nobody else. Clients are another process than the server,
-so that memory is the server's alone.
+is no request, bodies that are too large, read slowly, or go away in the middle of an answer. Where the server may be
+killed they go on once it is there again. Every answer that came whole is asked again of an engine that has no store and
+serves nobody else.
 
 Not here: what must hold (test_soak), the server (server_kit).
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import json
-import multiprocessing
 import random
 import threading
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import httpx2
 import numpy as np
-import psutil
 
 from ca_jax.engine import Engine
-from ca_jax.storage.config import StoreConfig
 from tests import engine_kit as kit
 from tests import server_kit as sk
 from tests.server_kit import assistant, user
 
 MAX_TOKENS = 12
+START_S = 180.0  # That a process may take to begin.
 _LONGEST = 360  # Tokens of a history, of a window of 512; then another conversation begins.
 _WORDS = ("sea", "stone", "lamp", "river", "glass", "north", "seven", "paper", "cloud", "wheel")
+_CHAT = "/v1/chat/completions"
 
 
 @dataclasses.dataclass
@@ -46,6 +45,12 @@ class Report:
     """What is no request, refused as it should be."""
     refusals: list[int] = dataclasses.field(default_factory=list)
     """Of each answer that was asked for, how often its client was told to come again, and did when it was told."""
+    num_broken_off: int = 0
+    """Requests that a kill took."""
+    num_ahead: int = 0
+    """Conversations that the server knew an answer of which had not got through: 409, and all of it was sent."""
+    resumed: list[tuple[str, bool, int]] = dataclasses.field(default_factory=list)
+    """Conversations that were gone on with behind a kill, whether by name alone, and cached tokens of the answer."""
     cached_tokens: int = 0
     prompt_tokens: int = 0
     wrong: list[str] = dataclasses.field(default_factory=list)
@@ -55,9 +60,6 @@ class Report:
     failures: list[str] = dataclasses.field(default_factory=list)
     """What should not have been told or not have happened."""
     ttft_s: list[float] = dataclasses.field(default_factory=list)
-    rss: list[tuple[float, int]] = dataclasses.field(default_factory=list)
-    """Resident bytes of the server's process by seconds since the start."""
-    seconds: float = 0.0
 
 
 @dataclasses.dataclass
@@ -79,13 +81,14 @@ class Crowd:
     num_clients: int
     num_turns: int
     """Of each."""
-    seed: int
+    seed: int = 0
+    is_killed: bool = False
+    """Whether the server may be killed and begin again."""
 
-    def talk(self) -> tuple[Report, list[Asked]]:
-        """Does all of it; nothing of the memory is told."""
-        report, lock = Report(), threading.Lock()
-        seeds = range(self.seed, self.seed + self.num_clients)
-        clients = [_Client(self, seed, self.num_turns, report, lock) for seed in seeds]
+    def talk(self, report: Report) -> tuple[Report, list[Asked]]:
+        """Does all of it."""
+        lock = threading.Lock()
+        clients = [_Client(self, self.seed + number, report, lock) for number in range(self.num_clients)]
         for client in clients:
             client.start()
         for client in clients:
@@ -96,64 +99,80 @@ class Crowd:
 class _Client(threading.Thread):
     """One client. Its choices follow from its seed; what comes when does not."""
 
-    def __init__(self, crowd: Crowd, seed: int, num_turns: int, report: Report, lock: threading.Lock) -> None:
+    def __init__(self, crowd: Crowd, seed: int, report: Report, lock: threading.Lock) -> None:
         super().__init__(daemon=True)
         self._crowd = crowd
         self._random = random.Random(seed)
-        self._num_turns = num_turns
         self._report = report
         self._lock = lock
         self._seed = seed
         self._by_name = bool(seed % 2)
-        self._history: list[dict[str, str]] = []
-        self._session_id: str | None = None
+        self._begin()
         self._num_refused = 0  # In a row.
-        self._http: httpx2.Client | None = None
+        self._http: httpx2.Client
         self.asked: list[Asked] = []
+
+    def _begin(self) -> None:
+        self._history: list[dict[str, str]] = []
+        self._said: dict[str, str] | None = None  # What is not answered yet.
+        self._stands: dict[str, str] = {}  # The name of the conversation, and its state.
+        self._is_restarted = False  # Nothing came yet from the process that is there now.
 
     def run(self) -> None:
         try:
             with httpx2.Client(base_url=self._crowd.url, timeout=sk.DEADLINE_S) as self._http:
                 done = 0
-                while done < self._num_turns:
-                    self._disturb()
-                    done += self._turn()
+                while done < self._crowd.num_turns:
+                    try:
+                        self._disturb()
+                        done += self._turn()
+                    except httpx2.TransportError:
+                        if not self._crowd.is_killed:
+                            raise
+                        self._count(num_broken_off=1)
+                        sk.wait_for(lambda: sk.is_ready(self._crowd.url), START_S, 0.2)
+                        self._is_restarted = bool(self._stands)
         except Exception as error:
-            with self._lock:
-                self._report.failures.append(f"client {self._seed}: {type(error).__name__}: {error}")
+            self._fail(f"{type(error).__name__}: {error}")
 
     def _turn(self) -> bool:
         """Asks for one answer; whether it came whole."""
-        if sum(len(message["content"]) + 16 for message in self._history) > _LONGEST:
-            self._history, self._session_id = [], None
         draw = self._random
-        words = " ".join(draw.choices(_WORDS, k=draw.randint(2, 8)))
-        said = user(f"{self._seed} {words}")
-        named = self._by_name and self._session_id is not None
+        if self._said is None and sum(len(message["content"]) + 16 for message in self._history) > _LONGEST:
+            self._begin()
+        if self._said is None:
+            self._said = user(f"{self._seed} {' '.join(draw.choices(_WORDS, k=draw.randint(2, 8)))}")
         body: dict[str, Any] = {"model": sk.MODEL, "temperature": 0, "max_tokens": MAX_TOKENS}
-        body["messages"] = [said] if named else [*self._history, said]
-        if named:
-            body["session_id"] = self._session_id
+        body["messages"] = [*self._history, self._said]
+        named = body | {"messages": [self._said], **self._stands} if self._by_name and self._stands else None
         kind = draw.random()
-        if kind < 0.4:
-            return self._whole(body, said)
-        return self._streamed(body, said, slowly=kind > 0.9, leaves=0.75 < kind <= 0.9)
+        leaves = 0.75 < kind <= 0.9 and not self._crowd.is_killed
+        ask = self._whole if kind < 0.4 else lambda body: self._streamed(body, kind > 0.9, leaves)
+        came = ask(named or body)
+        if came is None:  # An answer did not get through: the server stands behind it.
+            known = self._http.get(f"/v1/sessions/{self._stands['session_id']}").json()["messages"]
+            if not self._is_restarted or known[: len(self._history) + 1] != body["messages"]:
+                self._fail("its conversation stands elsewhere")
+            self._count(num_ahead=1)
+            came = ask(body)
+        return bool(came)
 
-    def _whole(self, body: dict[str, Any], said: dict[str, str]) -> bool:
-        response = self._http.post("/v1/chat/completions", json=body)
-        if not self._is_served(response):
-            return False
+    def _whole(self, body: dict[str, Any]) -> bool | None:
+        response = self._http.post(_CHAT, json=body)
+        if response.status_code != 200:
+            return self._refused(response)
+        self._note_served()
         answer = response.json()
-        self._take(said, answer["choices"][0]["message"]["content"], answer["session_id"], answer["usage"])
+        self._take(body, answer["choices"][0]["message"]["content"], answer, answer["usage"])
         return True
 
-    def _streamed(self, body: dict[str, Any], said: dict[str, str], slowly: bool, leaves: bool) -> bool:
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
-        text, usage, session_id, num_events = "", None, None, 0
-        with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
+    def _streamed(self, body: dict[str, Any], slowly: bool, leaves: bool) -> bool | None:
+        body = body | {"stream": True, "stream_options": {"include_usage": True}}
+        text, usage, stands, num_events = "", None, {}, 0
+        with self._http.stream("POST", _CHAT, json=body) as response:
             if response.status_code != 200:
                 response.read()
-                return self._is_served(response)
+                return self._refused(response)
             self._note_served()
             for line in response.iter_lines():
                 if not line.startswith("data: {"):
@@ -161,46 +180,48 @@ class _Client(threading.Thread):
                 event = json.loads(line.removeprefix("data: "))
                 if "error" in event:
                     raise RuntimeError(f"a stream told {event}")
-                session_id = event.get("session_id", session_id)
+                stands |= event
                 usage = event["usage"] or usage
-                for choice in event["choices"]:
-                    text += choice["delta"].get("content") or ""
+                text += "".join(choice["delta"].get("content") or "" for choice in event["choices"])
                 num_events += 1
                 if leaves and num_events > 3:
                     break
                 if slowly:
                     time.sleep(0.01)
         if leaves and usage is None:
-            self._resume(session_id, said, text)
+            self._resume(stands["session_id"], text)
             return False
-        self._take(said, text, session_id, usage)
+        self._take(body, text, stands, usage)
         return True
 
-    def _take(self, said: dict[str, str], text: str, session_id: str, usage: dict[str, Any]) -> None:
-        self._history.append(said)
+    def _take(self, body: dict[str, Any], text: str, stands: dict[str, Any], usage: dict[str, Any]) -> None:
+        """Takes an answer that came whole."""
+        cached, before = usage["prompt_tokens_details"]["cached_tokens"], self._stands.get("session_id")
+        self._history.append(self._said)
         self.asked.append(Asked(list(self._history), text))
         self._history.append(assistant(text))
+        self._stands, self._said = {name: stands[name] for name in ("session_id", "session_state")}, None
+        if "session_id" in body and self._stands["session_id"] != before:
+            self._fail("another session answered")
         with self._lock:
-            report = self._report
-            if self._session_id is not None and session_id != self._session_id and self._by_name:
-                report.failures.append(f"client {self._seed}: another session answered")
-            report.num_turns += 1
-            report.ttft_s.append(usage["ca_jax"]["ttft_s"])
-            report.cached_tokens += usage["prompt_tokens_details"]["cached_tokens"]
-            report.prompt_tokens += usage["prompt_tokens"]
-        self._session_id = session_id
+            self._report.ttft_s.append(usage["ca_jax"]["ttft_s"])
+            if self._is_restarted:
+                self._report.resumed.append((before, "session_id" in body, cached))
+        self._is_restarted = False
+        self._count(num_turns=1, cached_tokens=cached, prompt_tokens=usage["prompt_tokens"])
 
-    def _resume(self, session_id: str | None, said: dict[str, str], text: str) -> None:
+    def _resume(self, session_id: str, text: str) -> None:
         """After it went away: by name it asks what is there by now; else it goes on with what it has read, or not."""
-        with self._lock:
-            self._report.num_left += 1
-        if self._by_name and session_id is not None:
-            self._session_id = session_id
-            path, shown = f"/v1/sessions/{session_id}", {}
+        self._count(num_left=1)
+        if self._by_name:
+            shown: dict[str, Any] = {}
+            path = f"/v1/sessions/{session_id}"
             sk.wait_for(lambda: not (shown.update(self._http.get(path).json()) or shown.get("busy")))
             self._history = shown["messages"]
+            self._stands = {"session_id": session_id, "session_state": shown["session_state"]}
         elif text and self._random.random() < 0.5:
-            self._history += [said, assistant(text)]
+            self._history += [self._said, assistant(text)]
+        self._said = None
 
     def _disturb(self) -> None:
         """Now and then something that is no request."""
@@ -213,68 +234,51 @@ class _Client(threading.Thread):
             (404, b'{"model": "gpt-4", "messages": [{"role": "user", "content": "x"}]}'),
             (413, b" " * (self._crowd.max_body_bytes + 1)),
         ][int(kind * 40)]
-        headers = {"Content-Type": "application/json"}
-        response = self._http.post("/v1/chat/completions", content=content, headers=headers)
-        with self._lock:
-            self._report.num_refused += 1
-            if response.status_code != wanted or "Traceback" in response.text:
-                self._report.failures.append(
-                    f"there must be {wanted}, got {response.status_code}: {response.text[:200]}"
-                )
+        response = self._http.post(_CHAT, content=content, headers={"Content-Type": "application/json"})
+        self._count(num_refused=1)
+        if response.status_code != wanted or "Traceback" in response.text:
+            self._fail(f"there must be {wanted}, got {response.status_code}: {response.text[:200]}")
 
-    def _is_served(self, response: Any) -> bool:
+    def _refused(self, response: Any) -> bool | None:
+        """False: it is to come again, and now may; None: its conversation stands elsewhere."""
         if response.status_code == 429:
             self._num_refused += 1
             time.sleep(int(response.headers["Retry-After"]))  # As openai's client does.
             return False
-        if response.status_code != 200:
-            raise RuntimeError(f"{response.status_code}: {response.text[:200]}")
-        self._note_served()
-        return True
+        if response.status_code == 409:
+            return None
+        raise RuntimeError(f"{response.status_code}: {response.text[:200]}")
 
     def _note_served(self) -> None:
         with self._lock:
             self._report.refusals.append(self._num_refused)
         self._num_refused = 0
 
+    def _count(self, **numbers: int) -> None:
+        with self._lock:
+            for name, number in numbers.items():
+                setattr(self._report, name, getattr(self._report, name) + number)
 
-def limits(directory: str, max_queue: int = 40) -> dict[str, Any]:
+    def _fail(self, why: str) -> None:
+        with self._lock:
+            self._report.failures.append(f"client {self._seed}: {why}")
+
+
+def limits(directory: object, max_queue: int = 40) -> dict[str, Any]:
     """Of a server whose tiers and tables overflow: what `server_kit.running` takes, SSD in `directory`."""
-    tokens = kit.BLOCK_TOKENS
-    store = StoreConfig(dram_gib=0.03, ssd_dir=directory, ssd_gib=0.1, ssd_free_floor_gib=0.0, block_tokens=tokens)
-    return {"store": store, "server": {"max_queue": max_queue, "max_body_bytes": 1 << 16, "max_open_sessions": 48}}
+    server = {"max_queue": max_queue, "max_body_bytes": 1 << 16, "max_open_sessions": 48}
+    return {"store": sk.ssd_store(directory, dram_gib=0.03, ssd_gib=0.1), "server": server}
 
 
-def soak(server: sk.Running, num_clients: int, num_turns: int, seed: int = 0) -> Report:
-    """Runs clients until they have so many answers together, or a few more, and checks each."""
-    body_bytes, each = server.state.config.max_body_bytes, -(-num_turns // num_clients)
-    crowd = Crowd(server.url, body_bytes, num_clients, each, seed)
-    rss: list[tuple[float, int]] = []
-    process = psutil.Process()
-    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        pool.submit(_is_there).result()
-        started_s = time.perf_counter()
-        talking = pool.submit(crowd.talk)
-        while not talking.done():
-            rss.append((time.perf_counter() - started_s, process.memory_info().rss))
-            concurrent.futures.wait((talking,), timeout=0.25)
-        report, all_asked = talking.result()
-    report.seconds = time.perf_counter() - started_s
-    report.rss = [*rss, (report.seconds, process.memory_info().rss)]
-    server.wait_until(lambda: server.service.num_requests == 0 and server.engine.num_jobs == (0, 0))
+def check_all(all_asked: Iterable[Asked], report: Report) -> None:
+    """Holds each answer against that of an engine that serves nobody else."""
     with kit.small_engine(store=kit.STORE_OFF) as alone:
         for asked in all_asked:
-            check(alone, asked, report)
-    return report
+            _check(alone, asked, report)
 
 
-def _is_there() -> bool:
-    """Answers from the other process once that has begun and imported this."""
-    return True
-
-
-def check(alone: Engine, asked: Asked, report: Report) -> None:
-    """Holds an answer against that of an engine that serves nobody else; near ties are told apart by the logits."""
+def _check(alone: Engine, asked: Asked, report: Report) -> None:
+    """Near ties are told apart by the logits."""
     session = alone.session()
     expected = "".join(session.send(asked.messages, max_tokens=MAX_TOKENS))
     num_prompt = session.usage.prompt_tokens if session.usage is not None else 0

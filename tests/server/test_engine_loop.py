@@ -56,14 +56,13 @@ async def test_parts_come_in_order_and_all_of_a_step_by_one_call(engine, monkeyp
         )
         feed = await loop.submit(lambda engine: turn(engine, "one") + turn(engine, "two"))
         texts, counts = ["", ""], [[], []]
-        async for live, part in feed.parts():
-            texts[live.index] += part.text
-            counts[live.index].append(part.num_tokens)
-            assert live.state == "behind it" or not part.done
-    lives = feed.lives
-    assert texts == ["".join(live.job.token_texts) for live in lives]
+        async for part in feed.parts():
+            texts[part.index] += part.text
+            counts[part.index].append(part.num_tokens)
+            assert part.state == ("behind it" if part.done else None)
+    assert texts == ["".join(job.token_texts) for job in feed.jobs]
     assert all(each == sorted(set(each)) and each[-1] == 8 for each in counts)
-    assert [live.job for live in lives] == sorted(ended, key=[live.job for live in lives].index)
+    assert feed.jobs == sorted(ended, key=feed.jobs.index)
     assert len(calls) < sum(map(len, counts)), "listeners of one step are resumed together"
 
 
@@ -96,13 +95,13 @@ async def test_a_caller_that_is_cancelled_leaves_no_job_behind(engine, is_begun)
 async def test_a_job_is_cancelled_and_its_listener_gets_what_there_was(engine):
     async with looping(engine) as loop:
         feed = await loop.submit(functools.partial(turn, max_tokens=400))
-        [live], parts = feed.lives, []
-        async for _, part in feed.parts():
+        parts = []
+        async for part in feed.parts():
             parts.append(part)
-            loop.cancel(live)
+            loop.cancel(feed)
+        assert parts[-1].done
         assert 1 <= parts[-1].num_tokens < 400
-        assert live.ended
-        loop.cancel(live)  # Nothing is left to be cancelled.
+        loop.cancel(feed)  # Nothing is left to be cancelled.
 
 
 @on_loop
@@ -114,7 +113,7 @@ async def test_a_listener_gives_up_at_its_deadline(engine):
                 async for _ in feed.parts(until_s=asyncio.get_running_loop().time()):
                     pass
             assert loop.step_s > 0, "it is at one step for so long"
-            loop.cancel(feed.lives[0])
+            loop.cancel(feed)
         await wait_until(lambda: loop.step_s == 0 and loop.num_jobs == 0)
 
 
@@ -136,9 +135,9 @@ def test_the_end_cancels_what_runs_and_answers_everybody(breaks):
             del engine.step
         await loop.stop()
         if not breaks:
-            parts = [part async for _, part in feed.parts()]
+            parts = [part async for part in feed.parts()]
             assert parts[-1].done
-        assert feed.lives[0].job.done
+        assert feed.jobs[0].done
 
     with kit.small_engine() as engine:
         run(engine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 import sqlite3
 import zlib
 from pathlib import Path
@@ -61,23 +62,31 @@ def kv_files(directory: Path) -> dict[str, str]:
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
-def assert_nothing_is_kept(server, directory, before, names):
-    wait_until_idle(server)
-    server.engine.wait_for_saves()
-    spelt = texts_in(directory) + texts_in_memory(server.engine)
-    assert "xylophone" not in spelt
-    assert "vexillology" not in spelt
-    assert kv_files(directory) == before
-    assert {info.key for info in server.engine.stored.list()} == names[0]
-    assert [session.session_id for session in server.engine.sessions] == names[1]
-    assert len(server.service.router._states) == names[2]
+class Kept:
+    """All that is kept: files of KV, keys in the store, open conversations, states that are known."""
 
+    def __init__(self, server, directory):
+        self._server, self._directory = server, directory
+        server.engine.wait_for_saves()
+        self._before = self._now()
 
-def kept(server):
-    """What there is that is kept: keys in the store, open conversations, states that are known."""
-    engine = server.engine
-    opened = [session.session_id for session in engine.sessions]
-    return {info.key for info in engine.stored.list()}, opened, len(server.service.router._states)
+    def _now(self):
+        engine = self._server.engine
+        opened = [session.session_id for session in engine.sessions]
+        stored = {info.key for info in engine.stored.list()}
+        return kv_files(self._directory), stored, opened, len(self._server.service.router._states)
+
+    def spelt(self):
+        return texts_in(self._directory) + texts_in_memory(self._server.engine)
+
+    def assert_nothing_is_said(self):
+        assert not re.search("xylophone|vexillology", self.spelt())
+
+    def assert_nothing_more(self):
+        wait_until_idle(self._server)
+        self._server.engine.wait_for_saves()
+        self.assert_nothing_is_said()
+        assert self._now() == self._before
 
 
 def test_it_is_answered_alike_and_nothing_of_it_is_kept(said_by_engine, server, tmp_path):
@@ -85,8 +94,7 @@ def test_it_is_answered_alike_and_nothing_of_it_is_kept(said_by_engine, server, 
         common = [user("what everybody asks first, at some length " * 3)]
         first = chat(client, common)
         history = [*common, assistant(text_of(first))]
-        server.engine.wait_for_saves()
-        before, names = kv_files(tmp_path), kept(server)
+        kept = Kept(server, tmp_path)
         followed = [*history, user(SECRET)]
         expected = said_by_engine(followed)
         named = {"session_id": first.session_id, "session_state": first.session_state}
@@ -95,49 +103,46 @@ def test_it_is_answered_alike_and_nothing_of_it_is_kept(said_by_engine, server, 
             assert text_of(answer) == expected
             assert cached(answer) > 100, "what others have stored is read"
             assert not {"session_id", "session_state"} & answer.model_extra.keys(), "there is nothing to go on with"
-            assert_nothing_is_kept(server, tmp_path, before, names)
+        kept.assert_nothing_more()
         pieces = list(chat(client, followed, store=False, stream=True, n=2, temperature=1))
         assert not any({"session_id", "session_state"} & piece.model_extra.keys() for piece in pieces)
-        assert_nothing_is_kept(server, tmp_path, before, names)
+        kept.assert_nothing_more()
         chat(client, [user(SECRET)], 300, store=False, extra_body={"ignore_eos": True, "context": [CONTEXT]})
         chat(client, [user(SECRET)], 480, store=False, extra_body={"ignore_eos": True})
         cut = chat(client, [*history, user(SECRET + "y" * 360)], store=False)
         assert cut.usage.ca_jax["dropped_tokens"] > 0
-        assert_nothing_is_kept(server, tmp_path, before, names)
+        kept.assert_nothing_more()
         again = chat(client, [user("go on")], extra_body=named)
         assert again.session_id == first.session_id, "it stands where it stood"
         chat(client, [user(SECRET)])
         server.engine.wait_for_saves()
-        assert "xylophone" in texts_in(tmp_path), "what is stored would have been seen"
-        assert "xylophone" in texts_in_memory(server.engine)
+        for found in (texts_in(tmp_path), texts_in_memory(server.engine)):
+            assert "xylophone" in found, "what is stored would have been seen"
 
 
 def test_nothing_of_it_is_kept_in_the_middle_either_or_if_it_breaks(server, tmp_path, monkeypatch):
-    """Whoever kills the server then finds nothing: what is on disk in the middle is what would be found."""
+    """A killed server leaves nothing behind either: what is on disk in the middle is what would be found."""
     with server.client(max_retries=0) as client:
         chat(client, [user("somebody else")])
-        server.engine.wait_for_saves()
-        before, names = kv_files(tmp_path), kept(server)
+        kept = Kept(server, tmp_path)
         asked = {"store": False, "extra_body": {"ignore_eos": True, "context": [CONTEXT]}}
         with chat(client, [user(SECRET)], 400, stream=True, **asked) as stream:
             for _, _piece in zip(range(80), stream, strict=False):
                 pass
             assert server.engine.num_jobs[0] == 1
             server.engine.keep()
-            spelt = texts_in(tmp_path) + texts_in_memory(server.engine)
-            assert "xylophone" not in spelt
-            assert "vexillology" not in spelt
+            kept.assert_nothing_is_said()
             with chat(client, [user(SECRET)], stream=True, **asked):  # Pre-loaded, and never begun.
-                server.wait_until(lambda: server.engine.num_jobs[1] == 1)
-        assert_nothing_is_kept(server, tmp_path, before, names)  # Both were left in the middle.
+                sk.wait_for(lambda: server.engine.num_jobs[1] == 1)
+        kept.assert_nothing_more()  # Both were left in the middle.
         with pytest.raises(openai.APIStatusError, match="not there in time"):
             chat(client, [user(SECRET)], 400, store=False, extra_body={"ignore_eos": True, "timeout_s": 0.05})
-        assert_nothing_is_kept(server, tmp_path, before, names)
+        kept.assert_nothing_more()
         with monkeypatch.context() as broken:
             broken.setattr(server.engine._sampler, "draw", lambda *_: 1 / 0)
             with pytest.raises(openai.InternalServerError):
                 chat(client, [user(SECRET)], **asked)
-        assert_nothing_is_kept(server, tmp_path, before, names)
+        kept.assert_nothing_more()
         with pytest.raises(openai.BadRequestError):
             chat(client, [user(SECRET), user(" ")], store=False)
-        assert_nothing_is_kept(server, tmp_path, before, names)
+        kept.assert_nothing_more()

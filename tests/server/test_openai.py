@@ -1,24 +1,79 @@
-"""OpenAI's own client against the server: what its chat guide does, whole and streamed, and what is refused."""
+"""OpenAI's own client against the server: what its chat guide does, whole and streamed, and what is refused.
+
+Every answer and chunk that comes is held against OpenAI's own description of its API.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 
+import jsonschema
 import openai
 import pytest
 
 from ca_jax.turns.requests import SamplingParams
 from tests import engine_kit as kit
 from tests import server_kit as sk
-from tests.server_kit import assistant, chat, system, text_of, user
+from tests.server_kit import assistant, system, text_of, user
 
 
-def test_the_one_model_is_listed(client):
+@pytest.fixture(scope="module")
+def check(recorded_data):
+    schemas = json.loads((recorded_data / "openai_schemas.json").read_text())["$defs"]
+
+    @functools.cache
+    def validator(name):
+        return jsonschema.Draft202012Validator({"$ref": f"#/$defs/{name}", "$defs": schemas})
+
+    return lambda name, body: validator(name).validate(body)
+
+
+@pytest.fixture
+def chat(client, check):
+    """As `sk.chat`; a streamed answer is a list."""
+
+    def ask(messages, *, stream=False, **options):
+        answer = sk.chat(client, messages, stream=stream, **options)
+        name = "CreateChatCompletionStreamResponse" if stream else "CreateChatCompletionResponse"
+        answers = list(answer) if stream else [answer]
+        for each in answers:
+            check(name, each.to_dict())
+        return answers if stream else answer
+
+    return ask
+
+
+@pytest.fixture
+def complete(client, check):
+    def ask(prompt, *, stream=False, **options):
+        asked = {"model": sk.MODEL, "prompt": prompt, "temperature": 0, **options}
+        answer = client.completions.create(**asked, stream=stream)
+        answers = list(answer) if stream else [answer]
+        for body in (each.to_dict() for each in answers):
+            if stream:  # The description has no stream: there usage is null, and reasons come last.
+                body |= {"usage": body.get("usage") or {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}}
+                body["choices"] = [
+                    each | {"finish_reason": each["finish_reason"] or "stop"} for each in body["choices"]
+                ]
+            check("CreateCompletionResponse", body)
+        return answers if stream else answer
+
+    return ask
+
+
+def test_the_one_model_and_errors_are_as_described(server, client, check):
     [model] = client.models.list().data
     assert model.id == client.models.retrieve(sk.MODEL).id == sk.MODEL
     with pytest.raises(openai.NotFoundError, match="'gpt-4o' does not exist here; it must be 'tiny'") as told:
         client.models.retrieve("gpt-4o")
     assert told.value.code == "model_not_found"
+    with server.http() as http:
+        check("ListModelsResponse", http.get("/v1/models").json())
+        check("Model", http.get(f"/v1/models/{sk.MODEL}").json())
+        for answer in (http.get("/v1/models/other"), http.get("/nowhere"), http.post("/v1/completions", json={})):
+            assert answer.status_code >= 400
+            check("ErrorResponse", answer.json())
 
 
 @pytest.mark.parametrize(
@@ -33,74 +88,58 @@ def test_the_one_model_is_listed(client):
     ],
     ids=["user", "system", "developer", "parts", "two users", "fields that say nothing"],
 )
-def test_a_chat_is_answered_as_the_engine_does(said_by_engine, client, messages):
+def test_a_chat_is_answered_as_the_engine_does(said_by_engine, chat, messages):
     def plain(message):
         text = message["content"]
         role = "system" if message["role"] == "developer" else message["role"]
         return {"role": role, "content": text if isinstance(text, str) else "".join(part["text"] for part in text)}
 
-    answer = chat(client, messages)
+    answer = chat(messages)
     assert text_of(answer) == said_by_engine([plain(message) for message in messages])
-    choice = answer.choices[0]
+    [choice], usage = answer.choices, answer.usage
     assert (answer.object, answer.model, choice.finish_reason) == ("chat.completion", sk.MODEL, "length")
     assert (choice.message.role, choice.logprobs) == ("assistant", None)
-    usage = answer.usage
-    assert usage.completion_tokens == 8
-    assert usage.total_tokens == usage.prompt_tokens + 8
-    pieces = list(chat(client, messages, stream=True, stream_options={"include_usage": True}))
-    assert "".join(piece.choices[0].delta.content or "" for piece in pieces[:-1]) == text_of(answer)
+    assert (usage.completion_tokens, usage.total_tokens) == (8, usage.prompt_tokens + 8)
+    *pieces, last = chat(messages, stream=True, stream_options={"include_usage": True})
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == text_of(answer)
     assert pieces[0].choices[0].delta.role == "assistant"
-    assert [piece.choices[0].finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 2) + ["length"]
-    assert all(piece.usage is None for piece in pieces[:-1])
-    assert not pieces[-1].choices
-    assert pieces[-1].usage.total_tokens == usage.total_tokens
+    assert [piece.choices[0].finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+    assert all(piece.usage is None for piece in pieces)
+    assert (last.choices, last.usage.total_tokens) == ([], usage.total_tokens)
     assert len({piece.id for piece in pieces}) == len({piece.created for piece in pieces}) == 1
 
 
-@pytest.mark.parametrize("kind", ["chat", "completion"])
-def test_each_chunk_counts_where_that_is_asked_for(client, kind):
-    """As guidellm asks of any server, and aiperf with --per-chunk-usage."""
-    counted = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-    if kind == "chat":
-        *pieces, last = chat(client, [user("hello")], n=2, **counted)
-    else:
-        *pieces, last = client.completions.create(
-            model=sk.MODEL, prompt="hello", max_tokens=8, temperature=0, n=2, **counted
-        )
+def test_each_chunk_counts_where_that_is_asked_for(chat):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *pieces, last = chat([user("hello")], n=2, stream=True, stream_options=options)
     for index in range(2):
         said = [piece.usage for piece in pieces if piece.choices[0].index == index]
         counts = [usage.completion_tokens for usage in said]
         assert counts == sorted(counts)
-        assert (counts[0], counts[-1]) == (0 if kind == "chat" else 1, 8)
+        assert (counts[0], counts[-1]) == (0, 8)
         assert {usage.prompt_tokens for usage in said} == {last.usage.prompt_tokens}
         assert all(usage.total_tokens == usage.prompt_tokens + usage.completion_tokens for usage in said)
     assert last.usage.completion_tokens == 16
-    alone = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
-    assert all(piece.usage is None for piece in chat(client, [user("hello")], **alone)), "as vLLM: usage comes first"
+    alone = chat([user("hello")], stream=True, stream_options={"continuous_usage_stats": True})
+    assert all(piece.usage is None for piece in alone), "as vLLM: usage comes first"
 
 
-COUNTED = {"include_usage": True, "continuous_usage_stats": True}
-GENERATORS = {
-    "guidellm": {"stream_options": COUNTED},
-    "aiperf": {"min_tokens": 12, "stream_options": {"include_usage": True}},
-}
-
-
-@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("name", ["guidellm", "aiperf"])
 def test_a_load_generators_conversation_is_found_by_what_was_said(server, name):
     """As guidellm 0.8 and aiperf 0.13 write it: all of it with every turn, and what was streamed concatenated."""
-    messages, length = [], 0
-    common = {"model": sk.MODEL, "stream": True, "max_completion_tokens": 12, "ignore_eos": True}
+    messages, length, is_guidellm = [], 0, name == "guidellm"
+    body = {"model": sk.MODEL, "stream": True, "max_completion_tokens": 12, "ignore_eos": True}
+    body |= {"stream_options": {"include_usage": True, **({"continuous_usage_stats": True} if is_guidellm else {})}}
+    body |= {} if is_guidellm else {"min_tokens": 12}
     with server.http() as http:
         for turn in range(3):
             text = f"{name} says {turn} " + "and goes on " * 4
-            messages.append(user([{"type": "text", "text": text}] if name == "guidellm" else text))
-            answer = http.post("/v1/chat/completions", json={**common, **GENERATORS[name], "messages": messages})
-            assert answer.status_code == 200, answer.text
+            messages.append(user([{"type": "text", "text": text}] if is_guidellm else text))
+            answer = http.post("/v1/chat/completions", json={**body, "messages": messages})
+            assert answer.headers["content-type"].startswith("text/event-stream")
             lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
             assert lines.pop() == "[DONE]"
             *pieces, last = [json.loads(line) for line in lines]
-            assert all(piece["object"] == "chat.completion.chunk" for piece in pieces)
             messages.append(assistant("".join(piece["choices"][0]["delta"].get("content") or "" for piece in pieces)))
             usage = last["usage"]
             assert usage["completion_tokens"] == 12, "no stop token ends it"
@@ -128,85 +167,64 @@ def test_the_clients_helpers(said_by_engine, client):
     assert odd._request_id not in ("mine-1", "no id\tat all", raw.parse()._request_id)
     with pytest.raises(openai.APITimeoutError):
         client.with_options(timeout=0.001).chat.completions.create(**{**asked, "max_tokens": 400})
-    modern = {
-        "max_completion_tokens": 8,
-        "temperature": 0,
-        "top_p": 1,
-        "user": "eve",
-        "response_format": {"type": "text"},
-    }
-    answer = client.chat.completions.create(model=sk.MODEL, messages=[user("hello")], **modern)
-    assert text_of(answer) == expected
+    modern = {"max_completion_tokens": 8, "top_p": 1, "user": "eve", "response_format": {"type": "text"}}
+    assert text_of(client.chat.completions.create(**{**asked, "max_tokens": openai.omit, **modern})) == expected
 
 
-def test_several_choices_are_drawn_apart_and_any_is_gone_on_with(said_by_engine, client):
+def test_several_choices_are_drawn_apart_and_any_is_gone_on_with(said_by_engine, chat):
     asked = [user("tell me")]
-    answers = chat(client, asked, n=3, temperature=1.5, seed=7, extra_body={"top_k": 8})
-    again = chat(client, asked, n=3, temperature=1.5, seed=7, extra_body={"top_k": 8})
+    options = {"n": 3, "temperature": 1.5, "seed": 7, "extra_body": {"top_k": 8}}
+    answers = chat(asked, **options)
     texts = [choice.message.content for choice in answers.choices]
-    assert texts == [choice.message.content for choice in again.choices], "a seed draws the same again"
+    streamed = ["", "", ""]
+    for piece in chat(asked, stream=True, **options):
+        streamed[piece.choices[0].index] += piece.choices[0].delta.content or ""
+    assert streamed == texts, "a seed draws the same again"
     assert len(set(texts)) == 3
     assert [choice.index for choice in answers.choices] == [0, 1, 2]
     assert answers.usage.completion_tokens == 24
     for text in texts:
         followed = [*asked, assistant(text), user("and then?")]
-        answer = chat(client, followed)
+        answer = chat(followed)
         assert text_of(answer) == said_by_engine(followed)
         assert sk.cached(answer) > 20, "its KV was there"
-    pieces = chat(client, asked, n=3, temperature=1.5, seed=7, extra_body={"top_k": 8}, stream=True)
-    streamed = ["", "", ""]
-    for piece in pieces:
-        streamed[piece.choices[0].index] += piece.choices[0].delta.content or ""
-    assert streamed == texts
 
 
-def test_stop_ends_an_answer_and_is_not_part_of_it(client):
-    whole = text_of(chat(client, [user("hello")], max_tokens=12))
-    stop = whole[5:7]
-    answer = chat(client, [user("hello")], max_tokens=12, stop=[stop])
-    assert text_of(answer) == whole[: whole.index(stop)]
-    assert answer.choices[0].finish_reason == "stop"
-
-
-def test_an_answer_does_not_stop_before_it_is_long_enough(client):
-    whole = text_of(chat(client, [user("hello")], max_tokens=12))
-    early, later = whole[0], whole[6]
-    options = {"stop_token_ids": [ord(early)], "min_tokens": 5}
-    held = chat(client, [user("hello")], max_tokens=12, extra_body=options)
+def test_stop_ends_an_answer_that_is_long_enough_and_is_not_part_of_it(chat):
+    whole = text_of(chat([user("hello")], max_tokens=12))
+    early, later, stop = whole[0], whole[6], whole[5:7]
+    answer = chat([user("hello")], max_tokens=12, stop=[stop])
+    assert (text_of(answer), answer.choices[0].finish_reason) == (whole[: whole.index(stop)], "stop")
+    held = chat([user("hello")], max_tokens=12, extra_body={"stop_token_ids": [ord(early)], "min_tokens": 5})
     assert early not in text_of(held)[:5]
     assert held.usage.completion_tokens >= 5
-    text = text_of(chat(client, [user("hello")], max_tokens=12, stop=[later], extra_body={"min_tokens": 6}))
+    text = text_of(chat([user("hello")], max_tokens=12, stop=[later], extra_body={"min_tokens": 6}))
     assert text == whole[:6], "stop strings are looked for behind that"
 
 
-def test_logprobs_are_of_the_tokens_that_were_drawn(client):
-    answer = chat(client, [user("hello")], logprobs=True, top_logprobs=3)
+def test_logprobs_are_of_the_tokens_that_were_drawn(chat):
+    answer = chat([user("hello")], logprobs=True, top_logprobs=3)
     content = answer.choices[0].logprobs.content
     assert "".join(token.token for token in content) == text_of(answer)
     for token in content:
         assert bytes(token.bytes).decode() == token.token
-        likeliest = token.top_logprobs[0]
+        likeliest, *others = token.top_logprobs
         assert (likeliest.token, likeliest.logprob) == (token.token, token.logprob), "it was drawn greedily"
-        assert [each.logprob for each in token.top_logprobs] == sorted(
-            (each.logprob for each in token.top_logprobs), reverse=True
-        )
-    pieces = list(chat(client, [user("hello")], logprobs=True, top_logprobs=3, stream=True))
+        assert likeliest.logprob >= others[0].logprob >= others[1].logprob
+    pieces = chat([user("hello")], logprobs=True, top_logprobs=3, stream=True)
     streamed = [token for piece in pieces if piece.choices[0].logprobs for token in piece.choices[0].logprobs.content]
     assert streamed == content
 
 
-def test_penalties_and_biases_reach_the_draw(client):
-    banned = ord(text_of(chat(client, [user("hello")]))[0])
-    assert text_of(chat(client, [user("hello")], logit_bias={str(banned): -100}))[0] != chr(banned)
-    assert set(text_of(chat(client, [user("hello")], logit_bias={"65": 100}))) == {"A"}
-    penalised = text_of(chat(client, [user("hello")], max_tokens=30, frequency_penalty=2, presence_penalty=2))
-    assert len(set(penalised)) > len(set(text_of(chat(client, [user("hello")], max_tokens=30))))
+def test_penalties_and_biases_reach_the_draw(chat):
+    plain = text_of(chat([user("hello")], max_tokens=30))
+    assert text_of(chat([user("hello")], logit_bias={str(ord(plain[0])): -100}))[0] != plain[0]
+    assert set(text_of(chat([user("hello")], logit_bias={"65": 100}))) == {"A"}
+    penalised = text_of(chat([user("hello")], max_tokens=30, frequency_penalty=2, presence_penalty=2))
+    assert len(set(penalised)) > len(set(plain))
 
 
-def test_plain_completions(client):
-    def complete(prompt, **options):
-        return client.completions.create(**{"model": sk.MODEL, "prompt": prompt, "temperature": 0} | options)
-
+def test_plain_completions(complete):
     with kit.small_engine(store=kit.STORE_OFF) as engine:
         [one, two] = (each.text for each in engine.generate(["once upon", "a time"], SamplingParams(max_tokens=16)))
     assert complete("once upon").choices[0].text == one
@@ -215,12 +233,13 @@ def test_plain_completions(client):
     assert both.usage.completion_tokens == 32
     ids = [ord(letter) for letter in "once upon"]
     assert complete(ids).choices[0].text == complete([ids, ids]).choices[1].text == one
-    assert "".join(piece.choices[0].text for piece in complete("once upon", stream=True)) == one
-    told = complete("once upon", logprobs=2, max_tokens=3).choices[0].logprobs
+    *pieces, last = complete("once upon", stream=True, stream_options={"include_usage": True})
+    assert "".join(piece.choices[0].text for piece in pieces) == one
+    assert last.usage.completion_tokens == 16
+    told = complete("once upon", logprobs=2, max_tokens=3, n=2).choices[1].logprobs
     assert "".join(told.tokens) == one[:3]
     assert told.text_offset == [0, 1, 2]
     assert [max(top, key=top.get) for top in told.top_logprobs] == told.tokens
-    assert len(complete("once upon", n=2).choices) == 2
     longer = complete("once upon a time there was a conversation " * 4)
     again = complete("once upon a time there was a conversation " * 4 + "that went on")
     assert longer.usage.prompt_tokens_details.cached_tokens < 16
@@ -262,6 +281,6 @@ def test_a_bad_request_says_what_is_bad(client, name):
         if stream and "stream_options" in changes:
             continue
         with pytest.raises(openai.BadRequestError) as told:
-            chat(client, **({"messages": [user("hello")]} | changes), stream=stream)
+            sk.chat(client, **({"messages": [user("hello")]} | changes), stream=stream)
         assert (told.value.param, told.value.code, told.value.type) == (param, code, "invalid_request_error")
         assert "Traceback" not in told.value.message

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-import threading
+import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -110,7 +110,7 @@ def say(page, text, max_tokens=None):
     if max_tokens is not None:
         page.evaluate("(count) => (document.getElementById('max-tokens').value = count)", max_tokens)
     page.locator("#message").focus()
-    page.keyboard.type(text)
+    page.keyboard.insert_text(text)
     page.keyboard.press("Enter")
     page.locator("#messages > .assistant:last-child:not(.typing)").wait_for()
     return page.locator("#messages > .assistant:last-child .text").text_content()
@@ -195,43 +195,27 @@ def test_a_queue_is_drawn_with_its_windows(server, page):
     assert page.locator("#tiers .slot").nth(2).text_content() == "prefill 77"
 
 
-@contextlib.contextmanager
-def held_after(engine, num_steps):
-    """Has the engine stand still after so many steps, until the block ends."""
-    step, steps, released = engine.step, threading.Semaphore(num_steps), threading.Event()
-
-    def held():
-        if not steps.acquire(blocking=False):
-            released.wait(server_kit.DEADLINE_S)
-        return step()
-
-    engine.step = held
-    try:
-        yield
-    finally:
-        released.set()
-        del engine.step
-
-
-def test_escape_stops_an_answer_and_the_conversation_goes_on(server, page):
+def test_escape_stops_an_answer_and_the_conversation_goes_on(server, page, monkeypatch):
     page.evaluate("document.getElementById('max-tokens').value = 300")
-    before = server.engine.metrics.cancelled
-    with held_after(server.engine, 12):
+    before, step = server.engine.metrics.cancelled, server.engine.step
+    with monkeypatch.context() as slowed:
+        slowed.setattr(server.engine, "step", lambda: (time.sleep(0.1), step())[1])
         page.locator("#message").fill("A long story")
         page.locator("#message").press("Enter")
         page.locator(".typing .text").filter(has_text=re.compile(".")).wait_for()
         page.keyboard.press("Escape")
         page.locator(".assistant .about", has_text="stopped").wait_for()
-        server.wait_until(lambda: not server.service.num_requests)
-    server.wait_until(lambda: server.engine.metrics.cancelled == before + 1)
+        server_kit.wait_until_idle(server)
+    assert server.engine.metrics.cancelled == before + 1
     assert page.locator("#stop").is_hidden()
     assert say(page, "Go on.", 6)
     assert page.locator("#messages > li").count() == 4
 
 
-def test_what_is_said_is_shown_as_text_never_read_as_html(server, page):
+def test_what_is_said_is_shown_as_text_never_read_as_html(server, open_page):
     said = [user(MARKUP), {"role": "assistant", "content": MARKUP}, user("more")]
     session_id = chat(server.client(), said, max_tokens=4).session_id
+    page = open_page(server.url)
     page.locator(f"[data-session='{session_id}']").click()
     page.locator("#messages > li").nth(3).wait_for()
     assert page.locator("#messages .text").all_text_contents()[:2] == [MARKUP] * 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
 
 import openai
@@ -18,36 +17,35 @@ def stands(answer):
     return {"session_id": answer.session_id, "session_state": answer.session_state}
 
 
-def test_a_conversation_goes_on_by_its_history_and_by_its_name(said_by_engine, client):
+def test_a_conversation_goes_on_by_its_history_and_by_its_name(said_by_engine, server, client):
     history, answers = [], []
     for text in ("who are you", "and who am i"):
         history.append(user(text))
         answers.append(chat(client, history))
         assert text_of(answers[-1]) == said_by_engine(history)
         history.append(assistant(text_of(answers[-1])))
-    cached = answers[0].usage.total_tokens - 1
     assert answers[1].session_id == answers[0].session_id
-    assert answers[1].usage.ca_jax["cached_tokens"] == {"dram": cached}
+    assert answers[1].usage.ca_jax["cached_tokens"] == {"dram": answers[0].usage.total_tokens - 1}
     *_, last = chat(client, [user("are we alone")], stream=True, extra_body=stands(answers[1]))
     shown = client.get(f"/sessions/{answers[1].session_id}", cast_to=object)
     assert shown["session_state"] == last.session_state != answers[1].session_state
     assert shown["title"] == "who are you"
-    with pytest.raises(openai.ConflictError, match="behind 6 messages") as told:
+    with concurrent.futures.ThreadPoolExecutor(2) as pool, sk.held(server.service.loop):
+        asking = []
+        for number in range(2):
+            named = {"session_id": answers[1].session_id, "session_state": last.session_state}
+            asking.append(pool.submit(chat, client, [user("on")], extra_body=named))
+            sk.wait_for(lambda number=number: server.service.answers.total() == number + 1)
+    assert text_of(asking[0].result())
+    with pytest.raises(openai.ConflictError, match="behind 8 messages") as moved:
         chat(client, [user("again")], extra_body=stands(answers[1]))
-    assert (told.value.code, told.value.request.headers["x-stainless-retry-count"]) == ("session_moved", "0")
+    for told, code in ((asking[1].exception(), "session_busy"), (moved.value, "session_moved")):
+        retried = told.request.headers["x-stainless-retry-count"]
+        assert (told.code, retried) == (code, "0"), "it does not ask again by itself"
     with pytest.raises(openai.BadRequestError, match="session_state must come with a session_id"):
         chat(client, [user("again")], extra_body={"session_state": last.session_state})
     with pytest.raises(openai.NotFoundError, match="'nobody'"):
         chat(client, [user("again")], extra_body={"session_id": "nobody"})
-
-
-def test_answers_at_once_behind_the_same_history_are_apart(said_by_engine, client):
-    history = [user("two roads")]
-    history.append(assistant(text_of(chat(client, history))))
-    asked = [[*history, user(f"road {number}")] for number in range(6)]
-    with concurrent.futures.ThreadPoolExecutor(6) as pool:
-        answers = list(pool.map(lambda messages: text_of(chat(client, messages, 60)), asked))
-    assert answers == [said_by_engine(messages, 60) for messages in asked]
 
 
 def test_a_history_longer_than_the_window_is_cut_or_an_error(client):
@@ -110,34 +108,16 @@ def test_a_list_has_the_sessions_that_can_be_asked_for_by_name(server, client):
                 client.post("/sessions", body={"session_id": name}, cast_to=object)
 
 
-class CountedStore:
-    """A store, and how often each of its methods was called."""
-
-    def __init__(self, store):
-        self._store = store
-        self.calls = collections.Counter()
-
-    def __getattr__(self, name):
-        self.calls[name] += 1
-        return getattr(self._store, name)
-
-
 def test_a_page_of_sessions_is_all_that_is_described(tmp_path):
-    stores = []
-
-    def counted(store):
-        stores.append(CountedStore(store))
-        return stores[-1]
-
-    with sk.running(store=ssd_store(tmp_path), store_wrapper=counted) as server, server.http() as http:
+    with sk.running(store=ssd_store(tmp_path), store_wrapper=sk.CountedStore) as server, server.http() as http:
         with server.client() as client:
             names = [chat(client, [user(f"listed {number}")], 2).session_id for number in range(5)]
         server.engine.wait_for_saves()
-        pages, after, has_more = [], {}, True
+        calls, pages, after, has_more = server.engine._kv.store.calls, [], {}, True
         while has_more:
-            stores[-1].calls.clear()
+            calls.clear()
             page = http.get("/v1/sessions", params={"limit": 2, **after}).json()
-            assert (stores[-1].calls["list"], stores[-1].calls["of_name"]) == (0, len(page["data"]))
+            assert (calls["list", True], calls["of_name", True]) == (0, len(page["data"]))
             pages.append([each["id"] for each in page["data"]])
             assert (page["first_id"], page["last_id"]) == (pages[-1][0], pages[-1][-1])
             after, has_more = {"after": page["last_id"]}, page["has_more"]
@@ -155,10 +135,8 @@ def blending():
 
 
 def test_chunks_are_computed_once_and_blended(blending):
-    client, chunks = (
-        blending,
-        ["the harbour is to the east of the old town " * 2, "the market is held on thursdays " * 2],
-    )
+    client = blending
+    chunks = ["the harbour is to the east of the old town " * 2, "the market is held on thursdays " * 2]
     assert client.post("/chunks", body={"chunks": chunks}, cast_to=object)["num_computed"] == 2
     assert client.post("/chunks", body={"chunks": chunks[:1]}, cast_to=object)["num_computed"] == 0
     answer = chat(client, [user("where is it?")], 12, extra_body={"context": chunks[::-1]})
@@ -181,21 +159,29 @@ def test_chunks_are_computed_once_and_blended(blending):
 
 def test_conversations_outlive_the_server_and_looking_at_them_does_not_open_them(said_by_engine, tmp_path):
     few, said = {"max_open_sessions": 1}, [user(f"number {number}") for number in range(20)]
-    with sk.running(store=ssd_store(tmp_path), server=few) as server, server.client() as client:
-        answers = [chat(client, [each], 4) for each in said]
+    with sk.running(store=ssd_store(tmp_path), server=few) as server, server.client(max_retries=0) as client:
+        answers = [chat(client, [each], 4) for each in said[:-1]]
         assert chat(client, [user("on")], 4, extra_body={"session_id": answers[0].session_id}).session_id
         client.post("/chunks", body={"chunks": ["the mill is by the river " * 2], "tier": "ssd"}, cast_to=object)
         num_known = server.service.router.max_known
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:  # What runs when it is told to stop ends and is saved.
+            answering = pool.submit(chat, client, said[-1:], 200)
+            sk.wait_for(lambda: server.engine.num_jobs[0] == 1)
+            server.state.stopping = True
+            with pytest.raises(openai.InternalServerError, match="not ready: shutting down"):
+                chat(client, [user("too late")])
+            server.server.should_exit = True
+            answers.append(answering.result())
+        assert answers[-1].usage.completion_tokens == 200
     assert num_known < len(said)
     with sk.running(store=ssd_store(tmp_path), server=few) as server, server.client() as client:
         assert len(server.service.router._states) <= num_known
         listed = client.get("/sessions", cast_to=object, options={"params": {"limit": 100}})["data"]
         assert {each["id"] for each in listed} == {answer.session_id for answer in answers}, "chunks are no sessions"
         for answer in answers[:3]:
-            assert client.get(f"/sessions/{answer.session_id}", cast_to=object)["messages"]
-            assert client.post(f"/sessions/{answer.session_id}", body={"pinned": True}, cast_to=object)["stored"][
-                "pinned"
-            ]
+            path = f"/sessions/{answer.session_id}"
+            assert client.get(path, cast_to=object)["messages"]
+            assert client.post(path, body={"pinned": True}, cast_to=object)["stored"]["pinned"]
         assert not server.engine.sessions
         for number in (1, 19):  # By name both are found, by history the one that was used last.
             history = [said[number], assistant(text_of(answers[number])), user("and on")]
@@ -203,6 +189,7 @@ def test_conversations_outlive_the_server_and_looking_at_them_does_not_open_them
             assert (found.session_id == answers[number].session_id) == (number == 19)
             assert text_of(found) == said_by_engine(history, 4)
             assert sk.cached(found) > 0
+        assert found.usage.ca_jax["cached_tokens"] == {"ssd": answers[-1].usage.total_tokens - 1}
         assert len(server.engine.sessions) == 1
         shown = client.get(f"/sessions/{answers[0].session_id}", cast_to=object)
         assert [each["content"] for each in shown["messages"][::2]] == ["number 0", "on"]

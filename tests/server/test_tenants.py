@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import hashlib
 import random
 
@@ -122,37 +121,19 @@ def test_tenants_do_not_meet(server):
         assert colleague.get(f"/sessions/{first.session_id}", cast_to=object)["num_tokens"] > 0
 
 
-class AskedStore:
-    """A store, and what loads and prefixes it was asked for: method, and what it found."""
-
-    def __init__(self, store):
-        self._store = store
-        self.asked = collections.Counter()
-
-    def __getattr__(self, name):
-        method = getattr(self._store, name)
-        if name not in ("lookup", "find_prefix", "copy_prefix", "prepare_load", "complete_load", "abort_load"):
-            return method
-
-        def ask(*args, **options):
-            found = method(*args, **options)
-            self.asked[name, "nothing" if found is None or found == 0 else "something"] += 1
-            return found
-
-        return ask
+ASKED = ("lookup", "find_prefix", "copy_prefix", "prepare_load", "complete_load", "abort_load")
 
 
-def work_of(server, store, client, content):
+def work_of(engine, client, content):
     """What a request of one turn has engine and store do, in counts; and its cached tokens."""
-    engine = server.engine
     engine.wait_for_saves()
 
     def counts():
-        metrics, stats = engine.metrics, engine.store_stats()
-        of_engine = {name: value for name, value in dataclasses.asdict(metrics).items() if isinstance(value, int)}
+        stats, store = engine.store_stats(), engine._kv.store
+        of_engine = {name: value for name, value in vars(engine.metrics).items() if isinstance(value, int)}
         of_store = {"hits": stats.num_hits, "fetches": stats.ssd.num_fetches, "gaps": sum(stats.evict_to_reuse.counts)}
         of_store |= {"saved_bytes": stats.saved_bytes, "flushed_bytes": stats.ssd.flushed_bytes, **stats.misses}
-        return of_engine | of_store | dict(store.asked)
+        return of_engine | of_store | {call: number for call, number in store.calls.items() if call[0] in ASKED}
 
     before = collections.Counter(counts())
     answer = chat(client, [user(content)], 1)
@@ -162,37 +143,30 @@ def work_of(server, store, client, content):
 
 @pytest.mark.parametrize("tier", ["dram", "ssd"])
 def test_what_another_tenant_has_stored_is_as_much_work_as_what_nobody_has(tenants, tier, tmp_path):
-    stores = []
-
-    def wrap(store):
-        stores.append(AskedStore(store))
-        return stores[-1]
-
     draw = random.Random(5)
     theirs, nobodys, own, first = ("".join(draw.choices("abcdefgh ", k=300)) for _ in range(4))
     with (
-        sk.running(tenants, store=ssd_store(tmp_path), store_wrapper=wrap) as server,
+        sk.running(tenants, store=ssd_store(tmp_path), store_wrapper=sk.CountedStore) as server,
         server.client(A) as victim,
         server.client(C) as prober,
     ):
-        chat(prober, [user(first)], 1)  # Compiles.
-        chat(prober, [user(own)], 1)
-        chat(victim, [user(theirs)], 1)
-        server.engine.wait_for_saves()
+        engine = server.engine
+        for client, text in ((prober, first), (prober, own), (victim, theirs)):  # The first one compiles.
+            chat(client, [user(text)], 1)
+        engine.wait_for_saves()
         if tier == "ssd":
-            store = stores[0]._store
+            store = engine._kv.store.store
             for info in store.list():
                 assert info.ssd_tokens
                 store.leave_dram(info.key)
-        of_theirs, cached_theirs = work_of(server, stores[0], prober, theirs)
-        of_nobodys, cached_nobodys = work_of(server, stores[0], prober, nobodys)
-        of_own, cached_own = work_of(server, stores[0], prober, own)
-        of_victims, cached_victims = work_of(server, stores[0], victim, theirs)
+        of_theirs, cached_theirs = work_of(engine, prober, theirs)
+        of_nobodys, cached_nobodys = work_of(engine, prober, nobodys)
+        hits = [work_of(engine, prober, own), work_of(engine, victim, theirs)]
     assert cached_theirs == cached_nobodys == 0
     assert of_theirs == of_nobodys
     assert of_theirs["prompt_tokens"] > 300
-    assert of_theirs["find_prefix", "nothing"] > 0, "it was looked for"
-    assert not of_theirs["find_prefix", "something"] + of_theirs["hits"] + of_theirs["fetches"]
-    for of_hit, cached in ((of_own, cached_own), (of_victims, cached_victims)):
+    assert of_theirs["find_prefix", False] > 0, "it was looked for"
+    assert not of_theirs["find_prefix", True] + of_theirs["hits"] + of_theirs["fetches"]
+    for of_hit, cached in hits:
         assert cached > 256
         assert (of_hit["cached_tokens"], of_hit["hits"], of_hit["fetches"]) == (cached, 1, int(tier == "ssd"))
