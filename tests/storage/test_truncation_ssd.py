@@ -12,12 +12,12 @@ import pytest
 from ca_jax.storage import AttentionStore, Residency
 from ca_jax.storage.catalog.catalog import CatalogReader
 from ca_jax.storage.catalog.file import CatalogAccessError
-from ca_jax.storage.catalog.records import Namespace
 from ca_jax.storage.inspector import StoreInspector, catalog_problems, read_session, verify
 from ca_jax.storage.records import FlushFailure
 
 from .store_helpers import (
     LAYOUT,
+    NAMESPACE,
     SLOT_BYTES,
     as_bits,
     assert_loads,
@@ -32,7 +32,6 @@ from .store_helpers import (
     put,
     save,
     ssd_tokens,
-    used_blocks,
     wait_until,
     writer_stopped,
 )
@@ -53,10 +52,10 @@ def evict(store: AttentionStore, key: str, num_blocks: int = 6) -> None:
 
 
 @pytest.mark.parametrize(("first", "in_dram"), [(0, True), (1, False), (4, True)])
-def test_every_cut_point_is_bit_exact_after_a_restart(tmp_path, driver, first, in_dram):
+def test_every_cut_point_is_bit_exact_after_a_restart(tmp_path, first, in_dram):
     kv = make_kv(LAYOUT, 17)
     for number, num_dropped in enumerate((1, 3, 4, 10 - first)):
-        options = {"ssd_dir": tmp_path / str(number), "ssd_driver": driver}
+        options = {"ssd_dir": tmp_path / str(number)}
         store = make_store(6, **options)
         save(store, "a", ids(11), kv[:, :, :11])
         store.settle()
@@ -95,7 +94,7 @@ def test_a_cut_that_is_copied_together_in_dram_is_durable_before_it_is_written_a
     wait_until(store, lambda: info(store, "a").num_blocks == 2)
     store.poll()  # Begins the flush.
     gates[0].writes.wait_held()
-    with CatalogReader(directory, Namespace(weights="weights", layout=LAYOUT)) as reader:
+    with CatalogReader(directory, NAMESPACE) as reader:
         record, contents = reader.load("a")
     assert contents.token_ids.tolist() == (100 + kept).tolist()
     assert (contents.note, record.num_blocks, record.lineage.num_dropped) == (b"cut", 6, 18)
@@ -109,10 +108,10 @@ def test_a_cut_that_is_copied_together_in_dram_is_durable_before_it_is_written_a
 
 def test_a_session_is_fetched_before_the_catalog_knows_that_it_was_cut(open_store, driver):
     """What is left of it is found in the older row, cut after cut; the catalog has it in the end."""
-    store = open_store(ssd_driver=driver)
+    store = open_store()
     kv = put(store, "a", 18)
     store.close()
-    store = open_store(ssd_driver=driver)
+    store = open_store()
     with writer_stopped(store):
         assert store.discard("a", mask_of(18, [0, 4, 5, 6, 7, 9, 17])) == 11
         assert store.discard("a", mask_of(11, [3, 7])) == 9
@@ -124,56 +123,8 @@ def test_a_session_is_fetched_before_the_catalog_knows_that_it_was_cut(open_stor
         assert used_ssd_blocks(store) == 4
     store.settle()
     store.close()
-    store = open_store(ssd_driver=driver)
-    assert_loads(store, "a", 100 + kept, kv[:, :, kept], 8)
-
-
-def test_a_fetch_that_is_under_way_is_begun_anew(open_store, gates):
     store = open_store()
-    kv = put(store, "a", 14)
-    store.close()
-    store = open_store()
-    gates[1].reads.close()
-    assert store.request("a")
-    gates[1].reads.wait_held()
-    assert store.discard("a", mask_of(14, range(1, 9))) == 6
-    assert store.residency("a") is Residency.SSD
-    assert used_blocks(store) == 4, "memory that is still being written was given away"
-    gates[1].reads.open()
-    kept = np.delete(np.arange(14), range(1, 9))
     assert_loads(store, "a", 100 + kept, kv[:, :, kept], 8)
-    wait_until(store, lambda: used_blocks(store) == 3)
-    assert store.stats().ssd.num_fetches == 1
-
-
-@pytest.mark.parametrize("is_known", [False, True], ids=["first flush", "later flush"])
-def test_a_flush_that_is_under_way_goes_on_and_is_cut_when_it_has_ended(open_store, gates, driver, is_known):
-    """In between the session is cut once more, and saved on."""
-    store = open_store(8, ssd_driver=driver)
-    kv = make_kv(LAYOUT, 16)
-    save(store, "a", ids(5), kv[:, :, :5])
-    if is_known:
-        store.settle()
-    gates[0].writes.close()
-    save(store, "a", ids(13)[5:], kv[:, :, 5:13], start_token=5)
-    begin_flush(store, gates[0])
-    assert store.discard("a", mask_of(13, [1, *range(4, 9)]), b"cut") == 7
-    assert info(store, "a").num_blocks == 3, "of the second block nothing is left"
-    assert save(store, "a", ids(16)[13:], kv[:, :, 13:], start_token=7)
-    assert store.discard("a", mask_of(10, [0])) == 9
-    assert ssd_tokens(store, "a") == (5 if is_known else 0)
-    gates[0].writes.open()
-    wait_until(store, lambda: ssd_tokens(store, "a") == 6)
-    assert info(store, "a").ssd_bytes == 3 * SLOT_BYTES, "of those that were just written one is free already"
-    store.settle()
-    assert ssd_tokens(store, "a") == 9
-    assert set(store.stats().ssd.failed_flushes.values()) == {0}
-    assert store.note("a") == b"cut"
-    store.close()
-    store = open_store(8, ssd_driver=driver)
-    assert store.note("a") == b"cut"
-    kept = np.array([2, 3, 9, 10, 11, 12, 13, 14, 15])
-    assert_loads(store, "a", 100 + kept, kv[:, :, kept], 7)
 
 
 def test_a_flush_that_fails_leaves_its_older_state_cut(open_store, gates):
@@ -194,52 +145,6 @@ def test_a_flush_that_fails_leaves_its_older_state_cut(open_store, gates):
     assert store.note("a") == b"cut"
     kept = np.array([0, 3, 4, 5, 6])
     assert_loads(store, "a", 100 + kept, kv[:, :, kept], 3)
-
-
-@pytest.mark.parametrize("is_cut", [False, True])
-def test_a_session_that_is_saved_anew_while_its_older_state_is_flushed(open_store, gates, driver, is_cut):
-    """That state gets to SSD, and stays there until the new one does."""
-    store = open_store(10, ssd_driver=driver)
-    kv, anew = make_kv(LAYOUT, 10), make_kv(LAYOUT, 12, seed=1)
-    gates[0].writes.close()
-    save(store, "a", ids(10), kv)
-    begin_flush(store, gates[0])
-    kept = np.arange(10)
-    if is_cut:
-        store.discard("a", mask_of(10, [1, 2]))
-        kept = np.delete(kept, [1, 2])
-    store.leave_dram("a")
-    assert used_blocks(store) == 3, "memory that is still being read was given away"
-    ticket = store.prepare_save("a", 0, ids(12), num_dropped=7, num_plain=4)
-    ticket.write_all(anew)
-    gates[0].writes.open()
-    wait_until(store, lambda: ssd_tokens(store, "a") == len(kept))
-    store.complete_save(ticket)
-    np.testing.assert_array_equal(as_bits(load(store, "a", ids(12), 7)), as_bits(anew))
-    np.testing.assert_array_equal(as_bits(load(store, "a", ids(12))), as_bits(anew[:, :, :4]))
-    store.settle()
-    store.close()
-    store = open_store(10, ssd_driver=driver)
-    assert_loads(store, "a", ids(12), anew, 7)
-    np.testing.assert_array_equal(as_bits(load(store, "a", ids(12))), as_bits(anew[:, :, :4]))
-
-
-def test_blocks_that_a_cut_freed_go_to_other_sessions(open_store, driver):
-    """In the order in which the catalog is told: what is written there is never taken for what was."""
-    store = open_store(12, ssd_blocks=6, ssd_driver=driver)
-    kv = put(store, "a", 24)
-    with writer_stopped(store):
-        assert store.discard("a", mask_of(24, range(4, 16))) == 12
-        other = make_kv(LAYOUT, 12, seed=1)
-        save(store, "b", ids(12, 500), other)
-        store.poll()
-    store.settle()
-    assert used_ssd_blocks(store) == 6
-    store.close()
-    store = open_store(12, ssd_blocks=6, ssd_driver=driver)
-    kept = np.delete(np.arange(24), range(4, 16))
-    assert_loads(store, "a", 100 + kept, kv[:, :, kept], 12)
-    assert_loads(store, "b", ids(12, 500), other)
 
 
 # The catalog.
@@ -285,38 +190,8 @@ def test_a_session_in_dram_that_cannot_be_cut_on_ssd_is_written_there_anew(open_
     assert_loads(store, "a", np.array(ids(10))[kept], kv[:, :, kept], num_dropped=1)
 
 
-@pytest.mark.parametrize("in_dram", [True, False], ids=["in both", "on SSD only"])
-@pytest.mark.parametrize("change", ["discard", "truncate"])
-def test_a_note_changes_in_the_same_transaction_as_the_kv(open_store, directory, monkeypatch, change, in_dram):
-    store = open_store()
-    put(store, "a", 10)
-    store.set_note("a", b"before")
-    store.settle()
-    if not in_dram:
-        evict(store, "a")
-    catalog, seen = store._ssd._mover._catalog, []
-
-    def commits() -> None:
-        with CatalogReader(directory, Namespace(weights="weights", layout=LAYOUT)) as reader:
-            _, contents = reader.load("a")
-            seen.append((contents.note, len(contents.token_ids)))
-
-    original = catalog._write
-    monkeypatch.setattr(catalog, "_write", lambda *args: (commits(), original(*args))[1])
-    with writer_stopped(store):
-        if change == "discard":
-            store.discard("a", mask_of(10, [2]), b"after")
-        else:
-            store.truncate("a", 9, b"after")
-        assert store.note("a") == b"after"
-    store.settle()
-    commits()
-    assert set(seen) == {(b"before", 10), (b"after", 9)}
-    assert seen[:2] == [(b"before", 10), (b"after", 9)]
-
-
 def test_tools_read_cut_sessions(open_store, directory, driver):
-    store = open_store(ssd_driver=driver)
+    store = open_store()
     kv = put(store, "a", 15)
     store.discard("a", mask_of(15, [0, 1, 4, 5, 6, 7, 10, 14]))
     store.settle()
@@ -335,7 +210,13 @@ def test_tools_read_cut_sessions(open_store, directory, driver):
 
 @pytest.mark.parametrize(
     ("change", "after", "num_dropped", "stride"),
-    [("cut", [0, *range(7, 12)], 6, 40), ("publish", range(16), 0, 40), ("forget", [], 0, 5)],
+    [
+        ("cut", [0, *range(7, 12)], 6, 40),
+        ("cut on SSD", [0, *range(7, 12)], 6, 40),
+        ("truncate", range(7), 0, 40),
+        ("publish", range(16), 0, 40),
+        ("forget", [], 0, 5),
+    ],
 )
 def test_at_any_moment_of_a_change_the_disk_has_one_state_or_the_other(tmp_path, change, after, num_dropped, stride):
     """What the disk holds between two steps of the catalog's statements is what a process leaves that dies there."""
@@ -347,6 +228,8 @@ def test_at_any_moment_of_a_change_the_disk_has_one_state_or_the_other(tmp_path,
         save(store, "a", ids(12), kv[:, :, :12])
         store.set_note("a", b"before")
         store.settle()
+        if change == "cut on SSD":
+            store.leave_dram("a")
         steps = itertools.count()
         store._ssd._mover._catalog._db.set_progress_handler(
             lambda steps=steps, stop=num_steps, there=(directory, left): (
@@ -354,8 +237,10 @@ def test_at_any_moment_of_a_change_the_disk_has_one_state_or_the_other(tmp_path,
             ),
             1,
         )
-        if change == "cut":
+        if change.startswith("cut"):
             store.discard("a", mask_of(12, range(1, 7)), b"after")
+        elif change == "truncate":
+            store.truncate("a", 7, b"after")
         elif change == "publish":
             save(store, "a", ids(16)[12:], kv[:, :, 12:], start_token=12)
             store.set_note("a", b"after")
@@ -376,16 +261,3 @@ def test_at_any_moment_of_a_change_the_disk_has_one_state_or_the_other(tmp_path,
         store.close()
     assert seen[True] > 3
     assert seen[False] > 0
-
-
-@pytest.mark.parametrize("note", [None, b"cut"])
-def test_a_state_that_was_given_up_comes_to_ssd_no_more_once_it_is_cut(tmp_path, driver, note):
-    store = make_store(6, ssd_dir=tmp_path, ssd_driver=driver)
-    with writer_stopped(store):
-        save(store, "a", ids(11), make_kv(LAYOUT, 11))
-        store.poll()
-        store.leave_dram("a")
-        assert store.truncate("a", 3, note) == 0
-    store.settle()
-    assert info(store, "a") is None
-    assert used_ssd_blocks(store) == 0
