@@ -14,6 +14,7 @@ from .store_helpers import (
     LAYOUT,
     PATIENCE_S,
     SLOT_BYTES,
+    StoppedClock,
     as_bits,
     begin_flush,
     fetch,
@@ -23,6 +24,7 @@ from .store_helpers import (
     make_store,
     put,
     save,
+    use,
     used_blocks,
     wait_until,
 )
@@ -200,3 +202,31 @@ def test_a_tenant_at_its_quota_does_not_fill_the_places_of_fetches(open_store):
         store.settle()
         assert where(store, Residency.DRAM) == "01x"
         assert store.stats().num_evictions == 0, "room was made for fetches that may not be"
+
+
+def test_a_session_is_forgotten_in_both_tiers_when_its_time_is_over(open_store):
+    clock = StoppedClock()
+    store = open_store(8, clock=clock, ttl_s=10.0)
+    put(store, "a", 4)
+    put(store, "b", 4, owner=Owner(ttl_s=100.0))
+    put(store, "c", 4)
+    put(store, "d", 4)
+    put(store, "e", 4)
+    store.set_pinned("c", True)
+    store.enqueue(0, "d")
+    clock.now_s = 9.0
+    use(store, "e")
+    clock.now_s = 10.0
+    store.poll()
+    assert where(store, Residency.DRAM) == "bcde"
+    assert store.stats().num_expired == 1
+    assert store.stats().ssd.num_sessions == 4
+    store.close()
+    clock.now_s = 50.0
+    store = open_store(8, clock=clock, ttl_s=10.0)
+    store.poll()
+    assert where(store, Residency.SSD) == "bc", "whose job no longer waits is forgotten after a restart too"
+    store.set_ttl("b", None)
+    clock.now_s = 1e6
+    store.poll()
+    assert where(store, Residency.SSD) == "bc"

@@ -26,6 +26,7 @@ from .store_helpers import (
     put,
     save,
     ssd_tokens,
+    wait_until,
 )
 
 
@@ -150,3 +151,27 @@ def test_of_two_tiers_the_longer_prefix_counts_and_of_equals_that_in_dram(open_s
     store.settle()
     store.leave_dram("far")
     assert store.find_prefix("", ids(14)) == "near", "two blocks each"
+
+
+def test_cutting_a_source_whose_flush_is_under_way_mixes_nothing_up(open_store, gates):
+    """Both lose their first block while SSD has the source as it was: the same blocks of DRAM stand elsewhere there."""
+    store = open_store(12)
+    put(store, "a", 12)
+    store.copy_prefix("a", "b", ids(12))
+    kv, more = np.array(store._dram.slab[block_ids(store, "a")[1:]]), make_kv(LAYOUT, 4, seed=1)
+    store.pin("b")
+    save(store, "a", ids(4, 700), more, start_token=12)
+    gates[0].writes.close()
+    begin_flush(store, gates[0])
+    first_block = np.arange(12) < 4
+    store.discard("a", first_block)
+    store.discard("b", first_block)
+    store.unpin("b")
+    store.poll()
+    gates[0].writes.open()
+    assert store.settle(PATIENCE_S)
+    assert ssd_tokens(store, "b") == 8
+    store.leave_dram("b")
+    expected = np.concatenate(list(kv), axis=2)
+    wait_until(store, lambda: not store.request("b"))
+    np.testing.assert_array_equal(as_bits(load(store, "b", ids(8, 104), 4)), as_bits(expected))

@@ -197,7 +197,6 @@ class StoreMachine(RuleBasedStateMachine):
             self.gates = open_gated(patch)
             self.store = make_store(NUM_BLOCKS, **self.options)
         self.catalog: Stall | None = None
-        self.num_expired = 0
 
     def entry(self, key):
         return self.store._entries.get(key)
@@ -241,7 +240,6 @@ class StoreMachine(RuleBasedStateMachine):
                 due.add(key)
         self.may_evict = True
         call()
-        self.num_expired += len(due)
         for key in due:
             del self.reference[key]
 
@@ -934,7 +932,6 @@ class StoreMachine(RuleBasedStateMachine):
         num_held = check_books(self.store._blocks, tables)
         assert stats.used_bytes == num_held * self.layout.block_bytes
         assert stats.used_bytes + stats.free_bytes == stats.capacity_bytes == NUM_BLOCKS * self.layout.block_bytes
-        assert stats.num_expired == self.num_expired
         if self.store._ssd is None:
             return
         entries = [entry for entry in self.store._entries if entry.ssd is not None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ca_jax.storage import truncation
+from ca_jax.storage import MissReason, truncation
 
 from .store_helpers import (
     LAYOUT,
@@ -155,3 +155,23 @@ def test_a_session_that_changes_while_it_is_copied_stays_as_it_is(change):
     assert used_blocks(store) == -(-len(tokens) // 4)
     if len(tokens):
         assert_serves(store, "a", tokens, rows, num_dropped)
+
+
+def test_what_is_left_of_a_session_is_not_served_as_the_text_it_spells():
+    """Its tokens repeat, so that only the lineage tells what they were computed behind."""
+    store = make_store(6)
+    kv = make_kv(LAYOUT, 15)
+    tokens = [7] * 12
+    save(store, "a", tokens, kv[:, :, :12])
+    store.discard("a", mask_of(12, range(5, 8)))
+    assert save(store, "a", [7] * 3, kv[:, :, 12:], start_token=9)
+    kept = [*range(5), *range(8, 15)]
+    assert_serves(store, "a", [7] * 12, kv[:, :, kept], 3)
+    assert_serves(store, "a", [7] * 5, kv[:, :, :5], 3)
+    for num_dropped in (0, 2, 4):
+        found = load(store, "a", [7] * 12, num_dropped)
+        np.testing.assert_array_equal(as_bits(found), as_bits(kv[:, :, :5]))
+    store.discard("a", mask_of(12, range(2)))
+    assert load(store, "a", [7] * 12) is None
+    assert store.stats().misses[MissReason.MISMATCH] == 1
+    assert_serves(store, "a", [7] * 10, kv[:, :, kept[2:]], 5)

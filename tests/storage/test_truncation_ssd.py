@@ -32,6 +32,7 @@ from .store_helpers import (
     put,
     save,
     ssd_tokens,
+    used_blocks,
     wait_until,
     writer_stopped,
 )
@@ -261,3 +262,110 @@ def test_at_any_moment_of_a_change_the_disk_has_one_state_or_the_other(tmp_path,
         store.close()
     assert seen[True] > 3
     assert seen[False] > 0
+
+
+def test_a_fetch_that_is_under_way_is_begun_anew(open_store, gates):
+    store = open_store()
+    kv = put(store, "a", 14)
+    store.close()
+    store = open_store()
+    gates[1].reads.close()
+    assert store.request("a")
+    gates[1].reads.wait_held()
+    assert store.discard("a", mask_of(14, range(1, 9))) == 6
+    assert store.residency("a") is Residency.SSD
+    assert used_blocks(store) == 4, "memory that is still being written was given away"
+    gates[1].reads.open()
+    kept = np.delete(np.arange(14), range(1, 9))
+    assert_loads(store, "a", 100 + kept, kv[:, :, kept], 8)
+    wait_until(store, lambda: used_blocks(store) == 3)
+    assert store.stats().ssd.num_fetches == 1
+
+
+@pytest.mark.parametrize("is_known", [False, True], ids=["first flush", "later flush"])
+def test_a_flush_that_is_under_way_goes_on_and_is_cut_when_it_has_ended(open_store, gates, driver, is_known):
+    """In between the session is cut once more, and saved on."""
+    store = open_store(8, ssd_driver=driver)
+    kv = make_kv(LAYOUT, 16)
+    save(store, "a", ids(5), kv[:, :, :5])
+    if is_known:
+        store.settle()
+    gates[0].writes.close()
+    save(store, "a", ids(13)[5:], kv[:, :, 5:13], start_token=5)
+    begin_flush(store, gates[0])
+    assert store.discard("a", mask_of(13, [1, *range(4, 9)]), b"cut") == 7
+    assert info(store, "a").num_blocks == 3, "of the second block nothing is left"
+    assert save(store, "a", ids(16)[13:], kv[:, :, 13:], start_token=7)
+    assert store.discard("a", mask_of(10, [0])) == 9
+    assert ssd_tokens(store, "a") == (5 if is_known else 0)
+    gates[0].writes.open()
+    wait_until(store, lambda: ssd_tokens(store, "a") == 6)
+    assert info(store, "a").ssd_bytes == 3 * SLOT_BYTES, "of those that were just written one is free already"
+    store.settle()
+    assert ssd_tokens(store, "a") == 9
+    assert set(store.stats().ssd.failed_flushes.values()) == {0}
+    assert store.note("a") == b"cut"
+    store.close()
+    store = open_store(8, ssd_driver=driver)
+    assert store.note("a") == b"cut"
+    kept = np.array([2, 3, 9, 10, 11, 12, 13, 14, 15])
+    assert_loads(store, "a", 100 + kept, kv[:, :, kept], 7)
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_session_that_is_saved_anew_while_its_older_state_is_flushed(open_store, gates, driver, is_cut):
+    """That state gets to SSD, and stays there until the new one does."""
+    store = open_store(10, ssd_driver=driver)
+    kv, anew = make_kv(LAYOUT, 10), make_kv(LAYOUT, 12, seed=1)
+    gates[0].writes.close()
+    save(store, "a", ids(10), kv)
+    begin_flush(store, gates[0])
+    kept = np.arange(10)
+    if is_cut:
+        store.discard("a", mask_of(10, [1, 2]))
+        kept = np.delete(kept, [1, 2])
+    store.leave_dram("a")
+    assert used_blocks(store) == 3, "memory that is still being read was given away"
+    ticket = store.prepare_save("a", 0, ids(12), num_dropped=7, num_plain=4)
+    ticket.write_all(anew)
+    gates[0].writes.open()
+    wait_until(store, lambda: ssd_tokens(store, "a") == len(kept))
+    store.complete_save(ticket)
+    np.testing.assert_array_equal(as_bits(load(store, "a", ids(12), 7)), as_bits(anew))
+    np.testing.assert_array_equal(as_bits(load(store, "a", ids(12))), as_bits(anew[:, :, :4]))
+    store.settle()
+    store.close()
+    store = open_store(10, ssd_driver=driver)
+    assert_loads(store, "a", ids(12), anew, 7)
+    np.testing.assert_array_equal(as_bits(load(store, "a", ids(12))), as_bits(anew[:, :, :4]))
+
+
+def test_blocks_that_a_cut_freed_go_to_other_sessions(open_store, driver):
+    """In the order in which the catalog is told: what is written there is never taken for what was."""
+    store = open_store(12, ssd_blocks=6, ssd_driver=driver)
+    kv = put(store, "a", 24)
+    with writer_stopped(store):
+        assert store.discard("a", mask_of(24, range(4, 16))) == 12
+        other = make_kv(LAYOUT, 12, seed=1)
+        save(store, "b", ids(12, 500), other)
+        store.poll()
+    store.settle()
+    assert used_ssd_blocks(store) == 6
+    store.close()
+    store = open_store(12, ssd_blocks=6, ssd_driver=driver)
+    kept = np.delete(np.arange(24), range(4, 16))
+    assert_loads(store, "a", 100 + kept, kv[:, :, kept], 12)
+    assert_loads(store, "b", ids(12, 500), other)
+
+
+@pytest.mark.parametrize("note", [None, b"cut"])
+def test_a_state_that_was_given_up_comes_to_ssd_no_more_once_it_is_cut(tmp_path, driver, note):
+    store = make_store(6, ssd_dir=tmp_path, ssd_driver=driver)
+    with writer_stopped(store):
+        save(store, "a", ids(11), make_kv(LAYOUT, 11))
+        store.poll()
+        store.leave_dram("a")
+        assert store.truncate("a", 3, note) == 0
+    store.settle()
+    assert info(store, "a") is None
+    assert used_ssd_blocks(store) == 0

@@ -19,6 +19,7 @@ from .store_helpers import (
     SLOT_BYTES,
     StoppedClock,
     assert_loads,
+    begin_flush,
     fetch,
     ids,
     info,
@@ -275,3 +276,88 @@ def test_what_is_fetched_for_a_job_that_did_not_wait_does_not_come_between_its_l
     kv = make_kv(LAYOUT, 9, seed=3)
     assert save(store, "a", ids(9), kv)
     assert_loads(store, "a", ids(9), kv)
+
+
+@pytest.mark.parametrize("is_known", [False, True], ids=["first flush", "later flush"])
+def test_a_truncation_while_a_flush_is_under_way(open_store, gates, driver, is_known):
+    store = open_store(ssd_driver=driver)
+    kv, other = make_kv(LAYOUT, 12), make_kv(LAYOUT, 5, seed=1)
+    save(store, "a", ids(5), kv[:, :, :5])
+    if is_known:
+        store.settle()
+    gates[0].writes.close()
+    save(store, "a", ids(12)[5:], kv[:, :, 5:], start_token=5)
+    begin_flush(store, gates[0])
+    assert store.truncate("a", 6) == 6
+    assert save(store, "a", ids(5, 900), other, start_token=6)
+    assert ssd_tokens(store, "a") == 0
+    gates[0].writes.open()
+    store.settle()
+    assert store.stats().ssd.failed_flushes[FlushFailure.CANCELLED] == 1
+    assert store.stats().ssd.used_bytes == 3 * SLOT_BYTES
+    store.close()
+    wanted = np.concatenate([kv[:, :, :6], other], axis=2)
+    assert_loads(open_store(ssd_driver=driver), "a", ids(6) + ids(5, 900), wanted)
+
+
+def test_blocks_of_a_dropped_flush_are_free_once_it_has_settled(open_store, gates):
+    store = open_store(4)
+    gates[0].writes.close()
+    save(store, "a", ids(16), make_kv(LAYOUT, 16))
+    begin_flush(store, gates[0])
+    assert store.drop("a")
+    assert info(store, "a") is None
+    assert used_blocks(store) == 4
+    assert store.prepare_save("b", 0, ids(1)) is None, "memory that is still being read was given away"
+    assert store.stats().ssd.used_bytes == 4 * SLOT_BYTES
+    gates[0].writes.open()
+    wait_until(store, lambda: used_blocks(store) == 0)
+    assert store.stats().ssd.used_bytes == 0
+    put(store, "b", 16)
+    assert ssd_tokens(store, "b") == 16
+
+
+def test_changes_while_flushes_are_under_way_are_not_lost(open_store, gates):
+    store = open_store()
+    gates[0].writes.close()
+    for key in "ab":
+        save(store, key, ids(5), make_kv(LAYOUT, 5))
+    store.poll()
+    gates[0].writes.wait_held(2)
+    store.set_pinned("a", True)
+    store.set_ttl("b", 1e6)
+    gates[0].writes.open()
+    store.close()
+    assert {each.key: (each.pinned, each.ttl_s) for each in open_store().list()} == {
+        "a": (True, None),
+        "b": (False, 1e6),
+    }
+
+
+@pytest.mark.parametrize("change", ["set_note", "discard", "truncate"])
+def test_a_note_that_waits_is_the_last_that_was_given(open_store, gates, change):
+    """For a pinned session that was dropped while it was flushed: the next one of its key has no older note."""
+    store = open_store()
+    store.pin("a")
+    save(store, "a", ids(5), make_kv(LAYOUT, 5))
+    store.set_note("a", b"dropped")
+    store.unpin("a")
+    gates[0].writes.close()
+    begin_flush(store, gates[0])
+    store.pin("a")
+    store.drop("a")
+    assert store.note("a") == b""
+    store.set_note("a", b"older")
+    if change == "set_note":
+        store.set_note("a", b"last")
+    elif change == "discard":
+        assert store.discard("a", [True] * 3, b"last") == 0
+    else:
+        assert store.truncate("a", 3, b"last") == 0
+    gates[0].writes.open()
+    save(store, "a", ids(6), make_kv(LAYOUT, 6))
+    assert store.note("a") == b"last"
+    store.unpin("a")
+    store.close()
+    store = open_store()
+    assert (ssd_tokens(store, "a"), store.note("a")) == (6, b"last")
