@@ -230,3 +230,16 @@ def test_a_session_is_forgotten_in_both_tiers_when_its_time_is_over(open_store):
     clock.now_s = 1e6
     store.poll()
     assert where(store, Residency.SSD) == "bc"
+
+
+def test_what_is_pinned_leaves_dram_and_not_the_ssd(open_store):
+    store = open_store(4, ssd_blocks=4)
+    put(store, "a", 8)
+    store.set_pinned("a", True)
+    put(store, "b", 12)
+    assert store.stats().ssd.failed_flushes[FlushFailure.NO_ROOM] >= 1
+    assert store.residency("a") is Residency.SSD
+    store.set_pinned("a", False)
+    save(store, "b", [7], make_kv(LAYOUT, 1), start_token=12)
+    store.settle()
+    assert [info.key for info in store.list()] == ["b"]
