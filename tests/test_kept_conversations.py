@@ -17,8 +17,7 @@ from ca_jax.storage.records import Residency
 from tests import engine_kit as kit
 from tests import overlap_kit
 from tests.reliability import workload
-from tests.storage.ssd_helpers import StoppedClock
-from tests.storage.store_helpers import open_gated
+from tests.storage.store_helpers import StoppedClock, open_gated
 from tests.test_engine_ssd import PROMPTS, cached_of
 
 

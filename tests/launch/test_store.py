@@ -15,18 +15,18 @@ from ca_jax.launch import store_report
 from ca_jax.launch.store import CommandError, Request, Result, run
 from ca_jax.storage.catalog.catalog import Catalog
 from ca_jax.storage.catalog.file import CatalogLockedError
-from tests.storage.filled_store import (
+from tests.storage.store_helpers import (
     KEYS,
     LAYOUT,
     NAMESPACE,
     OTHER_NAMESPACE,
+    as_bits,
     block_file,
     files_of,
     fill,
     open_tier,
-    save,
+    publish,
 )
-from tests.storage.store_helpers import as_bits
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_list_tells_of_all_sessions(tmp_path, filled):
 def test_names_are_text_and_steer_no_terminal(tmp_path):
     tier = open_tier(tmp_path / "store", "zarr3")
     with Catalog(tmp_path / "store", NAMESPACE) as catalog:
-        save(catalog, tier, KEYS["first"], [0], 4, session_id="[red]\x1b[2J", tenant="[/]", created_s=1e300)
+        publish(catalog, tier, KEYS["first"], [0], 4, session_id="[red]\x1b[2J", tenant="[/]", created_s=1e300)
     tier.close()
     for command, session in (("list", None), ("show", "a1"), ("stats", None), ("drop", "a1")):
         _, text = ask(tmp_path, command, session)

@@ -13,7 +13,6 @@ import numpy as np
 
 from ca_jax.config import BlendConfig
 from ca_jax.engine import Engine
-from ca_jax.pretrained import LoadedModel
 from ca_jax.session import Answer, Session
 from ca_jax.storage import ssd
 from ca_jax.storage.records import Residency
@@ -74,7 +73,6 @@ class Arena:
         self.driver = driver
         self.random = np.random.default_rng(seed)
         self.tally = Tally()
-        self._model = kit.tiny_model()
         self._config = workload.ssd_store(
             directory, driver, **{"dram_blocks": 200, "ssd_blocks": 300, "dram_free_fraction": 0.995} | store
         )
@@ -104,18 +102,17 @@ class Arena:
         (found,) = self.directory.glob(f"blocks-*/{self.driver}")
         return found
 
-    def open(self, model: LoadedModel | None = None) -> None:
+    def open(self) -> None:
         """Starts an engine."""
-        self._model = model or self._model
         blend = BlendConfig(recompute_ratio=self.ratio)
         config = dataclasses.replace(kit.SMALL, store=self._config, blend=blend, share_prefixes=self.ratio is None)
-        self.engine = Engine(self._model, config)
+        self.engine = Engine(kit.tiny_model(), config)
         self._counted.clear()
 
-    def restart(self, model: LoadedModel | None = None) -> None:
+    def restart(self) -> None:
         """Closes the engine and starts another."""
         self.engine.close()
-        self.open(model)
+        self.open()
 
     def wipe(self) -> None:
         """Begins anew, in a directory that is empty."""
@@ -125,26 +122,6 @@ class Arena:
         self.names.clear()
         self.open()
         self.renew()
-
-    def begin_anew(self) -> None:
-        """Lets conversations of new names take the place of all."""
-        self.names.clear()
-        self._known.clear()
-        self.renew()
-
-    def change_callers(self, model: LoadedModel, known: dict[str, list[int]] | None = None) -> dict[str, list[int]]:
-        """Restarts with another model, and with callers who know what they said to it: nothing, if not given.
-
-        Returns:
-          What was said to the model before.
-        """
-        self.restart(model)
-        known, self._known = self._known, known or {}
-        return known
-
-    def repeat(self, known: dict[str, list[int]]) -> None:
-        """Begins conversations by what was said in others of the same names."""
-        self.finish([self.begin(name, new=known[name][:-1]) for name in self.names])
 
     def renew(self) -> None:
         """Lets new conversations begin in place of long ones, and waits until all of them are on SSD alone."""
@@ -170,22 +147,20 @@ class Arena:
         name: str,
         num_new: tuple[int, int] = (2, 12),
         max_tokens: int = _NEW_TOKENS,
-        new: Sequence[int] | None = None,
     ) -> Turn:
         """Queues a turn. A caller whose conversation the engine has lost says all of it again.
 
-        Where there are chunks, it has a context of two, unless it is said what is `new`: four turns have all of them.
+        Where there are chunks, it has a context of two: four turns have all of them.
         """
         session = self.engine.session(session_id=name)
         known = self._known.setdefault(name, [])
         num_held, context = len(session.token_ids), ()
         assert session.token_ids == known[:num_held], f"{name}: the engine tells another conversation"
-        if new is None:
-            new = self.random.integers(0x20, 0x7F, self.random.integers(*num_new)).tolist()
-            if self.ratio is not None:
-                first = self._num_contexts = (self._num_contexts + 1) % len(workload.CHUNKS)
-                pair = (workload.CHUNKS[first], workload.CHUNKS[first - len(workload.CHUNKS) // 2])
-                context = tuple(pair[i] for i in self.random.permutation(2))
+        new = self.random.integers(0x20, 0x7F, self.random.integers(*num_new)).tolist()
+        if self.ratio is not None:
+            first = self._num_contexts = (self._num_contexts + 1) % len(workload.CHUNKS)
+            pair = (workload.CHUNKS[first], workload.CHUNKS[first - len(workload.CHUNKS) // 2])
+            context = tuple(pair[i] for i in self.random.permutation(2))
         answer = session.send_ids([*known[num_held:], *new], context=context or None, max_tokens=max_tokens)
         return Turn(name, session, answer, context)
 
@@ -209,7 +184,7 @@ class Arena:
             self.tally.loaded_chunks += len(turn.context) - usage.missed_chunks
             self.tally.missed_chunks += usage.missed_chunks
             if self.ratio in (None, 1.0):
-                self.tally.wrong_tokens += workload.num_wrong(self._model, token_ids, usage.completion_tokens)
+                self.tally.wrong_tokens += workload.num_wrong(token_ids, usage.completion_tokens)
             self._known[turn.name] = list(token_ids)
 
     def converse(self, names: Sequence[str] | None = None, num_new: tuple[int, int] = (2, 12)) -> None:

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
 import sqlite3
-import subprocess
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ca_jax.storage.catalog.file import CATALOG_NAME
 from tests.reliability import workload
 from tests.reliability.arena import Arena
+from tests.storage.store_helpers import mount, replaced, stalled, unmount
 
 
 def flip_bits(arena: Arena, names: Sequence[str]) -> set[str]:
@@ -100,40 +98,17 @@ def overwrite_catalog(arena: Arena) -> None:
                 os.pwrite(file.fileno(), arena.random.bytes(min(600, size - offset)), offset)
 
 
-@contextlib.contextmanager
-def held(arena: Arena, operation: str) -> Iterator[None]:
+def held(arena: Arena, operation: str) -> contextlib.AbstractContextManager[object]:
     """Reads (`_read`) or writes (`_write`) of blocks begin and do not end, until the block does."""
-    gate, original = threading.Event(), getattr(arena.tier, operation)
-
-    def late(*args: object) -> object:
-        gate.wait()
-        return original(*args)
-
-    with _replaced(arena.tier, operation, late):
-        try:
-            yield
-        finally:
-            gate.set()
+    return stalled((arena.tier, operation))
 
 
-@contextlib.contextmanager
-def catalog_held(arena: Arena, *, reads: bool) -> Iterator[None]:
+def catalog_held(arena: Arena, *, reads: bool) -> contextlib.AbstractContextManager[object]:
     """Reads or else commits of the catalog begin and do not end, until the block does."""
-    ssd, gate = workload.ssd_of(arena.engine), threading.Event()
-    catalog = ssd._mover._catalog
-    readers = [(ssd._mover._reader, ("load",)), (ssd._mover._asked_reader, ("contents",))]
-    held = readers if reads else [(catalog, ("publish", "forget", "cut", "touch_used"))]
-
-    def late(original: Callable[..., object], *args: object) -> object:
-        gate.wait()
-        return original(*args)
-
-    with contextlib.ExitStack() as replaced:
-        for owner, names in held:
-            for name in names:
-                replaced.enter_context(_replaced(owner, name, functools.partial(late, getattr(owner, name))))
-        replaced.callback(gate.set)
-        yield
+    mover = workload.ssd_of(arena.engine)._mover
+    if reads:
+        return stalled((mover._reader, "load"), (mover._asked_reader, "contents"))
+    return stalled(*((mover._catalog, name) for name in ("publish", "forget", "cut", "touch_used")))
 
 
 def failing(arena: Arena, operation: str, code: int) -> contextlib.AbstractContextManager[None]:
@@ -142,7 +117,7 @@ def failing(arena: Arena, operation: str, code: int) -> contextlib.AbstractConte
     def fail(*_: object) -> object:
         raise OSError(code, os.strerror(code))
 
-    return _replaced(arena.tier, operation, fail)
+    return replaced(arena.tier, operation, fail)
 
 
 @contextlib.contextmanager
@@ -153,38 +128,17 @@ def read_only(arena: Arena) -> Iterator[None]:
     write of the raw driver just raises.
     """
     directory = arena.block_directory
-    if arena.driver == "raw" or (os.geteuid() == 0 and not _mount("--bind", directory, directory)):
-        with failing(arena, "_write", errno.EROFS):
-            yield
-        return
-    if os.geteuid() == 0:
-        try:
-            assert _mount("-o", "remount,ro,bind", directory), "what was mounted can be made read-only"
-            yield
-        finally:
-            subprocess.run(["umount", "--lazy", str(directory)], check=True)
-        return
-    groups = [path for path in directory.iterdir() if path.is_dir()]
-    try:
-        for group in groups:
-            group.chmod(0o500)
+    with contextlib.ExitStack() as stack:
+        if arena.driver == "raw" or (os.geteuid() == 0 and not mount("--bind", directory, directory)):
+            stack.enter_context(failing(arena, "_write", errno.EROFS))
+        elif os.geteuid() == 0:
+            stack.callback(unmount, directory)
+            assert mount("-o", "remount,ro,bind", directory), "what was mounted can be made read-only"
+        else:
+            for group in filter(Path.is_dir, directory.iterdir()):
+                group.chmod(0o500)
+                stack.callback(group.chmod, 0o700)
         yield
-    finally:
-        for group in groups:
-            group.chmod(0o700)
-
-
-@contextlib.contextmanager
-def small_disk(directory: Path, num_mib: int) -> Iterator[Path | None]:
-    """A disk of its own for `directory`; None where this process may not mount one."""
-    directory.mkdir()
-    if os.geteuid() or not _mount("-t", "tmpfs", "-o", f"size={num_mib}m", "tmpfs", directory):
-        yield None
-        return
-    try:
-        yield directory
-    finally:
-        subprocess.run(["umount", "--lazy", str(directory)], check=True)
 
 
 @contextlib.contextmanager
@@ -198,7 +152,7 @@ def full_disk(arena: Arena, disk: Path | None, *, unnoticed: bool) -> Iterator[N
     """
     space = arena.tier
     if disk is None:
-        with failing(arena, "_write", errno.ENOSPC) if unnoticed else _replaced(space, "_free_bytes", lambda: 0):
+        with failing(arena, "_write", errno.ENOSPC) if unnoticed else replaced(space, "_free_bytes", lambda: 0):
             yield
         return
     ballast = disk / "ballast"
@@ -206,7 +160,7 @@ def full_disk(arena: Arena, disk: Path | None, *, unnoticed: bool) -> Iterator[N
         with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
             while True:
                 file.write(bytes(4096))
-        with _replaced(space, "_free_bytes", lambda: None) if unnoticed else contextlib.nullcontext():
+        with replaced(space, "_free_bytes", lambda: None) if unnoticed else contextlib.nullcontext():
             yield
     finally:
         ballast.unlink()
@@ -219,22 +173,3 @@ def _place(arena: Arena, block: int) -> tuple[Path, int, int]:
         return path, 0, path.stat().st_size
     start = block * arena.tier.stored_block_bytes
     return arena.block_directory / "blocks", start, arena.tier.layout.block_bytes
-
-
-def _mount(*arguments: object) -> bool:
-    """Whether a mount succeeded."""
-    command = ["mount", *map(str, arguments)]
-    try:
-        return not subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False).returncode
-    except FileNotFoundError:
-        return False
-
-
-@contextlib.contextmanager
-def _replaced(owner: object, name: str, value: Callable[..., object]) -> Iterator[None]:
-    """Gives one object another method."""
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        delattr(owner, name)

@@ -333,7 +333,7 @@ def _check_restart(
             report.cut_sessions += session.num_dropped > 0
             if not session.num_dropped or session.conversation.lineage > info.num_dropped:
                 # The others go on behind KV that no one pass gives.
-                report.wrong_tokens += workload.num_wrong(kit.tiny_model(), session.token_ids, _ANSWER_TOKENS)
+                report.wrong_tokens += workload.num_wrong(session.token_ids, _ANSWER_TOKENS)
             report.answers += 1
             report.sessions_checked += 1
             report.tokens_checked += info.ssd_tokens

@@ -8,6 +8,12 @@ import pytest
 
 from tests.reliability import campaigns, workload
 
+OF_READS = [
+    name
+    for name in campaigns.CAMPAIGNS
+    if name not in ("writes that stall", "catalog commits that stall", "disk full", "directory read-only")
+]
+
 
 def run(directory, name: str, driver: str, num_faults: int, seed: int, ratio: float | None = None) -> None:
     campaign, _ = campaigns.CAMPAIGNS[name]
@@ -32,9 +38,12 @@ def test_a_few_faults(tmp_path, name, driver):
     run(tmp_path, name, driver, 2, seed=1)
 
 
-@pytest.mark.parametrize(("name", "ratio"), [*zip(campaigns.CAMPAIGNS, itertools.cycle([1.0, 0.15]))])
+@pytest.mark.parametrize(("name", "ratio"), [*zip(OF_READS, itertools.cycle([1.0, 0.15]))])
 def test_a_few_faults_with_chunks(tmp_path, name, ratio):
-    """All of the chunks computed anew, answers are those of one pass; some, and a chunk is itself or nothing."""
+    """All of the chunks computed anew, answers are those of one pass; some, and a chunk is itself or nothing.
+
+    Not what is done to writes: of chunks and of conversations these are the same.
+    """
     run(tmp_path, name, "zarr3" if ratio == 1.0 else "raw", 2, seed=1, ratio=ratio)
 
 

@@ -176,7 +176,7 @@ def tokens_to_discard(num_tokens: int, random: np.random.Generator) -> np.ndarra
 
 
 def work(directory: str, driver: str, compile_cache: str, seed: int) -> None:
-    scratch = Path(compile_cache) / "tmp"
+    scratch = Path(directory).with_name("tmp")  # What a killed process leaves goes with its directory.
     scratch.mkdir(parents=True, exist_ok=True)
     tempfile.tempdir = str(scratch)
     jax.config.update("jax_compilation_cache_dir", compile_cache)

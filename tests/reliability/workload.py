@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import hashlib
 import re
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -20,9 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import ca_jax
 from ca_jax.engine import Engine
-from ca_jax.pretrained import LoadedModel
 from ca_jax.storage.catalog.catalog import CatalogReader
 from ca_jax.storage.catalog.file import CATALOG_NAME
 from ca_jax.storage.catalog.notes import LOG_NAME
@@ -58,15 +55,6 @@ def ssd_store(directory: Path, driver: str, *, dram_blocks: int, ssd_blocks: int
     )
 
 
-@functools.cache
-def other_model() -> LoadedModel:
-    """The tiny model with other weights."""
-    config = kit.tiny_model().config
-    with tempfile.TemporaryDirectory() as directory:
-        kit.tiny.write_tiny_hf(directory, config, kit.tiny.tiny_params(config, seed=2))
-        return ca_jax.load_model(directory, dtype="float32")
-
-
 @functools.partial(jax.jit, static_argnames=("model",))
 def _likeliest(model, params, tokens):
     """Which tokens no other is likelier than, but for rounding: bool `[T, V]`."""
@@ -74,8 +62,9 @@ def _likeliest(model, params, tokens):
     return logits > logits.max(-1, keepdims=True) - LOGITS_ATOL["float32"]
 
 
-def num_wrong(model: LoadedModel, token_ids: Sequence[int], num_generated: int) -> int:
-    """How many of the last `num_generated` tokens are not what one pass without a store finds likeliest there."""
+def num_wrong(token_ids: Sequence[int], num_generated: int) -> int:
+    """How many of the last `num_generated` tokens are not what one pass of the tiny model finds likeliest there."""
+    model = kit.tiny_model()
     padded = np.zeros((1, kit.WINDOW), np.int32)
     padded[0, : len(token_ids)] = token_ids
     likeliest = np.asarray(_likeliest(model.model, model.params, padded))

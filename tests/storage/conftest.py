@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, Protocol
 
 import pytest
 
 from ca_jax.storage.store import AttentionStore
 
-from .filled_store import Kept, fill
-from .store_helpers import make_store, open_gated
+from .store_helpers import GatedTier, Kept, fill, make_store, open_gated
+
+
+class OpenStore(Protocol):
+    """Opens a store; of the test's directory, if no other is named."""
+
+    def __call__(self, num_blocks: int = 6, **options: Any) -> AttentionStore: ...
 
 
 @pytest.fixture
@@ -21,36 +27,42 @@ def store() -> AttentionStore:
 
 
 @pytest.fixture(params=["zarr3", "raw"])
-def driver(request) -> str:
+def driver(request: pytest.FixtureRequest) -> str:
     """Each kind of SSD."""
     return request.param
 
 
 @pytest.fixture
-def filled(tmp_path, driver) -> Mapping[str, Kept]:
-    """A store of four sessions in `tmp_path`, see `fill`."""
-    return fill(tmp_path, driver)
+def ssd_driver(request: pytest.FixtureRequest) -> str:
+    """Each kind, for a test that asks for the `driver`; else that of files."""
+    return request.getfixturevalue("driver") if "driver" in request.fixturenames else "zarr3"
 
 
 @pytest.fixture
-def directory(tmp_path) -> Path:
+def filled(tmp_path: Path, ssd_driver: str) -> Mapping[str, Kept]:
+    """A store of four sessions in `tmp_path`, see `fill`."""
+    return fill(tmp_path, ssd_driver)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
     """Of the stores with an SSD."""
     return tmp_path / "store"
 
 
 @pytest.fixture
-def gates(monkeypatch):
+def gates(monkeypatch: pytest.MonkeyPatch) -> list[GatedTier]:
     """The gated tiers of the stores of this test."""
     return open_gated(monkeypatch)
 
 
 @pytest.fixture
-def open_store(directory):
-    """Opens stores of one directory, and closes them at the end."""
+def open_store(ssd_driver: str, directory: Path) -> Iterator[OpenStore]:
+    """Opens stores with an SSD, and closes them at the end."""
     with contextlib.ExitStack() as at_the_end:
 
-        def open_it(num_blocks: int = 6, **options) -> AttentionStore:
-            store = make_store(num_blocks, ssd_dir=directory, **options)
+        def open_it(num_blocks: int = 6, **options: Any) -> AttentionStore:
+            store = make_store(num_blocks, **{"ssd_dir": directory, "ssd_driver": ssd_driver, **options})
             at_the_end.callback(store.close)
             return store
 

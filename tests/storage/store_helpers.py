@@ -1,4 +1,7 @@
-"""Small stores for the tests of `ca_jax.storage`: a few blocks of four tokens, to be followed by hand."""
+"""One kit for the tests of `ca_jax.storage`: stores, tiers and filled directories, to be followed by hand.
+
+Blocks are of four tokens of three layers. Tests of other rooms use it too.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,29 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import os
+import subprocess
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+import tensorstore as ts
 
 from ca_jax.storage import opening as ssd_setup
+from ca_jax.storage.catalog.catalog import Catalog
+from ca_jax.storage.catalog.records import Namespace, SessionRecord
 from ca_jax.storage.config import GIB, StoreConfig
-from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.layout import KVLayout, layer_sums
 from ca_jax.storage.opening import open_ssd
-from ca_jax.storage.placement.policy import EvictionPolicy
 from ca_jax.storage.records import EntryInfo, Owner, StoreRuntime
 from ca_jax.storage.store import AttentionStore
-from ca_jax.storage.tiers.disk import DiskTier
+from ca_jax.storage.tiers.disk import DiskOptions, DiskTier
+from ca_jax.storage.tiers.formats import RawTier, Zarr3Tier
 from ca_jax.storage.tiers.io import IoHandle, IoQueue
+from ca_jax.storage.tokens import TokenPlaces
 from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
 
 BLOCK_TOKENS = 4
@@ -35,6 +45,20 @@ def make_layout(dtype: str = "float32", block_tokens: int = BLOCK_TOKENS) -> KVL
 
 
 LAYOUT = make_layout()
+NAMESPACE = Namespace(weights="aaaa1111weights", layout=LAYOUT)  # Of the stores of `make_store`.
+
+
+@dataclasses.dataclass
+class StoppedClock:
+    """A clock that stands until a test moves it."""
+
+    now_s: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+# Stores.
 
 
 def ssd_config(directory: Path | None, num_blocks: float, **fields: Any) -> StoreConfig:
@@ -52,14 +76,12 @@ def make_store(
     num_blocks: int = 4,
     *,
     dtype: str = "float32",
-    policy: EvictionPolicy | None = None,
     eviction_policy: str = "lru",
     ssd_dir: Path | None = None,
     ssd_blocks: int = 16,
     ssd_driver: str = "zarr3",
     quota_bytes: int | None = None,
     clock: Callable[[], float] | None = None,
-    weights: str = "weights",
     timeline: Timeline = NO_TIMELINE,
     on_fetch: Callable[[int, float], None] = lambda num_bytes, seconds: None,
     **fields: Any,
@@ -76,14 +98,10 @@ def make_store(
         tenant_quota_gib=None if quota_bytes is None else quota_bytes / GIB,
     )
     runtime = StoreRuntime(clock=clock or itertools.count(1.0).__next__, on_fetch=on_fetch, timeline=timeline)
-    store = AttentionStore(layout, config, policy, weights=weights, runtime=runtime)
-    fill_blocks_with_nan(store)
-    return store
-
-
-def fill_blocks_with_nan(store: AttentionStore) -> None:
-    if store.stats().capacity_bytes:
+    store = AttentionStore(layout, config, weights=NAMESPACE.weights, runtime=runtime)
+    if num_blocks:
         store._dram.slab.view(np.uint8)[...] = 0xFF  # A NaN of every float, and of the scale of an int8 row.
+    return store
 
 
 def make_kv(layout: KVLayout, num_tokens: int, seed: int = 0) -> np.ndarray:
@@ -185,23 +203,6 @@ def assert_loads(
     np.testing.assert_array_equal(as_bits(found), as_bits(kv))
 
 
-@contextlib.contextmanager
-def writer_stopped(store: AttentionStore):
-    """Keeps the thread that writes from going on with the catalog."""
-    reached, go_on = threading.Event(), threading.Event()
-
-    def stop() -> None:
-        reached.set()
-        assert go_on.wait(PATIENCE_S)
-
-    store._ssd._mover._writes.put(stop)
-    assert reached.wait(PATIENCE_S)
-    try:
-        yield
-    finally:
-        go_on.set()
-
-
 def wait_until(store: AttentionStore, reached: Callable[[], object]) -> None:
     """Turns the store's wheel until something is so; fails if it does not become so."""
     for _ in range(10_000):
@@ -217,6 +218,67 @@ def begin_flush(store: AttentionStore, tier: GatedTier) -> None:
     """Begins what is due, and waits until its writes stand before the closed gate."""
     store.poll()
     tier.writes.wait_held()
+
+
+# Faults, and moves that wait for a test.
+
+
+@contextlib.contextmanager
+def replaced(owner: object, name: str, value: Callable[..., object]) -> Iterator[None]:
+    """Gives one object another method."""
+    its_own = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if its_own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, its_own)
+
+
+class Stall:
+    """Calls that begin and do not end before `end`."""
+
+    def __init__(self) -> None:
+        self.num_begun = 0
+        self.begun, self._go_on = threading.Event(), threading.Event()
+
+    def end(self) -> None:
+        self._go_on.set()
+
+    def __call__(self) -> None:
+        self.num_begun += 1
+        self.begun.set()
+        self._go_on.wait(PATIENCE_S)
+
+
+@contextlib.contextmanager
+def stalled(*methods: tuple[object, str]) -> Iterator[Stall]:
+    """Has methods of objects begin and not end, until the block does."""
+    stall = Stall()
+
+    def late(method: Callable[..., object], *args: object, **options: object) -> object:
+        stall()
+        return method(*args, **options)
+
+    with contextlib.ExitStack() as stack:
+        for owner, name in methods:
+            stack.enter_context(replaced(owner, name, functools.partial(late, getattr(owner, name))))
+        stack.callback(stall.end)
+        yield stall
+
+
+@contextlib.contextmanager
+def writer_stopped(store: AttentionStore) -> Iterator[Stall]:
+    """Keeps the thread that writes from going on with the catalog."""
+    stall = Stall()
+    store._ssd._mover._writes.put(stall)
+    assert stall.begun.wait(PATIENCE_S)
+    try:
+        yield stall
+    finally:
+        stall.end()
 
 
 class Gate:
@@ -307,3 +369,175 @@ def open_gated(monkeypatch, deadline_s: float = 5.0) -> list[GatedTier]:
 
     monkeypatch.setattr(ssd_setup, "open_ssd", open_it)
     return tiers
+
+
+# Tiers.
+
+
+@dataclasses.dataclass
+class Disk:
+    """A place for tiers of one kind, `zarr3`, `memory` or `raw`: opening it again finds what the last one wrote."""
+
+    kind: str
+    path: Path
+    _context: ts.Context = dataclasses.field(
+        default_factory=lambda: ts.Context({"cache_pool": {"total_bytes_limit": 0}})
+    )
+
+    def open(self, layout: KVLayout = LAYOUT, num_blocks: int = 8, **options: Any) -> DiskTier:
+        """A tier, with options of a disk."""
+        arguments = (num_blocks * layout.stored_block_bytes, DiskOptions(**options))
+        if self.kind == "raw":
+            return RawTier(layout, self.path, *arguments)
+        if self.kind == "memory":
+            return Zarr3Tier(layout, "memory://kv", *arguments, context=self._context)
+        return Zarr3Tier(layout, self.path, *arguments)
+
+    def block_file(self, block: int) -> Path:
+        """The file of a block of kind `zarr3`."""
+        return self.path / "zarr3" / f"{block // 1024:06d}" / f"c.{block % 1024}.0.0.0.0.0"
+
+    def place(self, block: int) -> tuple[Path, int]:
+        """The file that a block is in, and where in it."""
+        if self.kind == "raw":
+            return self.path / "raw" / "blocks", block * SLOT_BYTES
+        return self.block_file(block), 0
+
+
+def make_blocks(layout: KVLayout, num_blocks: int, seed: int = 0) -> np.ndarray:
+    """`[n, L, 2, block_tokens, K, H]` of random bits."""
+    return np.stack([make_kv(layout, layout.block_tokens, 100 * seed + i) for i in range(num_blocks)])
+
+
+def read(tier: DiskTier, block_ids: list[int]) -> np.ndarray:
+    """Reads whole blocks into memory full of other bits."""
+    into = make_blocks(tier.layout, len(block_ids), seed=99)
+    tier.read_blocks(block_ids, into).result()
+    return into
+
+
+def mount(*arguments: object) -> bool:
+    """Whether a mount succeeded: many systems let no test do that."""
+    try:
+        return not subprocess.run(["mount", *map(str, arguments)], capture_output=True).returncode
+    except FileNotFoundError:
+        return False
+
+
+def unmount(path: Path) -> None:
+    subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+@contextlib.contextmanager
+def small_disk(path: Path, num_bytes: int) -> Iterator[Path | None]:
+    """A filesystem of its own for a new directory; None where that cannot be had, which leaves the directory."""
+    path.mkdir()
+    if not mount("-t", "tmpfs", "-o", f"size={num_bytes}", "none", path):
+        yield None
+        return
+    try:
+        yield path
+    finally:
+        unmount(path)
+
+
+@contextlib.contextmanager
+def unwritable(path: Path, fill: Callable[[Path], object] = lambda path: None) -> Iterator[None]:
+    """A directory, filled, without write permission; for root, whom modes do not stop, a read-only filesystem."""
+    if os.geteuid():
+        path.mkdir()
+        fill(path)
+        path.chmod(0o500)
+        yield
+        path.chmod(0o700)
+        return
+    with small_disk(path, 1 << 20) as disk:
+        fill(path)
+        if disk is None or not mount("-o", "remount,ro", path):
+            pytest.skip("wants to mount a filesystem, which the system refuses")
+        yield
+
+
+# Directories, filled as an engine would, for what looks at them and cleans them.
+
+
+OTHER_NAMESPACE = Namespace(weights="bbbb2222weights", layout=make_layout("bfloat16"))
+KEYS = {"first": "a1" + 62 * "0", "second": "a2" + 62 * "0", "third": "b3" + 62 * "0", "other": "c4" + 62 * "0"}
+
+
+@dataclasses.dataclass
+class Kept:
+    """What was stored of one session."""
+
+    record: SessionRecord
+    token_ids: np.ndarray
+    kv: np.ndarray  # [L, 2, T, K, H]
+
+
+def open_tier(path: Path, kind: str, namespace: Namespace = NAMESPACE) -> DiskTier:
+    """The blocks of a namespace as an engine opens them."""
+    return Disk(kind, path / namespace.directory_name).open(namespace.layout, num_blocks=16)
+
+
+def block_file(path: Path, block: int, namespace: Namespace = NAMESPACE) -> Path:
+    """The file of a block that is kept by driver zarr3."""
+    return Disk("zarr3", path / namespace.directory_name).block_file(block)
+
+
+def publish(
+    catalog: Catalog,
+    tier: DiskTier,
+    key: str,
+    block_ids: list[int],
+    num_tokens: int | None = None,
+    *,
+    seed: int = 0,
+    **fields: Any,
+) -> Kept:
+    """Writes a session's blocks, full ones if it is not said of how many tokens, and publishes it."""
+    blocks = make_blocks(tier.layout, len(block_ids), seed=seed)
+    tier.write_blocks(block_ids, blocks).result()
+    num_tokens = len(block_ids) * tier.layout.block_tokens if num_tokens is None else num_tokens
+    record = SessionRecord(
+        key=key,
+        block_ids=np.array(block_ids, np.int64),
+        places=TokenPlaces.dense(num_tokens),
+        **{"tenant": "alice", "session_id": key, "created_s": 1e9, "last_used_s": 1e9, **fields},
+    )
+    token_ids = np.arange(num_tokens, dtype=np.int32) + 1000 * (seed + 1)
+    record = catalog.publish(record, token_ids, np.array([layer_sums(block) for block in blocks]))
+    kv = np.concatenate(list(blocks), axis=2)[:, :, :num_tokens]
+    return Kept(record=record, token_ids=token_ids, kv=kv)
+
+
+def fill(path: Path, kind: str) -> Mapping[str, Kept]:
+    """Four sessions by name: three of two tenants in one namespace, one in another. Used last: first, second, …
+
+    first   alice  "chat"   10 tokens in blocks 0 1 2, used at 1e9
+    second  alice  "notes"   4 tokens in block 3, expired long ago
+    third   bob    "chat"    9 tokens in blocks 7 5 6, pinned although its time is over
+    other   carol  "x"       5 tokens in blocks 0 1 of the other namespace
+    """
+    old, bobs = {"last_used_s": 1e9 + 1, "ttl_s": 60.0}, {"last_used_s": 1e9 + 2, "ttl_s": 60.0, "pinned": True}
+    sessions: list[tuple[Namespace, str, list[int], int, dict[str, Any]]] = [
+        (NAMESPACE, "first", [0, 1, 2], 10, {"session_id": "chat"}),
+        (NAMESPACE, "second", [3], 4, {"session_id": "notes", **old}),
+        (NAMESPACE, "third", [7, 5, 6], 9, {"session_id": "chat", "tenant": "bob", **bobs}),
+        (OTHER_NAMESPACE, "other", [0, 1], 5, {"session_id": "x", "tenant": "carol", "last_used_s": 1e9 + 3}),
+    ]
+    kept = {}
+    for seed, (namespace, name, block_ids, num_tokens, fields) in enumerate(sessions):
+        tier = open_tier(path, kind, namespace)
+        with Catalog(path, namespace) as catalog:
+            kept[name] = publish(catalog, tier, KEYS[name], block_ids, num_tokens, seed=seed, **fields)
+        tier.close()
+    return kept
+
+
+def files_of(path: Path) -> dict[str, bytes]:
+    """All files of blocks below a directory, by relative name."""
+    return {
+        str(file.relative_to(path)): file.read_bytes()
+        for file in path.rglob("*")
+        if file.is_file() and not file.name.startswith("catalog.")
+    }

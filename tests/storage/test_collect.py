@@ -9,14 +9,13 @@ import pytest
 
 from ca_jax.storage import collect as housekeeping
 from ca_jax.storage.catalog.catalog import Catalog
-from ca_jax.storage.catalog.file import CATALOG_NAME, CatalogFullError, CatalogLockedError
+from ca_jax.storage.catalog.file import CATALOG_NAME, CatalogFullError
 from ca_jax.storage.catalog.notes import NoteLog
-from ca_jax.storage.collect import ForgetReason, UnknownNamespaceError, collect_garbage, drop_session, find_namespaces
+from ca_jax.storage.collect import ForgetReason, UnknownNamespaceError, collect_garbage, find_namespaces
 from ca_jax.storage.inspector import StoreInspector, catalog_problems, verify
 from ca_jax.storage.records import Owner
 
-from .filled_store import KEYS, NAMESPACE, OTHER_NAMESPACE, block_file, files_of, fill, open_tier
-from .ssd_helpers import make_blocks
+from .store_helpers import KEYS, NAMESPACE, OTHER_NAMESPACE, block_file, fill, make_blocks, open_tier
 
 NOW_S = 1e9 + 100  # When the second session has expired, and the third would have.
 
@@ -73,56 +72,6 @@ def test_what_is_forgotten_is_not_noted_either_unless_its_kv_alone_was_damaged(t
     assert found == {KEYS["first"]: ForgetReason.DAMAGED, KEYS["second"]: ForgetReason.EXPIRED}
     with contextlib.closing(NoteLog(tmp_path)) as log:
         assert {each.session_id for each in log.list()} == set(KEYS) - {"second"}
-
-
-def test_a_dry_run_says_the_same_and_does_nothing(tmp_path, filled):
-    files, before = files_of(tmp_path), stored(tmp_path)
-    options = {"drop": (OTHER_NAMESPACE,)}
-    dry = collect(tmp_path, dry_run=True, **options)
-    assert files_of(tmp_path) == files
-    assert stored(tmp_path) == before
-    assert dry.compacted_bytes is None
-    done = collect(tmp_path, **options)
-    assert (
-        reasons(dry)
-        == reasons(done)
-        == {
-            KEYS["second"]: ForgetReason.EXPIRED,
-            KEYS["other"]: ForgetReason.NAMESPACE,
-        }
-    )
-    for each, other in zip(dry.namespaces, done.namespaces, strict=True):
-        assert (each.dropped, each.num_blocks, each.num_bytes) == (other.dropped, other.num_blocks, other.num_bytes)
-
-
-def test_damaged_sessions_go(tmp_path, filled, driver):
-    db = sqlite3.connect(tmp_path / CATALOG_NAME)
-    db.execute("UPDATE sessions SET num_tokens = 3 WHERE key = ?", [KEYS["first"]])
-    db.execute(
-        "UPDATE contents SET token_ids = zeroblob(5) WHERE session = (SELECT id FROM sessions WHERE key = ?)",
-        [KEYS["third"]],
-    )
-    db.execute("UPDATE sessions SET generation = 7 WHERE key = ?", [KEYS["other"]])
-    db.commit()
-    db.close()
-    garbage = collect(tmp_path)
-    assert reasons(garbage) == {
-        KEYS["first"]: ForgetReason.DAMAGED,
-        KEYS["second"]: ForgetReason.EXPIRED,
-        KEYS["third"]: ForgetReason.DAMAGED,
-        KEYS["other"]: ForgetReason.DAMAGED,
-    }
-    assert [each.session is None for each in garbage.namespaces[0].forgotten] == [True, False, False]
-    assert stored(tmp_path) == {"aaaa": [], "bbbb": [], "keys": []}
-
-
-def test_damaged_blocks_are_looked_for_if_that_is_wanted(tmp_path, filled, driver):
-    tier = open_tier(tmp_path, driver)
-    tier.delete_blocks([1]).result()
-    tier.close()
-    assert KEYS["first"] not in reasons(collect(tmp_path, read_blocks=False))
-    assert reasons(collect(tmp_path, read_blocks=True)) == {KEYS["first"]: ForgetReason.DAMAGED}
-    assert stored(tmp_path)["aaaa"] == [5, 6, 7]
 
 
 def test_only_one_tenants_sessions_are_forgotten(tmp_path, filled):
@@ -185,33 +134,6 @@ def test_a_catalog_of_nothing_is_cleaned_too(tmp_path):
     orphan.mkdir()
     assert collect(tmp_path).files == (orphan.name,)
     assert not orphan.exists()
-
-
-def test_one_session_is_dropped_with_its_blocks(tmp_path, filled):
-    with StoreInspector(tmp_path) as inspector:
-        garbage = drop_session(inspector, inspector.find("b3"))
-    assert reasons(type("All", (), {"namespaces": [garbage]})) == {KEYS["third"]: ForgetReason.NAMED}
-    assert garbage.num_blocks == 3
-    assert stored(tmp_path) == {
-        "aaaa": [0, 1, 2, 3],
-        "bbbb": [0, 1],
-        "keys": [KEYS["first"], KEYS["second"], KEYS["other"]],
-    }
-
-
-def test_nothing_goes_while_an_engine_is_there(tmp_path, filled):
-    files = files_of(tmp_path)
-    with Catalog(tmp_path, OTHER_NAMESPACE), StoreInspector(tmp_path) as inspector:
-        session = inspector.find("b3")
-        for clean in (
-            lambda: drop_session(inspector, session),
-            lambda: collect_garbage(inspector, now_s=NOW_S),
-            lambda: collect_garbage(inspector, now_s=NOW_S, dry_run=True),
-        ):
-            with pytest.raises(CatalogLockedError, match="in use by process"):
-                clean()
-    assert files_of(tmp_path) == files
-    assert stored(tmp_path)["keys"] == list(KEYS.values())
 
 
 def test_namespaces_are_found_by_name_or_fingerprint(tmp_path):

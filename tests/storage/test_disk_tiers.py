@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tensorstore as ts
 
 from ca_jax.storage.layout import layer_sums
 from ca_jax.storage.records import BlockIoError, IoFailure
@@ -16,18 +16,25 @@ from ca_jax.storage.tiers.disk import DiskOptions
 from ca_jax.storage.tiers.dram import DramTier
 from ca_jax.storage.tiers.formats import Zarr3Tier
 
-from .ssd_helpers import NUM_BLOCKS, Disk, StoppedClock, make_blocks, make_disk, read, small_disk, unwritable
-from .store_helpers import as_bits, make_layout
+from .store_helpers import (
+    LAYOUT,
+    Disk,
+    as_bits,
+    make_blocks,
+    make_layout,
+    read,
+    unwritable,
+)
 
 
-@pytest.fixture(params=["file", "memory", "raw"])
+@pytest.fixture(params=["zarr3", "memory", "raw"])
 def disk(request, tmp_path) -> Disk:
-    return make_disk(request.param, tmp_path / "kv")
+    return Disk(request.param, tmp_path / "kv")
 
 
-@pytest.fixture(params=["file", "raw"])
-def local_disk(request, tmp_path) -> Disk:
-    return make_disk(request.param, tmp_path / "kv")
+@pytest.fixture
+def local_disk(driver, tmp_path) -> Disk:
+    return Disk(driver, tmp_path / "kv")
 
 
 def reason(handle) -> IoFailure:
@@ -68,7 +75,7 @@ def test_another_run_finds_the_same_blocks_and_a_smaller_one_can_delete_those_be
     first = disk.open()
     first.write_blocks([1, 6], blocks).result()
     assert first.close(60)
-    assert np.array_equal(as_bits(read(disk.open(num_blocks=2 * NUM_BLOCKS), [1, 6])), as_bits(blocks))
+    assert np.array_equal(as_bits(read(disk.open(num_blocks=16), [1, 6])), as_bits(blocks))
     tier = disk.open(num_blocks=4)
     assert tier.stored_block_ids() == [1, 6]
     tier.delete_blocks([6, 7, 1_000_000]).result()  # Those that are not there, too.
@@ -78,43 +85,38 @@ def test_another_run_finds_the_same_blocks_and_a_smaller_one_can_delete_those_be
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_a_raw_write_is_done_only_after_it_is_synced(tmp_path, monkeypatch, durable):
-    synced = []
-    monkeypatch.setattr(
-        "ca_jax.storage.tiers.formats.os.fdatasync", lambda file: synced.append(tier.stored_block_ids())
-    )
-    tier = make_disk("raw", tmp_path).open(durable=durable)
-    tier.write_blocks([1, 2], make_blocks(tier.layout, 2)).result()
-    assert synced == ([[1, 2]] if durable else [])  # Once, after both.
-
-
-@pytest.mark.parametrize("durable", [True, False])
-def test_a_zarr3_write_is_done_only_after_its_bytes_and_name_are_synced(tmp_path, monkeypatch, durable):
-    tier = make_disk("file", tmp_path).open(durable=durable)
-    synced: list[str] = []
+def test_a_write_is_done_only_after_its_bytes_and_name_are_synced(tmp_path, monkeypatch, durable):
+    raw, zarr3 = (Disk(kind, tmp_path).open(durable=durable) for kind in ("raw", "zarr3"))
+    synced: list[object] = []
+    monkeypatch.setattr("os.fdatasync", lambda file: synced.append(raw.stored_block_ids()))
     monkeypatch.setattr("os.fsync", lambda file: synced.append(Path(os.readlink(f"/proc/self/fd/{file}")).name))
-    tier.write_blocks([1], make_blocks(tier.layout, 1)).result()
+    raw.write_blocks([1, 2], make_blocks(raw.layout, 2)).result()
+    assert synced == ([[1, 2]] if durable else [])  # Once, after both.
+    synced.clear()
+    zarr3.write_blocks([1], make_blocks(zarr3.layout, 1)).result()
     assert synced == (["c.1.0.0.0.0.0.__lock", "000000"] if durable else [])
-    assert tier._groups[0].spec(retain_context=True).to_json()["kvstore"]["file_io_sync"] is durable
+    assert zarr3._groups[0].spec(retain_context=True).to_json()["kvstore"]["file_io_sync"] is durable
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_tensorstore_alone_reads_what_we_write_and_we_what_it_writes(tmp_path, dtype):
-    disk, layout = make_disk("file", tmp_path), make_layout(dtype)
+    disk, layout = Disk("zarr3", tmp_path), make_layout(dtype)
     tier = disk.open(layout, num_blocks=1030)
     blocks = make_blocks(layout, 3)
     tier.write_blocks([1023, 1024], blocks[:2]).result()
-    alone = disk.tensorstore()
+    groups = [
+        ts.open({"driver": "zarr3", "kvstore": (tmp_path / "zarr3" / name).as_uri()}, context=ts.Context()).result()
+        for name in ("000000", "000001")
+    ]
     for block, wanted in zip([1023, 1024], blocks, strict=False):
         assert disk.block_file(block).read_bytes() == wanted.tobytes(), "side by side, and nothing else"
-        found = disk.tensorstore(block // 1024)[block % 1024].read().result()
-        assert np.array_equal(as_bits(found), as_bits(wanted))
-    alone[4].write(blocks[2]).result()
+        assert np.array_equal(as_bits(groups[block // 1024][block % 1024].read().result()), as_bits(wanted))
+    groups[0][4].write(blocks[2]).result()
     assert np.array_equal(as_bits(read(tier, [4])[0]), as_bits(blocks[2]))
 
 
 def test_a_write_that_fails_leaves_the_old_block_and_nothing_else(tmp_path, monkeypatch):
-    tier = make_disk("file", tmp_path).open()
+    tier = Disk("zarr3", tmp_path).open()
     blocks = make_blocks(tier.layout, 2)
     tier.write_blocks([0], blocks[:1]).result()
 
@@ -153,9 +155,7 @@ def test_every_flipped_bit_is_found(local_disk):
     tier = local_disk.open()
     into = make_blocks(tier.layout, 1)
     sums = stored(tier, [1], make_blocks(tier.layout, 1, seed=5))
-    path, start = local_disk.block_file(1), 0
-    if local_disk.kind == "raw":
-        path, start = local_disk.path / "raw" / "blocks", tier.stored_block_bytes
+    path, start = local_disk.place(1)
     with path.open("r+b", buffering=0) as file:
         for position in range(start, start + tier.layout.block_bytes, 7):
             byte = os.pread(file.fileno(), 1, position)
@@ -182,80 +182,21 @@ def test_an_intact_block_that_is_another_one_is_found(disk):
     tier.read_blocks([0, 1], into, new_sums).result()
 
 
-def test_a_file_of_any_other_length_is_found(tmp_path):
-    tier = make_disk("raw", tmp_path).open()
-    tier.write_blocks([3], make_blocks(tier.layout, 1)).result()
-    os.truncate(tmp_path / "raw" / "blocks", 3 * tier.stored_block_bytes + 10)
-    assert reason(tier.read_blocks([3], make_blocks(tier.layout, 1))) is IoFailure.CORRUPT
-    disk = make_disk("file", tmp_path)
-    tier = disk.open()
-    tier.write_blocks([0], make_blocks(tier.layout, 1)).result()
-    intact = disk.block_file(0).read_bytes()
-    for length in (0, 1, 100, len(intact) - 1, len(intact) + 1):
-        disk.block_file(0).write_bytes((intact + b"?")[:length])
-        assert reason(disk.open().read_blocks([0], make_blocks(tier.layout, 1))) is IoFailure.CORRUPT, length
-    disk.block_file(0).unlink()
-    assert reason(disk.open().read_blocks([0], make_blocks(tier.layout, 1))) is IoFailure.MISSING
-
-
-# Time.
-
-
-def test_a_stalled_read_is_late_and_its_memory_stays_taken_until_it_ends(tmp_path):
-    clock = StoppedClock()
-    disk = make_disk("file", tmp_path)
-    tier = disk.open(clock=clock, deadline_s=5.0)
-    blocks = make_blocks(tier.layout, 1)
-    tier.write_blocks([0, 1], [blocks[0], blocks[0]]).result()
-    disk.block_file(1).unlink()
-    os.mkfifo(disk.block_file(1))  # Opening it to read blocks until someone opens it to write.
-    handle = tier.read_blocks([1], make_blocks(tier.layout, 1))
-    while not handle._num_running:
-        time.sleep(0.001)
-    clock.now_s = 4.9
-    tier.poll()
-    assert not handle.done()
-    clock.now_s = 5.1
-    tier.poll()
-    assert handle.done()
-    assert handle.error.reason is IoFailure.DEADLINE
-    assert not handle.settled
-    assert np.array_equal(as_bits(read(tier, [0])), as_bits(blocks))  # The others go on.
-    assert not tier.close(0.0)
-    with disk.block_file(1).open("wb"):
-        pass
-    assert handle.wait_settled(60)
-    assert handle.error.reason is IoFailure.DEADLINE
-    assert tier.close(60)
-
-
-def test_a_closed_tier_refuses_moves(disk):
-    tier = disk.open()
-    assert tier.close(60)
-    assert tier.close(60)
-    assert reason(tier.read_blocks([0], make_blocks(tier.layout, 1))) is IoFailure.CANCELLED
-    assert reason(tier.write_blocks([0], make_blocks(tier.layout, 1))) is IoFailure.CANCELLED
+def test_a_file_of_any_other_length_is_found(local_disk):
+    tier, is_raw = local_disk.open(), local_disk.kind == "raw"
+    tier.write_blocks([0], make_blocks(LAYOUT, 1)).result()
+    path, _ = local_disk.place(0)
+    intact = path.read_bytes()
+    for length in (0, 1, 100, LAYOUT.block_bytes - 1, len(intact) + 1):
+        if is_raw and length > len(intact):  # There is room behind each block.
+            continue
+        path.write_bytes((intact + b"?")[:length])
+        reader = tier if is_raw else local_disk.open()
+        wanted = IoFailure.MISSING if is_raw and not length else IoFailure.CORRUPT
+        assert reason(reader.read_blocks([0], make_blocks(LAYOUT, 1))) is wanted, length
 
 
 # Space.
-
-
-def test_a_full_disk_is_an_error_and_what_was_there_stays(tmp_path):
-    for kind in ("file", "raw"):
-        with small_disk(tmp_path / kind, 24 * 4096) as path:
-            tier = make_disk(kind, path / "kv").open()
-            blocks = make_blocks(tier.layout, 2)
-            tier.write_blocks([0], blocks[:1]).result()
-            fill = path / "fill"
-            with pytest.raises(OSError, match="No space left"):
-                fill.write_bytes(bytes(24 * 4096))
-            tier._free_bytes = lambda: 1 << 40  # Someone else filled the disk just after it was looked at.
-            assert reason(tier.write_blocks([1], blocks[1:])) is IoFailure.NO_SPACE
-            assert np.array_equal(as_bits(read(tier, [0])), as_bits(blocks[:1]))
-            fill.unlink()
-            tier.write_blocks([1], blocks[1:]).result()
-            assert np.array_equal(as_bits(read(tier, [0, 1])), as_bits(blocks))
-            assert tier.close(60)
 
 
 def test_writes_stop_at_the_floor_and_go_on_above_it(local_disk, monkeypatch):
@@ -306,19 +247,16 @@ def test_directories_are_private_and_small(tmp_path):
     assert (tmp_path / "a" / "b" / "zarr3" / "000000" / "c.0.0.0.0.0.0").stat().st_size <= tier.stored_block_bytes
 
 
-def test_what_a_crash_left_half_written_is_swept(tmp_path):
-    disk = make_disk("file", tmp_path)
-    tier = disk.open()
-    tier.write_blocks([3], make_blocks(tier.layout, 1)).result()
+def test_what_a_crash_left_half_written_is_swept_and_stops_no_write(tmp_path):
+    disk = Disk("zarr3", tmp_path)
+    tier, blocks = disk.open(), make_blocks(LAYOUT, 1)
     leftover = disk.block_file(5).with_name("c.5.0.0.0.0.0.__lock")
     leftover.write_bytes(b"half")
-    assert tier.stored_block_ids() == [3]
+    assert tier.stored_block_ids() == []
     assert tier.sweep() == 1
     assert not leftover.exists()
-    assert tier.sweep() == 0
     leftover.write_bytes(b"half")
-    blocks = make_blocks(tier.layout, 1)
-    tier.write_blocks([5], blocks).result()  # Which it does not stop.
+    tier.write_blocks([5], blocks).result()
     assert np.array_equal(as_bits(read(tier, [5])), as_bits(blocks))
 
 
@@ -334,32 +272,30 @@ def test_a_store_of_another_layout_is_refused_and_left_alone(disk, change, named
     assert np.array_equal(as_bits(read(disk.open(), [0])), as_bits(blocks))
 
 
-def test_metadata_that_is_none_is_refused(tmp_path):
-    disk = make_disk("file", tmp_path / "kv")
-    disk.open()
-    (tmp_path / "kv" / "zarr3" / "000000" / "zarr.json").write_text("{")
-    with pytest.raises(ValueError, match=r"000000/zarr\.json must be zarr3 metadata, got"):
-        disk.open()
-    raw = make_disk("raw", tmp_path / "kv")
-    raw.open()
-    (tmp_path / "kv" / "raw" / "layout.json").write_text("{")
-    with pytest.raises(ValueError, match=r"layout\.json must be JSON, got"):
-        raw.open()
+@pytest.mark.parametrize(
+    ("kind", "metadata", "message"),
+    [
+        ("zarr3", "zarr3/000000/zarr.json", r"000000/zarr\.json must be zarr3 metadata, got"),
+        ("raw", "raw/layout.json", r"layout\.json must be JSON, got"),
+    ],
+)
+def test_metadata_that_is_none_is_refused(tmp_path, kind, metadata, message):
+    Disk(kind, tmp_path).open()
+    (tmp_path / metadata).write_text("{")
+    with pytest.raises(ValueError, match=message):
+        Disk(kind, tmp_path).open()
 
 
-def test_a_location_that_is_a_file_is_refused(local_disk):
+def test_a_location_that_is_a_file_or_not_to_be_written_to_is_refused(local_disk):
+    with (
+        unwritable(local_disk.path),
+        pytest.raises(PermissionError, match=r"must be writable, got: .*(denied|Read-only)"),
+    ):
+        local_disk.open()
+    local_disk.path.rmdir()
     local_disk.path.write_text("not a directory")
     with pytest.raises(NotADirectoryError, match=f"must be a directory, got a file: {local_disk.path}"):
         local_disk.open()
-
-
-@pytest.mark.parametrize("kind", ["file", "raw"])
-def test_a_directory_without_permission_to_write_is_refused(tmp_path, kind):
-    with (
-        unwritable(tmp_path / kind),
-        pytest.raises(PermissionError, match=r"must be writable, got: .*(denied|Read-only)"),
-    ):
-        make_disk(kind, tmp_path / kind).open()
 
 
 @pytest.mark.parametrize(
@@ -388,23 +324,20 @@ def test_a_file_url_is_a_directory(tmp_path):
 def test_what_does_not_fit_is_refused(disk):
     tier = disk.open()
     blocks = make_blocks(tier.layout, 2)
-    with pytest.raises(ValueError, match=r"block id must be in \[0, 8\), got 8"):
-        tier.write_blocks([0, 8], blocks)
-    with pytest.raises(ValueError, match=r"block id must be in \[0, 8\), got -1"):
-        tier.read_blocks([-1], blocks[:1])
+    read_only = blocks[:1].copy()
+    read_only.flags.writeable = False
+    for move, block_ids, arrays, message in (
+        (tier.write_blocks, [0, 8], blocks, r"block id must be in \[0, 8\), got 8"),
+        (tier.read_blocks, [-1], blocks[:1], r"block id must be in \[0, 8\), got -1"),
+        (tier.write_blocks, [3, 3], blocks, r"given once, got \[3, 3\]"),
+        (tier.read_blocks, [0, 1, 2], blocks, "one array for each of 3 block ids, got 2"),
+        (tier.read_blocks, [0], [blocks[0][:, :, :3]], r"float32\[3, 2, 4, 2, 5\], got float32\[3, 2, 3, 2, 5\]"),
+        (tier.write_blocks, [0], np.zeros(blocks[:1].shape, np.float16), r"must be float32.*, got float16"),
+        (tier.write_blocks, [0], [blocks[0][..., ::-1]], "C-contiguous"),
+        (tier.read_blocks, [0], read_only, r"writeable memory, got .* read-only"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            move(block_ids, arrays)
     with pytest.raises(ValueError, match="at least 0, got -1"):
         tier.delete_blocks([-1])
-    with pytest.raises(ValueError, match=r"given once, got \[3, 3\]"):
-        tier.write_blocks([3, 3], blocks)
-    with pytest.raises(ValueError, match="one array for each of 3 block ids, got 2"):
-        tier.read_blocks([0, 1, 2], blocks)
-    with pytest.raises(ValueError, match=r"float32\[3, 2, 4, 2, 5\], got float32\[3, 2, 3, 2, 5\]"):
-        tier.read_blocks([0], [blocks[0][:, :, :3]])
-    with pytest.raises(ValueError, match=r"must be float32.*, got float16"):
-        tier.write_blocks([0], np.zeros(blocks[:1].shape, np.float16))
-    with pytest.raises(ValueError, match="C-contiguous"):
-        tier.write_blocks([0], [blocks[0][..., ::-1]])
-    blocks.flags.writeable = False
-    with pytest.raises(ValueError, match=r"writeable memory, got .* read-only"):
-        tier.read_blocks([0], blocks[:1])
     assert tier.stored_block_ids() == []

@@ -18,13 +18,10 @@ from ca_jax.storage.catalog import file as catalog_file
 from ca_jax.storage.catalog.catalog import Catalog
 from ca_jax.storage.catalog.file import CATALOG_NAME, CatalogAccessError, CatalogVersionError, make_directory
 from ca_jax.storage.catalog.notes import LOG_NAME, NoteLog
-from ca_jax.storage.catalog.records import Namespace
 from ca_jax.storage.inspector import StoreInspector
 from ca_jax.turns.conversations import Conversation
 
-from .store_helpers import LAYOUT, make_store
-
-NAMESPACE = Namespace(weights="weights", layout=LAYOUT)
+from .store_helpers import NAMESPACE, make_store
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sqlite3
 from pathlib import Path
 
 import numpy as np
@@ -19,16 +18,27 @@ from ca_jax.storage.inspector import (
     StoreInspector,
     UnknownSessionError,
     catalog_problems,
-    measure,
     read_session,
     verify,
     verify_session,
 )
 from ca_jax.storage.tiers.formats import Zarr3Tier
 
-from .filled_store import KEYS, LAYOUT, NAMESPACE, OTHER_NAMESPACE, block_file, files_of, fill, open_tier, save
-from .ssd_helpers import read
-from .store_helpers import as_bits, make_layout
+from .store_helpers import (
+    KEYS,
+    LAYOUT,
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    Disk,
+    as_bits,
+    block_file,
+    files_of,
+    fill,
+    make_layout,
+    open_tier,
+    publish,
+    read,
+)
 
 
 def damages(path: Path, **options) -> dict[str, list[tuple]]:
@@ -41,38 +51,22 @@ def damages(path: Path, **options) -> dict[str, list[tuple]]:
         }
 
 
-def change_bytes(path: Path, offset: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 0x40
-    path.write_bytes(data)
-
-
-def change_row(path: Path, sql: str, *values) -> None:
-    db = sqlite3.connect(path / CATALOG_NAME)
-    assert db.execute(sql, values).rowcount == 1
-    db.commit()
-    db.close()
-
-
 # What there is.
 
 
 def test_sessions_of_all_namespaces_are_told_last_used_last(tmp_path, filled):
     with StoreInspector(tmp_path) as inspector:
         listing = inspector.sessions()
-        assert [each.record.key for each in listing.sound] == list(KEYS.values())
-        assert listing.damaged == ()
-        assert [each.namespace for each in listing.sound] == [NAMESPACE] * 3 + [OTHER_NAMESPACE]
-        assert [each.num_bytes for each in listing.sound] == [
-            3 * LAYOUT.block_bytes,
-            LAYOUT.block_bytes,
-            3 * LAYOUT.block_bytes,
-            LAYOUT.block_bytes,  # Two of half the size.
+        size = LAYOUT.block_bytes
+        assert [(each.record.key, each.namespace, each.num_bytes) for each in listing.sound] == [
+            (KEYS["first"], NAMESPACE, 3 * size),
+            (KEYS["second"], NAMESPACE, size),
+            (KEYS["third"], NAMESPACE, 3 * size),
+            (KEYS["other"], OTHER_NAMESPACE, size),  # Two of half the size.
         ]
-        assert [each.expired(1e9 + 61) for each in listing.sound] == [False, True, False, False]
-        assert not listing.sound[1].expired(1e9 + 60)
+        for now_s, expired in ((1e9 + 60, False), (1e9 + 61, True)):
+            assert [each.expired(now_s) for each in listing.sound] == [False, expired, False, False]
         assert [each.record.key for each in inspector.sessions("alice").sound] == [KEYS["first"], KEYS["second"]]
-        assert inspector.sessions("nobody").sound == ()
 
 
 def test_a_session_is_found_by_id_key_or_beginning_of_its_key(tmp_path, filled):
@@ -113,48 +107,14 @@ def test_a_directory_without_a_store_is_refused(tmp_path):
         StoreInspector(tmp_path, driver="raw", url="s3://bucket")
 
 
-def test_what_it_takes_on_disk_is_told(tmp_path, filled, driver):
-    unknown = tmp_path / "blocks-0123456789abcdef" / "zarr3"
-    unknown.mkdir(parents=True)
-    (unknown / "c.0").write_bytes(bytes(10_000))
-    (tmp_path / f"{CATALOG_NAME}.corrupt-1").write_bytes(b"x")
-    (tmp_path / "unrelated").write_bytes(b"x")
-    with StoreInspector(tmp_path) as inspector:
-        use = inspector.disk_use()
-    assert {name: each.num_files for name, each in use.unknown.items()} == {
-        "blocks-0123456789abcdef": 1,
-        f"{CATALOG_NAME}.corrupt-1": 1,
-    }
-    assert use.unknown["blocks-0123456789abcdef"].num_bytes >= 10_000
-    num_files = {"zarr3": (7 + 1, 2 + 1), "raw": (2, 2)}[driver]
-    assert tuple(each.num_files for each in use.blocks.values()) == num_files
-    num_blocks = {namespace: 7 if namespace == NAMESPACE else 2 for namespace in use.blocks}
-    for namespace, each in use.blocks.items():
-        assert each.num_bytes >= num_blocks[namespace] * namespace.layout.block_bytes
-    assert use.catalog.num_bytes >= (tmp_path / CATALOG_NAME).stat().st_size
-    assert 0 < use.free_bytes < use.total_bytes
-    assert measure(tmp_path / "none").num_files == 0
-
-
 # Whether it is sound.
-
-
-def test_a_sound_store_is_left_as_it_is(tmp_path, filled):
-    before = files_of(tmp_path)
-    with StoreInspector(tmp_path) as inspector:
-        verdicts = list(verify(inspector))
-        assert [verdict.key for verdict in verdicts] == list(KEYS.values())
-        assert all(verdict.ok for verdict in verdicts)
-        assert [verdict.key for verdict in verify(inspector, "bob")] == [KEYS["third"]]
-        assert catalog_problems(inspector) == ()
-    assert files_of(tmp_path) == before
 
 
 def test_many_blocks_are_read_in_order(tmp_path, driver):
     block_ids = [15, 3, 9, 0, 1, 12, 4, 14, 7, 2, 11, 5]
     tier = open_tier(tmp_path, driver)
     with Catalog(tmp_path, NAMESPACE) as catalog:
-        kept = save(catalog, tier, KEYS["first"], block_ids, 4 * 11 + 1)
+        kept = publish(catalog, tier, KEYS["first"], block_ids, 4 * 11 + 1)
     with StoreInspector(tmp_path) as inspector:
         found = read_session(inspector, inspector.find("a"))
         np.testing.assert_array_equal(as_bits(found.kv), as_bits(kept.kv))
@@ -165,18 +125,16 @@ def test_many_blocks_are_read_in_order(tmp_path, driver):
 
 @pytest.mark.parametrize("damage", ["flipped", "cut short", "swapped", "written over"])
 def test_damaged_blocks_are_found_and_placed(tmp_path, filled, driver, damage):
-    tier = open_tier(tmp_path, driver)
-    raw, corrupt = tmp_path / NAMESPACE.directory_name / "raw" / "blocks", DamageReason.CORRUPT
+    tier, corrupt = open_tier(tmp_path, driver), DamageReason.CORRUPT
+    (file, start), is_raw = Disk(driver, tmp_path / NAMESPACE.directory_name).place(6), driver == "raw"
     if damage == "flipped":
-        file, offset = (block_file(tmp_path, 5), 100) if driver == "zarr3" else (raw, 5 * 4096 + 100)
-        change_bytes(file, offset)
-        expected = {"third": [(corrupt, 1, 5)]}
+        data = bytearray(file.read_bytes())
+        data[start + 100] ^= 0x40
+        file.write_bytes(data)
+        expected = {"third": [(corrupt, 2, 6)]}
     elif damage == "cut short":
-        file, num_bytes = (block_file(tmp_path, 6), 700) if driver == "zarr3" else (raw, 6 * 4096 + 700)
-        os.truncate(file, num_bytes)
-        expected = {
-            "third": [(corrupt, 2, 6)] if driver == "zarr3" else [(DamageReason.MISSING, 0, 7), (corrupt, 2, 6)]
-        }
+        os.truncate(file, start + 700)
+        expected = {"third": [(DamageReason.MISSING, 0, 7)] * is_raw + [(corrupt, 2, 6)]}
     elif damage == "swapped":
         tier.write_blocks([7, 1], read(tier, [1, 7])).result()
         expected = {"first": [(corrupt, 1, 1)], "third": [(corrupt, 0, 7)]}
@@ -204,35 +162,12 @@ def test_missing_directories_are_found_and_not_made(tmp_path, filled, driver):
     assert not (tmp_path / NAMESPACE.directory_name).exists()
 
 
-def test_a_damaged_catalog_is_found(tmp_path, filled):
-    change_row(tmp_path, "UPDATE sessions SET generation = 7 WHERE key = ?", KEYS["other"])
-    change_row(tmp_path, "UPDATE sessions SET num_tokens = 3 WHERE key = ?", KEYS["first"])
-    change_row(
-        tmp_path,
-        "UPDATE contents SET token_ids = zeroblob(16) WHERE session = (SELECT id FROM sessions WHERE key = ?)",
-        KEYS["second"],
-    )
-    assert damages(tmp_path) == {
-        KEYS["first"]: [(DamageReason.CATALOG, None, None)],
-        KEYS["second"]: [(DamageReason.CATALOG, None, None)],
-        KEYS["other"]: [(DamageReason.CATALOG, None, None)],
-    }
-    with StoreInspector(tmp_path) as inspector:
-        assert {row.key for row in inspector.sessions().damaged} == {KEYS["first"], KEYS["other"]}
-        assert inspector.sessions("alice").damaged == ()
-        assert {problem.key for problem in catalog_problems(inspector)} == {
-            KEYS["first"],
-            KEYS["second"],
-            KEYS["other"],
-        }
-
-
 @pytest.mark.parametrize(("tenant", "found"), [("alice", "must have the checksums"), ("bob", "of another")])
 def test_a_block_that_two_sessions_hold_and_do_not_share_is_a_problem_of_the_catalog(tmp_path, tenant, found):
     tier = open_tier(tmp_path, "zarr3")
     with Catalog(tmp_path, NAMESPACE) as catalog:
-        save(catalog, tier, KEYS["first"], [0, 1], 8)
-        save(catalog, tier, KEYS["second"], [1], 4, seed=1, tenant=tenant)
+        publish(catalog, tier, KEYS["first"], [0, 1], 8)
+        publish(catalog, tier, KEYS["second"], [1], 4, seed=1, tenant=tenant)
     tier.close()
     with StoreInspector(tmp_path) as inspector:
         (problem,) = catalog_problems(inspector)
@@ -311,8 +246,8 @@ def test_a_session_that_changes_meanwhile_is_read_again(tmp_path, filled, driver
         moved = {}
 
         def move() -> None:
-            moved["kept"] = save(catalog, tier, KEYS["first"], [8, 9, 10], 12, seed=7, session_id="chat")
-            save(catalog, tier, 64 * "f", [0], 4, seed=8)
+            moved["kept"] = publish(catalog, tier, KEYS["first"], [8, 9, 10], 12, seed=7, session_id="chat")
+            publish(catalog, tier, 64 * "f", [0], 4, seed=8)
 
         inspector.disturb = move
         session = inspector.find("a1")

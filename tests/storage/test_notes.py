@@ -11,7 +11,7 @@ import pytest
 from ca_jax.storage.catalog.notes import LOG_NAME, Noted, NoteLog, log_bytes
 from ca_jax.storage.records import Owner
 
-from .ssd_helpers import StoppedClock
+from .store_helpers import StoppedClock
 
 OWNER = Owner(tenant="a", session_id="one")
 
@@ -166,15 +166,6 @@ def test_a_log_that_breaks_begins_anew_after_a_while(tmp_path, caplog):
     log._next_try_s = 0.0
     assert log.put("k2", OWNER, b"note")
     assert opened(tmp_path).list() == (Noted("k2", "a", "one"),)
-
-
-def test_a_directory_that_takes_no_file_is_lived_with(tmp_path, caplog):
-    (tmp_path / LOG_NAME).mkdir()
-    log = opened(tmp_path)
-    log.put("k1", OWNER, b"note")
-    assert log.list() == ()
-    assert log.get("k1") is None
-    assert "go on from SSD alone" in caplog.text
 
 
 def test_names_may_be_any_text_and_the_file_is_its_owners(tmp_path):

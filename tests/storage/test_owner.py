@@ -9,11 +9,10 @@ import pytest
 
 from ca_jax.storage.collect import collect_garbage, drop_session, take_over_blocks
 from ca_jax.storage.inspector import StoreInspector
-from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tiers.formats import Zarr3Tier
 from ca_jax.storage.tiers.owner import ID_NAME, OWNER_NAME, BlocksOwnedError, claim_blocks
 
-from .store_helpers import LAYOUT, assert_loads, ids, make_store, put, ssd_tokens
+from .store_helpers import LAYOUT, assert_loads, ids, put, ssd_tokens
 
 
 @pytest.fixture
@@ -21,23 +20,15 @@ def url(tmp_path) -> str:
     return (tmp_path / "blocks").as_uri()
 
 
-@pytest.fixture
-def open_at(url):
-    """Opens stores of several directories with blocks at one URL, and closes them at the end."""
-    stores: list[AttentionStore] = []
-
-    def open_it(directory: Path) -> AttentionStore:
-        stores.append(make_store(6, ssd_dir=directory, ssd_url=url))
-        return stores[-1]
-
-    yield open_it
-    for store in stores:
-        store.close()
-
-
 def owner_mark(tmp_path: Path) -> Path:
     (found,) = (tmp_path / "blocks").glob(f"blocks-*/zarr3/{OWNER_NAME}")
     return found
+
+
+@pytest.fixture
+def open_at(open_store, url):
+    """Opens stores of several directories with blocks at one URL."""
+    return lambda directory: open_store(ssd_dir=directory, ssd_url=url)
 
 
 def test_another_directory_is_refused_by_name_and_destroys_nothing(open_at, tmp_path, url):

@@ -7,13 +7,13 @@ import functools
 import numpy as np
 import pytest
 
-from ca_jax.storage.records import FlushFailure, MissReason, Owner, Residency, SkipReason
+from ca_jax.storage.records import FlushFailure, Owner, Residency
 
-from .ssd_helpers import StoppedClock
 from .store_helpers import (
     LAYOUT,
     PATIENCE_S,
     SLOT_BYTES,
+    StoppedClock,
     as_bits,
     begin_flush,
     fetch,
@@ -21,6 +21,7 @@ from .store_helpers import (
     load,
     make_kv,
     make_store,
+    put,
     save,
     use,
     used_blocks,
@@ -32,16 +33,6 @@ from .store_helpers import (
 def open_store(open_store):
     """The same; who is needed last goes first, and no part of DRAM is kept free, by default."""
     return functools.partial(open_store, dram_free_fraction=0.0, eviction_policy="scheduler_aware")
-
-
-def kv_of(num_tokens: int) -> np.ndarray:
-    return make_kv(LAYOUT, num_tokens, seed=num_tokens)
-
-
-def put(store, key: str, num_tokens: int, owner: Owner | None = None) -> None:
-    """Saves a session and waits until it is on SSD."""
-    assert save(store, key, ids(num_tokens), kv_of(num_tokens), owner=owner)
-    assert store.settle(PATIENCE_S)
 
 
 def where(store, residency: Residency) -> str:
@@ -65,7 +56,7 @@ def test_a_part_of_dram_is_kept_free_of_what_is_on_ssd(open_store, gates):
     store = open_store(6, dram_free_fraction=0.5, eviction_policy="lru")
     gates[0].writes.close()
     for key in "abcde":
-        save(store, key, ids(4), kv_of(4))
+        save(store, key, ids(4), make_kv(LAYOUT, 4))
         store.poll()
     assert where(store, Residency.DRAM) == "abcde", "evicted what is not on SSD"
     gates[0].writes.open()
@@ -79,7 +70,7 @@ def test_a_part_of_dram_is_kept_free_of_what_is_on_ssd(open_store, gates):
 def test_without_an_ssd_nothing_is_evicted_before_its_room_is_needed():
     store = make_store(6, dram_free_fraction=0.5)
     for key in "abcde":
-        save(store, key, ids(4), kv_of(4))
+        save(store, key, ids(4), make_kv(LAYOUT, 4))
         store.poll()
     assert store.settle()
     assert where(store, Residency.DRAM) == "abcde"
@@ -101,23 +92,8 @@ def test_waiting_jobs_are_fetched_in_the_order_of_the_queue(open_store, gates):
     assert where(store, Residency.DRAM) == "ad", "c has run: it makes room for the next in the queue"
     assert store.stats().ssd.num_fetches == 3
     for key, num_tokens in (("a", 8), ("d", 5)):
-        np.testing.assert_array_equal(as_bits(load(store, key, ids(num_tokens))), as_bits(kv_of(num_tokens)))
+        np.testing.assert_array_equal(as_bits(load(store, key, ids(num_tokens))), as_bits(make_kv(LAYOUT, num_tokens)))
     assert store.stats().num_hits_from_ssd == 2
-
-
-def test_prefetching_evicts_who_is_needed_later_and_never_who_is_needed_before(open_store):
-    store = on_ssd(open_store, {"a": 8, "b": 8, "c": 8}, num_blocks=4)
-    store.enqueue(0, "b")
-    store.settle()
-    put(store, "n", 8)
-    assert where(store, Residency.DRAM) == "bn"
-    store.enqueue(1, "n")
-    store.enqueue(2, "a")
-    store.settle()
-    assert where(store, Residency.DRAM) == "bn", "whose jobs come before"
-    store.dequeue(1)
-    store.settle()
-    assert where(store, Residency.DRAM) == "ab", "n has run"
 
 
 def test_a_late_ssd_evicts_nothing_for_what_is_not_fetched(open_store, gates):
@@ -128,7 +104,7 @@ def test_a_late_ssd_evicts_nothing_for_what_is_not_fetched(open_store, gates):
     gates[1].reads.wait_held()
     gates[1].let_time_pass(6)
     wait_until(store, lambda: store.residency("a") is Residency.SSD)
-    save(store, "n", ids(8), kv_of(8))
+    save(store, "n", ids(8), make_kv(LAYOUT, 8))
     store.enqueue(1, "b")
     store.poll()
     assert where(store, Residency.DRAM) == "n"
@@ -141,67 +117,17 @@ def test_a_late_ssd_evicts_nothing_for_what_is_not_fetched(open_store, gates):
 # When it is needed.
 
 
-def test_the_next_job_takes_the_room_of_later_ones(open_store):
-    store = on_ssd(open_store, {"a": 8, "b": 8, "c": 8}, num_blocks=4)
-    for key in "ab":
-        fetch_for_nobody(store, key)
-    for key in "cab":
-        store.enqueue(key, key)
-    assert store.request("c")
-    assert where(store, Residency.SSD) == "b", "whose job is the last"
-    wait_until(store, lambda: not store.request("c"))
-    np.testing.assert_array_equal(as_bits(load(store, "c", ids(8))), as_bits(kv_of(8)))
-
-
-def fetch_for_nobody(store, key: str) -> None:
-    """Brings a session to DRAM for a job that is gone by then."""
-    store.enqueue("nobody", key)
-    fetch(store, key)
-    store.dequeue("nobody")
-    assert store.residency(key) is Residency.DRAM
-
-
-def test_what_is_requested_stays_until_its_job_has_run(open_store):
-    store = on_ssd(open_store, {"a": 8, "b": 12}, num_blocks=4)
-    store.enqueue(0, "a")
-    fetch(store, "a")
-    assert store.prepare_save("n", 0, ids(12)) is None
-    assert not store.request("b")
-    assert store.stats().skipped_saves[SkipReason.NO_ROOM] == 1
-    assert where(store, Residency.DRAM) == "a"
-    store.dequeue(0)
-    assert store.prepare_save("n", 0, ids(12)) is not None
-
-
-def test_a_request_without_room_is_a_miss_and_not_waited_for(open_store):
-    store = on_ssd(open_store, {"a": 8}, num_blocks=4)
-    store.pin("n")
-    save(store, "n", ids(12), kv_of(12))
-    for number in (1, 2):
-        store.enqueue(number, "a")
-        assert not store.request("a")
-        assert not store.request("a")
-        assert load(store, "a", ids(8)) is None
-        assert store.stats().misses[MissReason.NO_ROOM] == number
-        store.dequeue(number)
-    assert store.settle(PATIENCE_S)
-    assert store.stats().ssd.num_fetches == 0
-    store.unpin("n")
-    fetch(store, "a")
-    np.testing.assert_array_equal(as_bits(load(store, "a", ids(8))), as_bits(kv_of(8)))
-
-
 def test_a_request_waits_for_a_flush_that_will_make_room(open_store, gates):
     store = on_ssd(open_store, {"a": 8}, num_blocks=4)
     gates[1].writes.close()
-    save(store, "n", ids(12), kv_of(12))
+    save(store, "n", ids(12), make_kv(LAYOUT, 12))
     begin_flush(store, gates[1])
     store.enqueue(0, "a")
     assert store.request("a"), "n may leave once it is on SSD"
     assert store.residency("a") is Residency.SSD
     gates[1].writes.open()
     fetch(store, "a")
-    np.testing.assert_array_equal(as_bits(load(store, "a", ids(8))), as_bits(kv_of(8)))
+    np.testing.assert_array_equal(as_bits(load(store, "a", ids(8))), as_bits(make_kv(LAYOUT, 8)))
     assert store.residency("n") is Residency.SSD
 
 
@@ -221,31 +147,20 @@ def test_on_a_full_ssd_the_policy_chooses_and_waiting_sessions_stay_while_there_
     assert store.residency(goes) is Residency.DRAM
     put(store, "d", 16)
     assert [info.key for info in store.list() if info.ssd_tokens] == ["d"], "waiting sessions too, if need be"
-
-
-def test_what_is_pinned_leaves_dram_and_not_the_ssd(open_store):
-    store = open_store(4, ssd_blocks=4)
-    put(store, "a", 8)
-    store.set_pinned("a", True)
-    put(store, "b", 12)
-    assert store.stats().ssd.failed_flushes[FlushFailure.NO_ROOM] >= 1
-    assert store.residency("a") is Residency.SSD
-    store.set_pinned("a", False)
-    save(store, "b", [7], make_kv(LAYOUT, 1), start_token=12)
-    store.settle()
-    assert [info.key for info in store.list()] == ["b"]
+    put(store, "e", 20)
+    assert store.stats().ssd.failed_flushes[FlushFailure.TOO_LARGE] == 1
 
 
 def test_a_tenant_over_its_quota_loses_its_own_sessions_only(open_store):
     store = open_store(40, quota_bytes=4 * SLOT_BYTES)
     alice, bob = Owner(tenant="alice"), Owner(tenant="bob")
-    put(store, "a", 8, alice)
-    put(store, "x", 8, bob)
-    put(store, "b", 8, alice)
-    put(store, "c", 8, alice)
+    put(store, "a", 8, owner=alice)
+    put(store, "x", 8, owner=bob)
+    put(store, "b", 8, owner=alice)
+    put(store, "c", 8, owner=alice)
     kept = {info.key for info in store.list() if info.ssd_tokens}
     assert kept == {"b", "c", "x"}
-    put(store, "d", 20, alice)
+    put(store, "d", 20, owner=alice)
     assert store.stats().ssd.failed_flushes[FlushFailure.TOO_LARGE] == 1
     assert {info.key for info in store.list() if info.ssd_tokens} == kept
     assert store.stats().num_evictions == 0, "in DRAM she is within it"
@@ -256,7 +171,7 @@ def test_what_is_prefetched_for_a_tenant_fits_its_quota_together(open_store):
     alice, bob = Owner(tenant="alice"), Owner(tenant="bob")
     store = open_store(**options)
     for key, owner in (("a", alice), ("b", alice), ("x", bob)):
-        put(store, key, 8, owner)
+        put(store, key, 8, owner=owner)
     store.close()
     store = open_store(**options)
     with store.pinned("big"):
@@ -274,13 +189,13 @@ def test_a_tenant_at_its_quota_does_not_fill_the_places_of_fetches(open_store):
     store = open_store(**options)
     hers = "abcdefghi"
     for key in hers:
-        put(store, key, 4, alice)
-    put(store, "x", 4, bob)
+        put(store, key, 4, owner=alice)
+    put(store, "x", 4, owner=bob)
     store.close()
     store = open_store(**options)
     with store.pinned("0"):
         assert save(store, "0", range(152), make_kv(LAYOUT, 152), owner=alice)
-        put(store, "1", 60, bob)
+        put(store, "1", 60, owner=bob)
         for job, key in enumerate(f"{hers}x"):
             store.enqueue(job, key)
         store.settle()
@@ -288,14 +203,11 @@ def test_a_tenant_at_its_quota_does_not_fill_the_places_of_fetches(open_store):
         assert store.stats().num_evictions == 0, "room was made for fetches that may not be"
 
 
-# Times to live.
-
-
 def test_a_session_is_forgotten_in_both_tiers_when_its_time_is_over(open_store):
     clock = StoppedClock()
     store = open_store(8, clock=clock, ttl_s=10.0)
     put(store, "a", 4)
-    put(store, "b", 4, Owner(ttl_s=100.0))
+    put(store, "b", 4, owner=Owner(ttl_s=100.0))
     put(store, "c", 4)
     put(store, "d", 4)
     put(store, "e", 4)
@@ -317,3 +229,16 @@ def test_a_session_is_forgotten_in_both_tiers_when_its_time_is_over(open_store):
     clock.now_s = 1e6
     store.poll()
     assert where(store, Residency.SSD) == "bc"
+
+
+def test_what_is_pinned_leaves_dram_and_not_the_ssd(open_store):
+    store = open_store(4, ssd_blocks=4)
+    put(store, "a", 8)
+    store.set_pinned("a", True)
+    put(store, "b", 12)
+    assert store.stats().ssd.failed_flushes[FlushFailure.NO_ROOM] >= 1
+    assert store.residency("a") is Residency.SSD
+    store.set_pinned("a", False)
+    save(store, "b", [7], make_kv(LAYOUT, 1), start_token=12)
+    store.settle()
+    assert [info.key for info in store.list()] == ["b"]

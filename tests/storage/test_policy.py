@@ -5,8 +5,6 @@ Room in a tier: all that is needed, of the tenant's own first, or nothing.
 
 from __future__ import annotations
 
-import collections
-import functools
 import random
 
 import numpy as np
@@ -14,11 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.loop_workload import Stored, Tier, describe, hits_of_one_tier
+from benchmarks.loop_workload import Stored, describe, hits_of_one_tier, loop_trace
 from ca_jax.storage.placement.blocks import ChargedBlocks
 from ca_jax.storage.placement.orders import LookAhead, TierOrders
 from ca_jax.storage.placement.policy import (
-    EvictionPolicy,
     FifoPolicy,
     LruPolicy,
     ReturnAwarePolicy,
@@ -53,22 +50,6 @@ def group_of(entry: StoredEntry) -> int:
     return ord(entry.key[-1]) % 2
 
 
-def view(*entries: tuple) -> StoreView:
-    """A view of (key, blocks, last used, queue position if any), created in the order given."""
-    return make_view(
-        [
-            StoredEntry(
-                key=key,
-                num_blocks=blocks,
-                last_used_s=used,
-                created_s=float(i),
-                queue_position=position[0] if position else None,
-            )
-            for i, (key, blocks, used, *position) in enumerate(entries)
-        ]
-    )
-
-
 def make_room(policy, stored: StoreView, num_free: int = 0) -> Room:
     """Room in a tier of these sessions, which share no block."""
     tables = {entry.key: range(entry.num_blocks) for entry in stored.by_created}
@@ -90,8 +71,16 @@ def plan(on_ssd: StoreView, in_dram: StoreView, policy, **options) -> tuple[tupl
 
 def test_figure_9_of_the_paper():
     """Job 1 runs, jobs 2 to 9 wait; the host memory has room for two of them, the disks are full."""
-    dram = view(("2", 1, 1, 0), ("4", 1, 2, 2))  # And 1, which is in use.
-    ssd = view(*((str(job), 1, float(job), job - 2) for job in (3, 5, 6, 7, 8, 9)))
+
+    def stored(*jobs: int) -> StoreView:
+        return make_view(
+            [
+                StoredEntry(key=str(job), num_blocks=1, last_used_s=job, created_s=job, queue_position=job - 2)
+                for job in jobs
+            ]
+        )
+
+    dram, ssd = stored(2, 4), stored(3, 5, 6, 7, 8, 9)  # And 1, which is in use.
     window_jobs = look_ahead_window(2.0, 1.0)
     assert plan(ssd, dram, SchedulerAwarePolicy(), window_jobs=window_jobs, lacking=0) == (("3",), ("4",))
     assert choose(SchedulerAwarePolicy(), ssd, 1) == ("9",)
@@ -150,14 +139,6 @@ def idle_entry(key: str, used: float, rate: float) -> StoredEntry:
     return StoredEntry(key=key, num_blocks=1, last_used_s=used, created_s=0.0, return_rate=rate)
 
 
-def test_what_is_worth_least_goes_first_whichever_end_of_its_group_it_is_at():
-    rising_and_falling = [idle_entry("a", 1, 0.2), idle_entry("c", 2, 0.9), idle_entry("e", 3, 0.5)]
-    falling_with_time = [idle_entry("b", 4, 0.3), idle_entry("d", 5, 0.6)]
-    stored = make_view([*rising_and_falling, *falling_with_time, *view(("z", 1, 0, 0)).by_next_job])
-    for num_blocks, keys in enumerate(("a", "ab", "abe", "abed", "abedc", "abedcz"), 1):
-        assert choose(ReturnAwarePolicy(), stored, num_blocks) == tuple(keys)
-
-
 @given(rates=st.lists(st.floats(0, 1), max_size=12), num_blocks=st.integers(1, 12))
 def test_where_worth_rises_and_then_falls_with_time_the_order_is_that_of_all(rates, num_blocks):
     half = len(rates) // 2
@@ -208,10 +189,6 @@ def test_the_window_is_as_long_as_there_is_room_for_sessions(available, mean, jo
 # What the choices are worth.
 
 
-def loop(num_sessions: int, rounds: int) -> list[str]:
-    return [f"s{i}" for _ in range(rounds) for i in range(num_sessions)]
-
-
 def make_sizes(num_sessions: int, sizes: str, seed: int) -> dict[str, int]:
     rng = random.Random(seed)
     size = {
@@ -222,12 +199,11 @@ def make_sizes(num_sessions: int, sizes: str, seed: int) -> dict[str, int]:
     return {f"s{i}": min(40, size[sizes]()) for i in range(num_sessions)}
 
 
-@pytest.mark.parametrize(("num_sessions", "seed"), [(21, 0), (63, 1), (210, 2)])
-@pytest.mark.parametrize("sizes", ["equal", "uniform", "skewed"])
+@pytest.mark.parametrize(("num_sessions", "seed", "sizes"), [(21, 0, "equal"), (63, 1, "uniform"), (210, 2, "skewed")])
 def test_on_a_loop_over_capacity_lru_finds_nothing_and_the_queue_nearly_all_there_is(num_sessions, seed, sizes):
     size_of = make_sizes(num_sessions, sizes, seed)
     num_blocks = round(sum(size_of.values()) / 1.05)
-    trace = loop(num_sessions, rounds=8)
+    trace = loop_trace(num_sessions, 8)
     belady = hits_of_one_tier(trace, size_of, num_blocks, None, queue_jobs=0)
     found = [
         hits_of_one_tier(trace, size_of, num_blocks, SchedulerAwarePolicy(), queue_jobs)
@@ -262,92 +238,6 @@ def test_belady_is_what_trying_all_choices_finds():
         assert hits_of_one_tier(trace, dict.fromkeys("abcde", 1), 3, None, queue_jobs=0) == best(0, frozenset())
 
 
-def run_two_tiers(
-    trace: list[str],
-    sizes: dict[str, int],
-    dram_blocks: int,
-    ssd_blocks: int,
-    policy: EvictionPolicy,
-    prefetch: bool,
-    queue_jobs: int,
-    reserve_blocks: int,
-) -> collections.Counter[str]:
-    """Runs `trace` over DRAM and SSD, a session in one of them at a time, fetches being instant.
-
-    Returns:
-      How many jobs hit DRAM and SSD, fetches, and those of them that were evicted again before they were used: wasted.
-    """
-    look_ahead = LookAhead()
-    dram, ssd = Tier(look_ahead, dram_blocks), Tier(look_ahead, ssd_blocks)
-    result = collections.Counter[str]()
-    fetched: set[str] = set()
-
-    def to_ssd(victims: list[Stored] | None) -> bool:
-        for victim in victims or ():
-            result["wasted"] += victim.key in fetched
-            fetched.discard(victim.key)
-            if ssd.make_room(policy, victim.num_blocks) is not None:
-                ssd.add(victim)
-        return victims is not None
-
-    mean = sum(sizes.values()) / len(sizes)
-    num_queued = 0
-    for now, key in enumerate(trace):
-        while num_queued < min(len(trace), now + 1 + queue_jobs):
-            look_ahead.append(num_queued, trace[num_queued])
-            num_queued += 1
-        if prefetch:
-            fetch, evict = plan_fetches(
-                ssd.orders.view(),
-                functools.partial(dram.victims, policy),
-                window_jobs=look_ahead_window(dram_blocks - reserve_blocks, mean),
-                lacking=reserve_blocks - dram.num_free,
-            )
-            taken = [ssd.take(key) for key in fetch]
-            to_ssd([dram.take(key) for key in evict])
-            for item in taken:
-                result["fetches"] += 1
-                fetched.add(item.key)
-                dram.add(item)
-        look_ahead.remove(now)
-        fetched.discard(key)
-        if key in dram.orders:
-            result["dram"] += 1
-            dram.orders.use(key)
-            continue
-        if key in ssd.orders:
-            result["ssd"] += 1
-            item = ssd.take(key)
-        else:
-            item = Stored(key, sizes[key])
-        if to_ssd(dram.make_room(policy, item.num_blocks)):
-            dram.add(item)
-    return result
-
-
-@pytest.mark.parametrize("sizes", ["equal", "uniform"])
-def test_with_prefetching_jobs_find_their_kv_in_dram_and_no_fetch_is_in_vain(sizes):
-    size_of = make_sizes(60, sizes, seed=3)
-    total = sum(size_of.values())
-    largest = max(size_of.values())
-    arguments = {
-        "trace": loop(60, rounds=8),
-        "sizes": size_of,
-        "dram_blocks": total // 5,
-        "ssd_blocks": round(total / 1.05) - total // 5,
-        "policy": SchedulerAwarePolicy(),
-        "queue_jobs": 59,
-        "reserve_blocks": largest,
-    }
-    fetched = run_two_tiers(prefetch=True, **arguments)
-    assert fetched["dram"] >= 0.97 * (fetched["dram"] + fetched["ssd"])
-    assert fetched["dram"] + fetched["ssd"] >= 0.9 * 7 * 60 / 1.05
-    assert fetched["wasted"] == 0
-    assert fetched["fetches"] <= fetched["dram"]
-    on_demand = run_two_tiers(prefetch=False, **arguments)
-    assert on_demand["dram"] < 0.5 * fetched["dram"]
-
-
 # Stored in this order; tenant x has three blocks, y has five.
 TABLES = {"x1": [0, 1], "y1": [2, 3, 4], "x2": [5], "y2": [6, 7]}
 # The same with four that share: x3 and x4 all they have, x5 one block with them.
@@ -378,26 +268,6 @@ def room(lacking: int, excess: int = 0, tenant: str = "x", held: str = "", polic
         return () if key in held.split() else tables[key]
 
     return Room(policy or LruPolicy(), blocks, orders.view, table_of, lambda: 0.0).victims(tenant, 1)
-
-
-def test_a_tenant_makes_room_for_itself_first():
-    assert room(lacking=0, excess=1, tenant="y") == ("y1",)
-    assert room(lacking=3, excess=1, tenant="y") == ("y1",), "which is enough for the tier too"
-    assert room(lacking=4, excess=1, tenant="y") == ("y1", "x1")
-    assert room(lacking=0, excess=4, tenant="x") is None, "it has three blocks, and others' do not count"
-    assert room(lacking=0, excess=2, tenant="x", held="x1") is None
-    assert room(lacking=0, excess=1, tenant="nobody") is None
-
-
-def test_of_those_that_share_a_block_all_go_or_none_goes_for_it():
-    kinds = {"tables": SHARED, "held": "x1 x2 y1 y2"}
-    assert room(lacking=1, **kinds) == ("x3", "x4"), "two blocks are theirs alone"
-    assert room(lacking=3, **kinds) == ("x3", "x4", "x5")
-    assert room(lacking=0, excess=4, **kinds) == ("x3", "x4", "x5")
-    assert room(lacking=5, **kinds) is None, "what three hold twice is not six blocks"
-    kinds["held"] += " x4"
-    assert room(lacking=1, **kinds) == ("x5",), "no use in evicting x3"
-    assert room(lacking=2, **kinds) is None
 
 
 @given(

@@ -14,8 +14,7 @@ from ca_jax.storage.placement import returns
 from ca_jax.storage.placement.returns import NUM_GROUPS, ReturnTimes, ReuseGaps, best_rates
 from ca_jax.storage.records import GAP_BOUNDS_S, GapHistogram, Residency
 
-from .ssd_helpers import StoppedClock
-from .store_helpers import LAYOUT, ids, load, make_kv, make_store, put, save
+from .store_helpers import LAYOUT, StoppedClock, ids, load, make_kv, make_store, put, save
 
 
 def serve(times: ReturnTimes, clock: StoppedClock, turns: list[tuple[float, str]]) -> None:
@@ -24,10 +23,6 @@ def serve(times: ReturnTimes, clock: StoppedClock, turns: list[tuple[float, str]
         clock.now_s = now_s
         times.came(key)
         times.left(key)
-
-
-def rates_at(times: ReturnTimes, clock: StoppedClock, group: int, waits_s: list[float]) -> list[float]:
-    return [times.rate(group, clock.now_s - wait_s) for wait_s in waits_s]
 
 
 def test_people_who_read_first_are_worth_more_when_they_are_about_to_come_back():
@@ -39,19 +34,9 @@ def test_people_who_read_first_are_worth_more_when_they_are_about_to_come_back()
     turns = [(now_s, f"s{i}") for i, now_s in enumerate(began_s)]
     turns += [(now_s + rng.uniform(40, 60), f"s{i}") for i, now_s in enumerate(began_s) if i % 3 == 0]
     serve(times, clock, turns)
-    new, reading, due, late, gone = rates_at(times, clock, 0, [0.0, 20.0, 46.0, 100.0, 1000.0])
+    new, reading, due, late, gone = (times.rate(0, clock.now_s - wait_s) for wait_s in (0.0, 20.0, 46.0, 100.0, 1000.0))
     assert gone < late < new < reading < due
     assert 1 / 3 / 60 < new < 1 / 3 / 40  # One in three comes back, and those who do not are given up by then.
-
-
-def test_who_came_back_before_is_likelier_to():
-    clock = StoppedClock()
-    times = ReturnTimes(clock)
-    turns = [(10.0 * i, f"once{i}") for i in range(300)]
-    turns += [(10.0 * i + 90.0 * turn, f"often{i}") for i in range(60) for turn in range(5)]
-    serve(times, clock, turns)
-    rates = [times.rate(group, clock.now_s) for group in range(NUM_GROUPS)]
-    assert rates[0] < min(rates[1:])
 
 
 def test_counts_are_those_of_a_plain_tally():

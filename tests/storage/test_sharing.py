@@ -45,42 +45,6 @@ def ssd_block_ids(store, key) -> list[int]:
 # In DRAM.
 
 
-def test_nothing_is_written_to_a_block_that_another_holds():
-    """b is cut within a block that it shares, and goes on while it is still being loaded."""
-    store = make_store(8)
-    kv, more = make_kv(LAYOUT, 8), make_kv(LAYOUT, 5, seed=1)
-    save(store, "a", ids(8), kv)
-    store.copy_prefix("a", "b", ids(8))
-    loading = store.prepare_load("b", [*ids(6), 7], truncate=True)
-    assert save(store, "b", ids(5, 700), more, start_token=6)
-    assert block_ids(store, "a")[1] != block_ids(store, "b")[1]
-    store.drop("a")
-    assert save(store, "c", ids(8, 500), make_kv(LAYOUT, 8, seed=2)), "in what a alone held, if anything"
-    staging = np.zeros((2, 6, 2, 5), np.float32)
-    for layer in range(3):
-        loading.read(layer, staging).result()
-        np.testing.assert_array_equal(as_bits(staging), as_bits(kv[layer, :, :6]))
-    assert used_blocks(store) == 3 + 2 + 1, "what the load reads is held"
-    store.complete_load(loading)
-    assert used_blocks(store) == 3 + 2
-    assert_serves(store, "b", ids(6) + ids(5, 700), np.concatenate([kv[:, :, :6], more], axis=2))
-
-
-def test_who_frees_nothing_is_not_evicted():
-    store = make_store(5)
-    save(store, "a", ids(12), make_kv(LAYOUT, 12))  # Used first.
-    store.copy_prefix("a", "b", ids(12))
-    save(store, "c", ids(4, 500), make_kv(LAYOUT, 4))
-    with store.pinned("b"):
-        assert save(store, "d", ids(8, 600), make_kv(LAYOUT, 8))
-        assert [info(store, key) is not None for key in "abcd"] == [True, True, False, True]
-        assert store.stats().evicted_bytes == LAYOUT.block_bytes
-        assert store.prepare_save("e", 0, ids(9)) is None
-    assert save(store, "e", ids(9), make_kv(LAYOUT, 9))
-    assert [info(store, key) is not None for key in "abde"] == [False, False, False, True], "b was used last"
-    assert store.stats().evicted_bytes == 6 * LAYOUT.block_bytes
-
-
 def test_a_tenant_pays_for_a_block_once():
     store = make_store(8, quota_bytes=4 * LAYOUT.block_bytes, tenant_quotas={"bob": LAYOUT.block_bytes})
     alice, bob = Owner(tenant="alice"), Owner(tenant="bob")
@@ -100,7 +64,7 @@ def test_a_tenant_pays_for_a_block_once():
 
 
 def test_what_is_shared_is_written_once_and_read_by_all(open_store, driver):
-    store = open_store(8, ssd_driver=driver)
+    store = open_store(8)
     kv = put(store, "a", 14)
     store.copy_prefix("a", "b", [*ids(10), 7])
     more = make_kv(LAYOUT, 5, seed=1)
@@ -111,7 +75,7 @@ def test_what_is_shared_is_written_once_and_read_by_all(open_store, driver):
     assert store.stats().ssd.flushed_bytes == (4 + 2) * LAYOUT.block_bytes
     assert store.stats().ssd.used_bytes == 6 * SLOT_BYTES
     store.close()
-    store = open_store(8, ssd_driver=driver)
+    store = open_store(8)
     assert (store.stats().ssd.used_bytes, store.stats().ssd.num_lost_sessions) == (6 * SLOT_BYTES, 0)
     assert_loads(store, "a", ids(14), kv)
     store.drop("a")
@@ -120,7 +84,7 @@ def test_what_is_shared_is_written_once_and_read_by_all(open_store, driver):
     assert_loads(store, "b", ids(10) + ids(5, 700), of_b)
     store.truncate("b", 6)
     store.close()
-    store = open_store(8, ssd_driver=driver)
+    store = open_store(8)
     assert_loads(store, "b", ids(10), of_b[:, :, :6])
 
 
@@ -156,30 +120,6 @@ def test_a_branch_waits_for_what_its_source_is_writing(open_store, gates):
     assert store.stats().ssd.flushed_bytes == (3 + 1 + 1) * LAYOUT.block_bytes
 
 
-def test_cutting_a_source_whose_flush_is_under_way_mixes_nothing_up(open_store, gates):
-    """Both lose their first block while SSD has the source as it was: the same blocks of DRAM stand elsewhere there."""
-    store = open_store(12)
-    put(store, "a", 12)
-    store.copy_prefix("a", "b", ids(12))
-    kv, more = np.array(store._dram.slab[block_ids(store, "a")[1:]]), make_kv(LAYOUT, 4, seed=1)
-    store.pin("b")
-    save(store, "a", ids(4, 700), more, start_token=12)
-    gates[0].writes.close()
-    begin_flush(store, gates[0])
-    first_block = np.arange(12) < 4
-    store.discard("a", first_block)
-    store.discard("b", first_block)
-    store.unpin("b")
-    store.poll()
-    gates[0].writes.open()
-    assert store.settle(PATIENCE_S)
-    assert ssd_tokens(store, "b") == 8
-    store.leave_dram("b")
-    expected = np.concatenate(list(kv), axis=2)
-    wait_until(store, lambda: not store.request("b"))
-    np.testing.assert_array_equal(as_bits(load(store, "b", ids(8, 104), 4)), as_bits(expected))
-
-
 def test_the_source_may_be_evicted_for_its_branch(open_store):
     """SSD has three blocks: what the branch shares of them stays, the rest of the source gives way."""
     store = open_store(8, ssd_blocks=3)
@@ -211,3 +151,48 @@ def test_of_two_tiers_the_longer_prefix_counts_and_of_equals_that_in_dram(open_s
     store.settle()
     store.leave_dram("far")
     assert store.find_prefix("", ids(14)) == "near", "two blocks each"
+
+
+def test_cutting_a_source_whose_flush_is_under_way_mixes_nothing_up(open_store, gates):
+    """Both lose their first block while SSD has the source as it was: the same blocks of DRAM stand elsewhere there."""
+    store = open_store(12)
+    put(store, "a", 12)
+    store.copy_prefix("a", "b", ids(12))
+    kv, more = np.array(store._dram.slab[block_ids(store, "a")[1:]]), make_kv(LAYOUT, 4, seed=1)
+    store.pin("b")
+    save(store, "a", ids(4, 700), more, start_token=12)
+    gates[0].writes.close()
+    begin_flush(store, gates[0])
+    first_block = np.arange(12) < 4
+    store.discard("a", first_block)
+    store.discard("b", first_block)
+    store.unpin("b")
+    store.poll()
+    gates[0].writes.open()
+    assert store.settle(PATIENCE_S)
+    assert ssd_tokens(store, "b") == 8
+    store.leave_dram("b")
+    expected = np.concatenate(list(kv), axis=2)
+    wait_until(store, lambda: not store.request("b"))
+    np.testing.assert_array_equal(as_bits(load(store, "b", ids(8, 104), 4)), as_bits(expected))
+
+
+def test_nothing_is_written_to_a_block_that_another_holds():
+    """b is cut within a block that it shares, and goes on while it is still being loaded."""
+    store = make_store(8)
+    kv, more = make_kv(LAYOUT, 8), make_kv(LAYOUT, 5, seed=1)
+    save(store, "a", ids(8), kv)
+    store.copy_prefix("a", "b", ids(8))
+    loading = store.prepare_load("b", [*ids(6), 7], truncate=True)
+    assert save(store, "b", ids(5, 700), more, start_token=6)
+    assert block_ids(store, "a")[1] != block_ids(store, "b")[1]
+    store.drop("a")
+    assert save(store, "c", ids(8, 500), make_kv(LAYOUT, 8, seed=2)), "in what a alone held, if anything"
+    staging = np.zeros((2, 6, 2, 5), np.float32)
+    for layer in range(3):
+        loading.read(layer, staging).result()
+        np.testing.assert_array_equal(as_bits(staging), as_bits(kv[layer, :, :6]))
+    assert used_blocks(store) == 3 + 2 + 1, "what the load reads is held"
+    store.complete_load(loading)
+    assert used_blocks(store) == 3 + 2
+    assert_serves(store, "b", ids(6) + ids(5, 700), np.concatenate([kv[:, :, :6], more], axis=2))

@@ -13,6 +13,7 @@ from ca_jax.storage.store import AttentionStore
 
 from .store_helpers import (
     BLOCK_TOKENS,
+    PATIENCE_S,
     as_bits,
     ids,
     load,
@@ -20,6 +21,7 @@ from .store_helpers import (
     make_layout,
     make_store,
     save,
+    stalled,
     use,
     used_blocks,
 )
@@ -61,19 +63,6 @@ def test_partly_written_save_is_never_readable(store):
     store.abort_save(grown)
     assert store.stats().num_aborted_saves == 1
     np.testing.assert_array_equal(as_bits(load(store, "a", ids(9))), as_bits(kv))
-
-
-def test_kv_is_never_served_for_other_tokens(store):
-    kv = make_kv(store.layout, 10)
-    save(store, "a", ids(10), kv)
-    np.testing.assert_array_equal(as_bits(load(store, "a", [*ids(7), 1, 2, 3])), as_bits(kv[:, :, :7]))
-    np.testing.assert_array_equal(as_bits(load(store, "a", ids(3))), as_bits(kv[:, :, :3]))
-    np.testing.assert_array_equal(as_bits(load(store, "a", ids(50))), as_bits(kv))
-    assert store.prepare_load("a", [1, *ids(9, 101)]) is None
-    assert store.prepare_load("b", ids(10)) is None
-    stats = store.stats()
-    assert (stats.num_hits, stats.misses[MissReason.MISMATCH], stats.misses[MissReason.ABSENT]) == (3, 1, 1)
-    assert stats.loaded_bytes == 20 * store.layout.token_bytes
 
 
 def serve_turn(store, key: str, num_turn: int) -> None:
@@ -128,42 +117,24 @@ def test_a_ticket_is_closed_once_and_by_its_own_store(store):
         store.unpin("a")
 
 
-class GatedArray(np.ndarray):
-    """An array whose copy out waits at a gate, to hold a write in the middle."""
-
-    def transpose(self, *axes):
-        self.reached.set()
-        self.gate.wait(timeout=60)
-        return np.asarray(self).transpose(*axes)
-
-    def __array_finalize__(self, parent):
-        self.reached = getattr(parent, "reached", None)
-        self.gate = getattr(parent, "gate", None)
-
-
-def test_an_abort_waits_for_the_write_under_way(store, monkeypatch):
+def test_an_abort_waits_for_the_write_under_way(store):
     """Otherwise blocks that are free again, and soon another session's, would still be written to."""
-    kv = make_kv(store.layout, 8).view(GatedArray)
-    kv.reached, kv.gate = threading.Event(), threading.Event()
+    kv = make_kv(store.layout, 8)
     ticket = store.prepare_save("a", 0, ids(8))
-    worker = threading.Thread(target=ticket.write_all, args=(kv,))
-    worker.start()
-    assert kv.reached.wait(timeout=60)
-    wait_for = ticket._idle.wait_for
-
-    def open_gate_and_wait(predicate):
+    with stalled((ticket, "_copy")) as copying:
+        writer = threading.Thread(target=ticket.write_all, args=(kv,))
+        writer.start()
+        assert copying.begun.wait(PATIENCE_S)
+        aborter = threading.Thread(target=store.abort_save, args=(ticket,))
+        aborter.start()
+        aborter.join(0.05)
+        assert aborter.is_alive(), "the abort did not wait"
         assert used_blocks(store) == 2
-        kv.gate.set()
-        return wait_for(predicate)
-
-    monkeypatch.setattr(ticket._idle, "wait_for", open_gate_and_wait)
-    store.abort_save(ticket)
-    assert kv.gate.is_set(), "the abort did not wait"
-    np.testing.assert_array_equal(
-        as_bits(store._dram.slab[:2, :, 0, 0]), as_bits(np.asarray(kv)[:, 0, ::4].swapaxes(0, 1))
-    )
+    aborter.join()
+    writer.join()
+    written = as_bits(store._dram.slab[:2, :, 0, 0])
+    np.testing.assert_array_equal(written, as_bits(kv[:, 0, ::4].swapaxes(0, 1)))
     assert used_blocks(store) == 0
-    worker.join()
 
 
 def test_a_write_or_read_that_does_not_fit_is_refused(store):
@@ -246,3 +217,16 @@ def test_after_close_every_call_is_refused(store):
             call()
     store.close()
     store.touch(lambda: pytest.fail("touched a closed store"))
+
+
+def test_kv_is_never_served_for_other_tokens(store):
+    kv = make_kv(store.layout, 10)
+    save(store, "a", ids(10), kv)
+    np.testing.assert_array_equal(as_bits(load(store, "a", [*ids(7), 1, 2, 3])), as_bits(kv[:, :, :7]))
+    np.testing.assert_array_equal(as_bits(load(store, "a", ids(3))), as_bits(kv[:, :, :3]))
+    np.testing.assert_array_equal(as_bits(load(store, "a", ids(50))), as_bits(kv))
+    assert store.prepare_load("a", [1, *ids(9, 101)]) is None
+    assert store.prepare_load("b", ids(10)) is None
+    stats = store.stats()
+    assert (stats.num_hits, stats.misses[MissReason.MISMATCH], stats.misses[MissReason.ABSENT]) == (3, 1, 1)
+    assert stats.loaded_bytes == 20 * store.layout.token_bytes

@@ -3,7 +3,8 @@
 KV is a function of the tokens before it, of those too that were discarded since, so that whatever is loaded can be held
 against what it must be. The reference knows tokens, and not blocks or threads: it learns from the store what was
 evicted, flushed and fetched meanwhile, and holds each against the rules. With an ample SSD nothing may ever be lost;
-with a small one, what did not fit may.
+with a small one, what did not fit may. Reads, writes and the catalog can be held back, so that whatever else may happen
+does so while they are under way.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from ca_jax.storage.catalog.catalog import CatalogReader
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.placement.blocks import ChargedBlocks
 from ca_jax.storage.records import EntryInUseError, FlushFailure, MissReason, Owner, Residency
@@ -32,8 +34,7 @@ from ca_jax.storage.tickets import LoadTicket, SaveTicket
 from ca_jax.storage.tiers.tasks import FlushTask
 from ca_jax.storage.tokens import PLAIN, Lineage, SsdCopy, TokenPlaces
 
-from .ssd_helpers import StoppedClock
-from .store_helpers import BLOCK_TOKENS, PATIENCE_S, as_bits, load, make_store
+from .store_helpers import BLOCK_TOKENS, PATIENCE_S, Stall, StoppedClock, as_bits, load, make_store, open_gated
 
 NUM_BLOCKS = 6
 AMPLE = 64  # Blocks of SSD that hold all there can be, old and new states together.
@@ -177,7 +178,7 @@ class StoreMachine(RuleBasedStateMachine):
             "ssd_blocks": ssd_blocks,
             "ssd_driver": self.driver or "zarr3",
         }
-        self.store = make_store(NUM_BLOCKS, **self.options)
+        self.make_store()
         self.layout = self.store.layout
         self.random = np.random.default_rng(seed)
         self.reference: dict[str, Reference] = {}
@@ -191,6 +192,12 @@ class StoreMachine(RuleBasedStateMachine):
             self.store_is_as_the_reference()
 
     # What the rules share.
+
+    def make_store(self):
+        with pytest.MonkeyPatch.context() as patch:
+            self.gates = open_gated(patch)
+            self.store = make_store(NUM_BLOCKS, **self.options)
+        self.catalog: Stall | None = None
 
     def entry(self, key):
         return self.store._entries.get(key)
@@ -218,7 +225,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def random_ids(self, num_tokens: int) -> list[int]:
         """Of few, so that what is left of a session may spell another text."""
-        return self.random.integers(0, 3, num_tokens).tolist()
+        return self.random.choice([0, 1, 256], num_tokens).tolist()
 
     def step(self, call) -> None:
         """Calls what expires sessions too: `poll`, `settle`, `close`."""
@@ -364,9 +371,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.store_is_as_the_reference()
         self.settle()
 
-    @rule(key=KEYS, num_tokens=LENGTHS, goes_on=st.booleans())
-    def save_and_poll(self, key, num_tokens, goes_on):
-        """Leaves a flush under way, as likely as not."""
+    @rule(key=KEYS, num_tokens=LENGTHS, goes_on=st.booleans(), holds=st.sampled_from(["", "writes", "catalog"]))
+    def save_and_flush(self, key, num_tokens, goes_on, holds):
+        """Leaves a flush under way, whose blocks are written or not."""
+        self.hold(False, holds == "writes", holds == "catalog")
         self.save_at_once(key, num_tokens, goes_on)
         self.store_is_as_the_reference()
         self.poll()
@@ -497,6 +505,7 @@ class StoreMachine(RuleBasedStateMachine):
         """All that is known of a session is there, from whichever tier, or there is no room for it."""
         if key not in self.reference or not (self.reference[key].tokens or self.reference[key].ssd):
             return
+        self.go_on()
         self.num_jobs += 1
         self.store.enqueue(self.num_jobs, key)
         self.jobs.append((self.num_jobs, key))
@@ -529,6 +538,14 @@ class StoreMachine(RuleBasedStateMachine):
             else:
                 np.testing.assert_array_equal(as_bits(found), as_bits(kv_of(self.layout, wanted)))
         self.store.dequeue(self.jobs.pop()[0])
+
+    @rule(key=KEYS)
+    def request_and_hold(self, key):
+        """Leaves a fetch under way."""
+        self.hold(True, False, False)
+        self.enqueue(key, 0)
+        self.may_evict = True
+        self.store.request(key)
 
     @rule(key=KEYS)
     def begin_load(self, key):
@@ -696,6 +713,29 @@ class StoreMachine(RuleBasedStateMachine):
 
     # What goes on in the background.
 
+    @rule(reads=st.booleans(), writes=st.booleans(), catalog=st.booleans())
+    def hold(self, reads, writes, catalog):
+        """Holds what begins from now on, until all may go on."""
+        if not self.driver:
+            return
+        if reads:
+            self.gates[0].reads.close()
+        if writes:
+            self.gates[0].writes.close()
+        if catalog and self.catalog is None:
+            self.catalog = Stall()
+            self.store._ssd._mover._writes.put(self.catalog)
+
+    @rule()
+    def go_on(self):
+        """Holds nothing back any more."""
+        for tier in self.gates:
+            tier.reads.open()
+            tier.writes.open()
+        if self.catalog is not None:
+            self.catalog.end()
+            self.catalog = None
+
     @rule(seconds=st.sampled_from([1.0, 10.0]))
     def let_time_pass(self, seconds):
         self.clock.now_s += seconds
@@ -707,12 +747,14 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def settle(self):
+        self.go_on()
         self.step(lambda: self.store.settle(PATIENCE_S))
         assert not self.store._placement.busy
         self.store_is_as_the_reference()
         for key, reference in self.reference.items():
             if self.ample and reference.tokens and not (reference.saves or self.pins[key] or reference.is_borrowed):
                 assert reference.ssd == reference.tokens, "settled, and not on SSD"
+                assert sum(block.ssd_tokens for block in self.store.blocks(key)) == len(reference.tokens)
         if self.driver:
             self.store.poll()  # What has settled is free.
             assert len(self.holders()) * self.layout.block_bytes == self.store.stats().used_bytes
@@ -745,6 +787,7 @@ class StoreMachine(RuleBasedStateMachine):
         """Closes the store, or leaves it as a process that dies does, and opens its directory again."""
         if is_time:  # Not too often.
             return
+        self.go_on()
         candidates = {}
         for key, reference in tuple(self.reference.items()):
             flush = self.entry(key).flush
@@ -776,10 +819,12 @@ class StoreMachine(RuleBasedStateMachine):
         self.waiting_notes.clear()
         self.jobs.clear()
         self.may_evict = False
-        self.store = make_store(NUM_BLOCKS, **self.options)
+        self.make_store()
         if not self.driver:
             return
         assert self.store.stats().ssd.num_lost_sessions == 0
+        with CatalogReader(self.directory, self.store._ssd._mover._reader.namespace) as reader:
+            assert reader.integrity_check() == ()
         for key, old in before.items():
             contents, entry = self.store._ssd._mover.contents(key), self.entry(key)
             token_ids = [] if contents is None else contents.token_ids.tolist()
@@ -907,6 +952,23 @@ class StoreMachine(RuleBasedStateMachine):
         }
 
     @invariant()
+    def what_is_told_of_blocks_is_so(self):
+        for key, reference in self.reference.items():
+            told = self.store.blocks(key)
+            on_ssd = sum(block.ssd_tokens for block in told)
+            if not (reference.tokens or reference.saves):
+                assert on_ssd == len(reference.ssd or [])
+                continue
+            places = reference.places.append(sum(len(tokens) for _, tokens in reference.saves))
+            _, first, number = np.unique(places.to_array() // BLOCK_TOKENS, return_index=True, return_counts=True)
+            assert [(block.first_token, block.dram_tokens + block.saving_tokens) for block in told] == list(
+                zip(first, number, strict=True)
+            )
+            assert sum(block.dram_tokens for block in told) == len(reference.tokens)
+            assert all(block.ssd_tokens <= block.dram_tokens for block in told)
+            assert on_ssd <= len(reference.ssd or [])
+
+    @invariant()
     def what_is_published_in_dram_is_what_was_saved(self):
         """Whoever shares blocks with whom."""
         for key, reference in self.reference.items():
@@ -918,6 +980,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "store"):
+            self.go_on()
             try:
                 if self.driver and sys.exc_info()[0] is None:  # What is on SSD in the end is looked at, all of it.
                     self.restart(crash=False, is_time=0)

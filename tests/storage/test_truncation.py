@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import pytest
 
-from ca_jax.storage import truncation as cutting
+from ca_jax.storage import truncation
 from ca_jax.storage.records import MissReason
 
-from .store_helpers import LAYOUT, PATIENCE_S, as_bits, ids, info, load, make_kv, make_store, mask_of, save, used_blocks
+from .store_helpers import (
+    LAYOUT,
+    PATIENCE_S,
+    as_bits,
+    ids,
+    info,
+    load,
+    make_kv,
+    make_store,
+    mask_of,
+    save,
+    stalled,
+    used_blocks,
+)
 
 
 def assert_serves(store, key: str, token_ids, kv: np.ndarray, num_dropped: int) -> None:
@@ -97,52 +108,38 @@ def test_without_room_a_session_is_not_copied_together():
     assert_serves(store, "a", 100 + kept, kv[:, :, kept], 26)
 
 
-class SlowCopy:
-    """Copies sessions together once it is let go on."""
-
-    def __init__(self, monkeypatch) -> None:
-        self.begun, self.gate = threading.Event(), threading.Event()
-        self._copy = cutting.copy_together
-        monkeypatch.setattr(cutting, "copy_together", self)
-
-    def __call__(self, *args) -> None:
-        self.begun.set()
-        assert self.gate.wait(PATIENCE_S)
-        self._copy(*args)
-
-
 @pytest.mark.parametrize("change", ["nothing", "save", "open save", "open load", "cut", "drop", "begin anew"])
-def test_a_session_that_changes_while_it_is_copied_stays_as_it_is(change, monkeypatch):
+def test_a_session_that_changes_while_it_is_copied_stays_as_it_is(change):
     """What is read meanwhile is not written, and in the end it is copied as it is then: nobody waits for that."""
-    store, slow = make_store(30), SlowCopy(monkeypatch)
+    store = make_store(30)
     kv = make_kv(LAYOUT, 44)
     save(store, "a", ids(40), kv[:, :, :40])
     kept = np.arange(3, 40, 4)
     store.discard("a", ~np.isin(np.arange(40), kept))
-    store.poll()
-    assert slow.begun.wait(PATIENCE_S)
-    tokens, rows, num_dropped, ticket = 100 + kept, kv[:, :, kept], 30, None
-    assert (info(store, "a").num_blocks, used_blocks(store)) == (10, 13)
-    assert_serves(store, "a", tokens, rows, num_dropped)
-    if change == "save":
-        assert save(store, "a", ids(4, 140), kv[:, :, 40:], start_token=10)
-        tokens, rows = np.append(tokens, ids(4, 140)), np.concatenate([rows, kv[:, :, 40:]], axis=2)
-    elif change == "open save":
-        ticket = store.prepare_save("a", 10, ids(4, 140))
-    elif change == "open load":
-        ticket = store.prepare_load("a", tokens, num_dropped=num_dropped)
-    elif change == "cut":
-        store.discard("a", mask_of(10, [1]))
-        tokens, rows, num_dropped = np.delete(tokens, 1), np.delete(rows, 1, axis=2), 31
-    elif change != "nothing":
-        store.drop("a")
-        tokens, rows = np.array([], int), rows[:, :, :0]
-    if change == "begin anew":
-        tokens, rows, num_dropped = ids(40), make_kv(LAYOUT, 40, seed=1), 0
-        assert save(store, "a", ids(10, 900), make_kv(LAYOUT, 10, seed=2))
-        store.drop("a")
-        assert save(store, "a", tokens, rows)
-    slow.gate.set()
+    with stalled((truncation, "copy_together")) as copying:
+        store.poll()
+        assert copying.begun.wait(PATIENCE_S)
+        tokens, rows, num_dropped, ticket = 100 + kept, kv[:, :, kept], 30, None
+        assert (info(store, "a").num_blocks, used_blocks(store)) == (10, 13)
+        assert_serves(store, "a", tokens, rows, num_dropped)
+        if change == "save":
+            assert save(store, "a", ids(4, 140), kv[:, :, 40:], start_token=10)
+            tokens, rows = np.append(tokens, ids(4, 140)), np.concatenate([rows, kv[:, :, 40:]], axis=2)
+        elif change == "open save":
+            ticket = store.prepare_save("a", 10, ids(4, 140))
+        elif change == "open load":
+            ticket = store.prepare_load("a", tokens, num_dropped=num_dropped)
+        elif change == "cut":
+            store.discard("a", mask_of(10, [1]))
+            tokens, rows, num_dropped = np.delete(tokens, 1), np.delete(rows, 1, axis=2), 31
+        elif change != "nothing":
+            store.drop("a")
+            tokens, rows = np.array([], int), rows[:, :, :0]
+        if change == "begin anew":
+            tokens, rows, num_dropped = ids(40), make_kv(LAYOUT, 40, seed=1), 0
+            assert save(store, "a", ids(10, 900), make_kv(LAYOUT, 10, seed=2))
+            store.drop("a")
+            assert save(store, "a", tokens, rows)
     if ticket is not None:
         while store._truncation.busy:
             store._progress.wait(PATIENCE_S)
@@ -159,9 +156,6 @@ def test_a_session_that_changes_while_it_is_copied_stays_as_it_is(change, monkey
     assert used_blocks(store) == -(-len(tokens) // 4)
     if len(tokens):
         assert_serves(store, "a", tokens, rows, num_dropped)
-
-
-# Whose KV it is.
 
 
 def test_what_is_left_of_a_session_is_not_served_as_the_text_it_spells():

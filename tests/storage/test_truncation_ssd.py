@@ -11,13 +11,13 @@ import pytest
 
 from ca_jax.storage.catalog.catalog import CatalogReader
 from ca_jax.storage.catalog.file import CatalogAccessError
-from ca_jax.storage.catalog.records import Namespace
 from ca_jax.storage.inspector import StoreInspector, catalog_problems, read_session, verify
 from ca_jax.storage.records import FlushFailure, Residency
 from ca_jax.storage.store import AttentionStore
 
 from .store_helpers import (
     LAYOUT,
+    NAMESPACE,
     SLOT_BYTES,
     as_bits,
     assert_loads,
@@ -53,10 +53,10 @@ def evict(store: AttentionStore, key: str, num_blocks: int = 6) -> None:
 
 
 @pytest.mark.parametrize(("first", "in_dram"), [(0, True), (1, False), (4, True)])
-def test_every_cut_point_is_bit_exact_after_a_restart(tmp_path, driver, first, in_dram):
+def test_every_cut_point_is_bit_exact_after_a_restart(tmp_path, first, in_dram):
     kv = make_kv(LAYOUT, 17)
     for number, num_dropped in enumerate((1, 3, 4, 10 - first)):
-        options = {"ssd_dir": tmp_path / str(number), "ssd_driver": driver}
+        options = {"ssd_dir": tmp_path / str(number)}
         store = make_store(6, **options)
         save(store, "a", ids(11), kv[:, :, :11])
         store.settle()
@@ -95,7 +95,7 @@ def test_a_cut_that_is_copied_together_in_dram_is_durable_before_it_is_written_a
     wait_until(store, lambda: info(store, "a").num_blocks == 2)
     store.poll()  # Begins the flush.
     gates[0].writes.wait_held()
-    with CatalogReader(directory, Namespace(weights="weights", layout=LAYOUT)) as reader:
+    with CatalogReader(directory, NAMESPACE) as reader:
         record, contents = reader.load("a")
     assert contents.token_ids.tolist() == (100 + kept).tolist()
     assert (contents.note, record.num_blocks, record.lineage.num_dropped) == (b"cut", 6, 18)
@@ -109,10 +109,10 @@ def test_a_cut_that_is_copied_together_in_dram_is_durable_before_it_is_written_a
 
 def test_a_session_is_fetched_before_the_catalog_knows_that_it_was_cut(open_store, driver):
     """What is left of it is found in the older row, cut after cut; the catalog has it in the end."""
-    store = open_store(ssd_driver=driver)
+    store = open_store()
     kv = put(store, "a", 18)
     store.close()
-    store = open_store(ssd_driver=driver)
+    store = open_store()
     with writer_stopped(store):
         assert store.discard("a", mask_of(18, [0, 4, 5, 6, 7, 9, 17])) == 11
         assert store.discard("a", mask_of(11, [3, 7])) == 9
@@ -124,8 +124,144 @@ def test_a_session_is_fetched_before_the_catalog_knows_that_it_was_cut(open_stor
         assert used_ssd_blocks(store) == 4
     store.settle()
     store.close()
-    store = open_store(ssd_driver=driver)
+    store = open_store()
     assert_loads(store, "a", 100 + kept, kv[:, :, kept], 8)
+
+
+def test_a_flush_that_fails_leaves_its_older_state_cut(open_store, gates):
+    store = open_store(8)
+    kv = make_kv(LAYOUT, 11)
+    save(store, "a", ids(7), kv[:, :, :7])
+    store.settle()
+    gates[0].writes.close()
+    save(store, "a", ids(11)[7:], kv[:, :, 7:], start_token=7)
+    begin_flush(store, gates[0])
+    assert store.discard("a", mask_of(11, [1, 2, 8]), b"cut") == 8
+    gates[0].let_time_pass(60.0)
+    wait_until(store, lambda: ssd_tokens(store, "a") == 5)
+    assert store.stats().ssd.failed_flushes[FlushFailure.DEADLINE] == 1
+    gates[0].writes.open()
+    store.close()
+    store = open_store(8)
+    assert store.note("a") == b"cut"
+    kept = np.array([0, 3, 4, 5, 6])
+    assert_loads(store, "a", 100 + kept, kv[:, :, kept], 3)
+
+
+# The catalog.
+
+
+def test_a_session_that_cannot_be_cut_is_forgotten(open_store, monkeypatch):
+    store = open_store()
+    put(store, "a", 10)
+    store.close()
+    store = open_store()
+
+    def fail(*_):
+        raise CatalogAccessError("there must be a disk, got none")
+
+    monkeypatch.setattr(store._ssd._mover._catalog, "cut", fail)
+    assert store.discard("a", mask_of(10, [1])) == 9
+    wait_until(store, lambda: store.residency("a") is Residency.ABSENT)
+    assert used_ssd_blocks(store) == 0
+    store.close()
+    assert open_store().list() == ()
+
+
+def test_a_session_in_dram_that_cannot_be_cut_on_ssd_is_written_there_anew(open_store, monkeypatch):
+    store = open_store()
+    kv = put(store, "a", 10)
+    store.set_note("a", b"before")
+    store.settle()
+
+    def fail(*_):
+        raise CatalogAccessError("there must be a disk, got none")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(store._ssd._mover._catalog, "cut", fail)
+        with writer_stopped(store):
+            assert store.discard("a", mask_of(10, [1]), note=b"cut") == 9
+            store.poll()  # Begins a flush that counts on what SSD has.
+        store.settle()
+    store.settle()
+    store.close()
+    store = open_store()
+    assert (ssd_tokens(store, "a"), store.note("a")) == (9, b"cut")
+    kept = np.delete(np.arange(10), 1)
+    assert_loads(store, "a", np.array(ids(10))[kept], kv[:, :, kept], num_dropped=1)
+
+
+def test_tools_read_cut_sessions(open_store, directory, driver):
+    store = open_store()
+    kv = put(store, "a", 15)
+    store.discard("a", mask_of(15, [0, 1, 4, 5, 6, 7, 10, 14]))
+    store.settle()
+    put(store, "b", 5)
+    store.close()
+    kept = np.delete(np.arange(15), [0, 1, 4, 5, 6, 7, 10, 14])
+    with StoreInspector(directory) as inspector:
+        assert catalog_problems(inspector) == ()
+        assert [verdict.ok for verdict in verify(inspector)] == [True, True]
+        session = inspector.find("a")
+        assert (session.record.num_tokens, session.record.lineage.num_dropped, session.record.num_blocks) == (7, 7, 3)
+        read = read_session(inspector, session)
+    assert read.token_ids.tolist() == (100 + kept).tolist()
+    np.testing.assert_array_equal(as_bits(read.kv), as_bits(kv[:, :, kept]))
+
+
+@pytest.mark.parametrize(
+    ("change", "after", "num_dropped", "stride"),
+    [
+        ("cut", [0, *range(7, 12)], 6, 40),
+        ("cut on SSD", [0, *range(7, 12)], 6, 40),
+        ("truncate", range(7), 0, 40),
+        ("publish", range(16), 0, 40),
+        ("forget", [], 0, 5),
+    ],
+)
+def test_at_any_moment_of_a_change_the_disk_has_one_state_or_the_other(tmp_path, change, after, num_dropped, stride):
+    """What the disk holds between two steps of the catalog's statements is what a process leaves that dies there."""
+    seen = collections.Counter()
+    kv = make_kv(LAYOUT, 16)
+    for number, num_steps in enumerate(range(0, 1200, stride)):
+        directory, left = tmp_path / str(number), tmp_path / f"{number} left"
+        store = make_store(8, ssd_dir=directory)
+        save(store, "a", ids(12), kv[:, :, :12])
+        store.set_note("a", b"before")
+        store.settle()
+        if change == "cut on SSD":
+            store.leave_dram("a")
+        steps = itertools.count()
+        store._ssd._mover._catalog._db.set_progress_handler(
+            lambda steps=steps, stop=num_steps, there=(directory, left): (
+                shutil.copytree(*there) and None if next(steps) == stop else None
+            ),
+            1,
+        )
+        if change.startswith("cut"):
+            store.discard("a", mask_of(12, range(1, 7)), b"after")
+        elif change == "truncate":
+            store.truncate("a", 7, b"after")
+        elif change == "publish":
+            save(store, "a", ids(16)[12:], kv[:, :, 12:], start_token=12)
+            store.set_note("a", b"after")
+        else:
+            store.drop("a")
+        store.settle()
+        store.close()
+        if not left.exists():  # It took fewer steps.
+            break
+        store = make_store(8, ssd_dir=left)
+        note = store.note("a")
+        seen[note == b"before"] += 1
+        state, dropped = (np.arange(12), 0) if note == b"before" else (np.array(after, int), num_dropped)
+        assert note in (b"before", b"after" if len(after) else b"")
+        assert ssd_tokens(store, "a") == len(state)
+        if len(state):
+            assert_loads(store, "a", 100 + state, kv[:, :, state], dropped)
+        store.close()
+    assert seen[True] > 3
+    assert seen[False] > 0
 
 
 def test_a_fetch_that_is_under_way_is_begun_anew(open_store, gates):
@@ -176,26 +312,6 @@ def test_a_flush_that_is_under_way_goes_on_and_is_cut_when_it_has_ended(open_sto
     assert_loads(store, "a", 100 + kept, kv[:, :, kept], 7)
 
 
-def test_a_flush_that_fails_leaves_its_older_state_cut(open_store, gates):
-    store = open_store(8)
-    kv = make_kv(LAYOUT, 11)
-    save(store, "a", ids(7), kv[:, :, :7])
-    store.settle()
-    gates[0].writes.close()
-    save(store, "a", ids(11)[7:], kv[:, :, 7:], start_token=7)
-    begin_flush(store, gates[0])
-    assert store.discard("a", mask_of(11, [1, 2, 8]), b"cut") == 8
-    gates[0].let_time_pass(60.0)
-    wait_until(store, lambda: ssd_tokens(store, "a") == 5)
-    assert store.stats().ssd.failed_flushes[FlushFailure.DEADLINE] == 1
-    gates[0].writes.open()
-    store.close()
-    store = open_store(8)
-    assert store.note("a") == b"cut"
-    kept = np.array([0, 3, 4, 5, 6])
-    assert_loads(store, "a", 100 + kept, kv[:, :, kept], 3)
-
-
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_a_session_that_is_saved_anew_while_its_older_state_is_flushed(open_store, gates, driver, is_cut):
     """That state gets to SSD, and stays there until the new one does."""
@@ -240,142 +356,6 @@ def test_blocks_that_a_cut_freed_go_to_other_sessions(open_store, driver):
     kept = np.delete(np.arange(24), range(4, 16))
     assert_loads(store, "a", 100 + kept, kv[:, :, kept], 12)
     assert_loads(store, "b", ids(12, 500), other)
-
-
-# The catalog.
-
-
-def test_a_session_that_cannot_be_cut_is_forgotten(open_store, monkeypatch):
-    store = open_store()
-    put(store, "a", 10)
-    store.close()
-    store = open_store()
-
-    def fail(*_):
-        raise CatalogAccessError("there must be a disk, got none")
-
-    monkeypatch.setattr(store._ssd._mover._catalog, "cut", fail)
-    assert store.discard("a", mask_of(10, [1])) == 9
-    wait_until(store, lambda: store.residency("a") is Residency.ABSENT)
-    assert used_ssd_blocks(store) == 0
-    store.close()
-    assert open_store().list() == ()
-
-
-def test_a_session_in_dram_that_cannot_be_cut_on_ssd_is_written_there_anew(open_store, monkeypatch):
-    store = open_store()
-    kv = put(store, "a", 10)
-    store.set_note("a", b"before")
-    store.settle()
-
-    def fail(*_):
-        raise CatalogAccessError("there must be a disk, got none")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(store._ssd._mover._catalog, "cut", fail)
-        with writer_stopped(store):
-            assert store.discard("a", mask_of(10, [1]), note=b"cut") == 9
-            store.poll()  # Begins a flush that counts on what SSD has.
-        store.settle()
-    store.settle()
-    store.close()
-    store = open_store()
-    assert (ssd_tokens(store, "a"), store.note("a")) == (9, b"cut")
-    kept = np.delete(np.arange(10), 1)
-    assert_loads(store, "a", np.array(ids(10))[kept], kv[:, :, kept], num_dropped=1)
-
-
-@pytest.mark.parametrize("in_dram", [True, False], ids=["in both", "on SSD only"])
-@pytest.mark.parametrize("change", ["discard", "truncate"])
-def test_a_note_changes_in_the_same_transaction_as_the_kv(open_store, directory, monkeypatch, change, in_dram):
-    store = open_store()
-    put(store, "a", 10)
-    store.set_note("a", b"before")
-    store.settle()
-    if not in_dram:
-        evict(store, "a")
-    catalog, seen = store._ssd._mover._catalog, []
-
-    def commits() -> None:
-        with CatalogReader(directory, Namespace(weights="weights", layout=LAYOUT)) as reader:
-            _, contents = reader.load("a")
-            seen.append((contents.note, len(contents.token_ids)))
-
-    original = catalog._write
-    monkeypatch.setattr(catalog, "_write", lambda *args: (commits(), original(*args))[1])
-    with writer_stopped(store):
-        if change == "discard":
-            store.discard("a", mask_of(10, [2]), b"after")
-        else:
-            store.truncate("a", 9, b"after")
-        assert store.note("a") == b"after"
-    store.settle()
-    commits()
-    assert set(seen) == {(b"before", 10), (b"after", 9)}
-    assert seen[:2] == [(b"before", 10), (b"after", 9)]
-
-
-def test_tools_read_cut_sessions(open_store, directory, driver):
-    store = open_store(ssd_driver=driver)
-    kv = put(store, "a", 15)
-    store.discard("a", mask_of(15, [0, 1, 4, 5, 6, 7, 10, 14]))
-    store.settle()
-    put(store, "b", 5)
-    store.close()
-    kept = np.delete(np.arange(15), [0, 1, 4, 5, 6, 7, 10, 14])
-    with StoreInspector(directory) as inspector:
-        assert catalog_problems(inspector) == ()
-        assert [verdict.ok for verdict in verify(inspector)] == [True, True]
-        session = inspector.find("a")
-        assert (session.record.num_tokens, session.record.lineage.num_dropped, session.record.num_blocks) == (7, 7, 3)
-        read = read_session(inspector, session)
-    assert read.token_ids.tolist() == (100 + kept).tolist()
-    np.testing.assert_array_equal(as_bits(read.kv), as_bits(kv[:, :, kept]))
-
-
-@pytest.mark.parametrize(
-    ("change", "after", "num_dropped", "stride"),
-    [("cut", [0, *range(7, 12)], 6, 40), ("publish", range(16), 0, 40), ("forget", [], 0, 5)],
-)
-def test_at_any_moment_of_a_change_the_disk_has_one_state_or_the_other(tmp_path, change, after, num_dropped, stride):
-    """What the disk holds between two steps of the catalog's statements is what a process leaves that dies there."""
-    seen = collections.Counter()
-    kv = make_kv(LAYOUT, 16)
-    for number, num_steps in enumerate(range(0, 1200, stride)):
-        directory, left = tmp_path / str(number), tmp_path / f"{number} left"
-        store = make_store(8, ssd_dir=directory)
-        save(store, "a", ids(12), kv[:, :, :12])
-        store.set_note("a", b"before")
-        store.settle()
-        steps = itertools.count()
-        store._ssd._mover._catalog._db.set_progress_handler(
-            lambda steps=steps, stop=num_steps, there=(directory, left): (
-                shutil.copytree(*there) and None if next(steps) == stop else None
-            ),
-            1,
-        )
-        if change == "cut":
-            store.discard("a", mask_of(12, range(1, 7)), b"after")
-        elif change == "publish":
-            save(store, "a", ids(16)[12:], kv[:, :, 12:], start_token=12)
-            store.set_note("a", b"after")
-        else:
-            store.drop("a")
-        store.settle()
-        store.close()
-        if not left.exists():  # It took fewer steps.
-            break
-        store = make_store(8, ssd_dir=left)
-        note = store.note("a")
-        seen[note == b"before"] += 1
-        state, dropped = (np.arange(12), 0) if note == b"before" else (np.array(after, int), num_dropped)
-        assert note in (b"before", b"after" if len(after) else b"")
-        assert ssd_tokens(store, "a") == len(state)
-        if len(state):
-            assert_loads(store, "a", 100 + state, kv[:, :, state], dropped)
-        store.close()
-    assert seen[True] > 3
-    assert seen[False] > 0
 
 
 @pytest.mark.parametrize("note", [None, b"cut"])

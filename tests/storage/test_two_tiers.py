@@ -4,22 +4,19 @@ the store, and what faults and races leave behind.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from ca_jax.storage.catalog.catalog import CatalogReader
 from ca_jax.storage.catalog.file import CatalogFullError
-from ca_jax.storage.catalog.records import Namespace
-from ca_jax.storage.records import FlushFailure, MissReason, Note, Owner, Residency, SkipReason
+from ca_jax.storage.records import FlushFailure, MissReason, Note, Residency, SkipReason
 from ca_jax.telemetry.timeline import Timeline
 
-from .ssd_helpers import StoppedClock
 from .store_helpers import (
     LAYOUT,
     PATIENCE_S,
     SLOT_BYTES,
+    StoppedClock,
     assert_loads,
     begin_flush,
     fetch,
@@ -34,17 +31,11 @@ from .store_helpers import (
     wait_until,
 )
 
-
-def in_catalog(directory: Path, driver: str = "zarr3") -> set[str]:
-    with CatalogReader(directory, Namespace(weights="weights", layout=LAYOUT, driver=driver)) as reader:
-        return {record.key for record in reader.load_all(lambda key, reason: pytest.fail(reason))}
-
-
 # Flushing.
 
 
 def test_a_flush_writes_only_what_is_new(open_store, driver):
-    store = open_store(ssd_driver=driver)
+    store = open_store()
     kv = make_kv(LAYOUT, 10)
     save(store, "a", ids(6), kv[:, :, :6])
     assert ssd_tokens(store, "a") == 0
@@ -59,12 +50,15 @@ def test_a_flush_writes_only_what_is_new(open_store, driver):
     store.settle()
     assert store.stats().ssd.num_flushes == 2
     store.close()
-    store = open_store(ssd_driver=driver)
+    store = open_store()
     assert_loads(store, "a", ids(10), kv)
+    save(store, "a", ids(13)[10:], make_kv(LAYOUT, 3, seed=1), start_token=10)
+    store.settle()
+    assert store.stats().ssd.flushed_bytes == 2 * LAYOUT.block_bytes, "full blocks stay over a restart too"
 
 
 def test_a_session_leaves_dram_without_a_write_and_is_fetched_again(open_store, driver):
-    store = open_store(4, ssd_driver=driver)
+    store = open_store(4)
     kv = put(store, "a", 7)
     put(store, "b", 8, seed=1)
     written = store.stats().ssd.flushed_bytes
@@ -82,21 +76,6 @@ def test_a_session_leaves_dram_without_a_write_and_is_fetched_again(open_store, 
     assert store.stats().num_hits_from_ssd == 1, "the second load came from DRAM"
 
 
-def test_fetches_say_how_many_bytes_they_moved_and_in_what_time(open_store, driver):
-    told: list[tuple[int, float]] = []
-    store = open_store(ssd_driver=driver, on_fetch=lambda *moved: told.append(moved))
-    for key, num_tokens in (("a", 6), ("b", 10)):
-        put(store, key, num_tokens)
-        store.leave_dram(key)
-    assert told == [], "nothing was fetched"
-    fetch(store, "a")
-    ((num_bytes, seconds),) = told
-    assert num_bytes == store.stats().ssd.fetched_bytes == 2 * LAYOUT.block_bytes
-    assert seconds > 0
-    fetch(store, "b")
-    assert sum(moved for moved, _ in told) == store.stats().ssd.fetched_bytes == 5 * LAYOUT.block_bytes
-
-
 def test_what_a_running_turn_pins_is_neither_flushed_nor_evicted(open_store):
     store = open_store(4)
     with store.pinned("a"):
@@ -109,45 +88,6 @@ def test_what_a_running_turn_pins_is_neither_flushed_nor_evicted(open_store):
     assert store.settle(PATIENCE_S)
     assert ssd_tokens(store, "a") == 12
     assert save(store, "b", ids(8), make_kv(LAYOUT, 8))
-
-
-@pytest.mark.parametrize("is_known", [False, True], ids=["first flush", "later flush"])
-def test_a_truncation_while_a_flush_is_under_way(open_store, gates, driver, is_known):
-    store = open_store(ssd_driver=driver)
-    kv, other = make_kv(LAYOUT, 12), make_kv(LAYOUT, 5, seed=1)
-    save(store, "a", ids(5), kv[:, :, :5])
-    if is_known:
-        store.settle()
-    gates[0].writes.close()
-    save(store, "a", ids(12)[5:], kv[:, :, 5:], start_token=5)
-    begin_flush(store, gates[0])
-    assert store.truncate("a", 6) == 6
-    assert save(store, "a", ids(5, 900), other, start_token=6)
-    assert ssd_tokens(store, "a") == 0
-    gates[0].writes.open()
-    store.settle()
-    assert store.stats().ssd.failed_flushes[FlushFailure.CANCELLED] == 1
-    assert store.stats().ssd.used_bytes == 3 * SLOT_BYTES
-    store.close()
-    wanted = np.concatenate([kv[:, :, :6], other], axis=2)
-    assert_loads(open_store(ssd_driver=driver), "a", ids(6) + ids(5, 900), wanted)
-
-
-def test_blocks_of_a_dropped_flush_are_free_once_it_has_settled(open_store, gates):
-    store = open_store(4)
-    gates[0].writes.close()
-    save(store, "a", ids(16), make_kv(LAYOUT, 16))
-    begin_flush(store, gates[0])
-    assert store.drop("a")
-    assert info(store, "a") is None
-    assert used_blocks(store) == 4
-    assert store.prepare_save("b", 0, ids(1)) is None, "memory that is still being read was given away"
-    assert store.stats().ssd.used_bytes == 4 * SLOT_BYTES
-    gates[0].writes.open()
-    wait_until(store, lambda: used_blocks(store) == 0)
-    assert store.stats().ssd.used_bytes == 0
-    put(store, "b", 16)
-    assert ssd_tokens(store, "b") == 16
 
 
 def test_what_was_put_off_is_tried_once_more_at_the_end(open_store, monkeypatch):
@@ -179,7 +119,7 @@ def test_a_flush_waits_for_room_that_other_flushes_hold(open_store, gates):
 
 def test_a_flush_that_fails_is_tried_again_ever_later(open_store, driver, monkeypatch):
     clock = StoppedClock(1000.0)
-    store = open_store(clock=clock, ssd_driver=driver)
+    store = open_store(clock=clock)
     with monkeypatch.context() as patch:
         patch.setattr(store._ssd._mover._tier, "_free_bytes", lambda: 0)
         save(store, "a", ids(5), make_kv(LAYOUT, 5))
@@ -228,193 +168,50 @@ def test_what_cannot_be_written_down_is_later(open_store, directory, monkeypatch
 # Restarts.
 
 
-def test_sessions_outlive_the_store(open_store, directory, driver):
-    owner = Owner(tenant="alice", session_id="chat", ttl_s=1e9)
-    store = open_store(ssd_driver=driver)
-    kv = put(store, "a", 10, owner=owner)
-    store.set_note("a", b"note")
-    store.set_pinned("a", True)
-    store.close()
-    store = open_store(ssd_driver=driver)
-    (found,) = store.list()
-    assert (found.key, found.tenant, found.session_id, found.ttl_s) == ("a", "alice", "chat", 1e9)
-    assert (found.residency, found.num_tokens, found.ssd_tokens, found.num_bytes) == (Residency.SSD, 10, 10, 0)
-    assert found.pinned
-    assert store.note("a") == b"note"
-    assert store.stats().ssd.num_lost_sessions == 0
-    assert used_blocks(store) == 0
-    assert_loads(store, "a", ids(10), kv)
-    more = make_kv(LAYOUT, 3, seed=1)
-    save(store, "a", ids(13)[10:], more, start_token=10)
-    store.settle()
-    assert store.stats().ssd.flushed_bytes == 2 * LAYOUT.block_bytes, "full blocks stay over a restart too"
-    assert store.note("a") == b"note"
-
-
-@pytest.mark.parametrize("change", ["set_note", "discard", "truncate"])
-def test_a_note_that_waits_is_the_last_that_was_given(open_store, gates, change):
-    """For a pinned session that was dropped while it was flushed: the next one of its key has no older note."""
-    store = open_store()
-    store.pin("a")
-    save(store, "a", ids(5), make_kv(LAYOUT, 5))
-    store.set_note("a", b"dropped")
-    store.unpin("a")
-    gates[0].writes.close()
-    begin_flush(store, gates[0])
-    store.pin("a")
-    store.drop("a")
-    assert store.note("a") == b""
-    store.set_note("a", b"older")
-    if change == "set_note":
-        store.set_note("a", b"last")
-    elif change == "discard":
-        assert store.discard("a", [True] * 3, b"last") == 0
-    else:
-        assert store.truncate("a", 3, b"last") == 0
-    gates[0].writes.open()
-    save(store, "a", ids(6), make_kv(LAYOUT, 6))
-    assert store.note("a") == b"last"
-    store.unpin("a")
-    store.close()
-    store = open_store()
-    assert (ssd_tokens(store, "a"), store.note("a")) == (6, b"last")
-
-
-def test_changes_while_flushes_are_under_way_are_not_lost(open_store, gates):
-    store = open_store()
-    gates[0].writes.close()
-    for key in "ab":
-        save(store, key, ids(5), make_kv(LAYOUT, 5))
-    store.poll()
-    gates[0].writes.wait_held(2)
-    store.set_pinned("a", True)
-    store.set_ttl("b", 1e6)
-    gates[0].writes.open()
-    store.close()
-    assert {each.key: (each.pinned, each.ttl_s) for each in open_store().list()} == {
-        "a": (True, None),
-        "b": (False, 1e6),
-    }
-
-
-@pytest.mark.parametrize(("before", "after"), [("zarr3", "raw"), ("raw", "zarr3")])
-def test_another_driver_sees_nothing_and_harms_nothing(open_store, before, after):
-    store = open_store(ssd_blocks=3, ssd_driver=before)
+@pytest.mark.parametrize("elsewhere", [{"ssd_url": "memory://kv"}, {"ssd_driver": "raw"}])
+def test_blocks_may_be_kept_elsewhere_and_those_that_were_there_are_not_harmed(open_store, elsewhere):
+    store = open_store(ssd_blocks=3)
     kv = put(store, "a", 12)
     store.close()
-    other = open_store(ssd_blocks=3, ssd_driver=after)
-    assert other.list() == ()
-    fetch(other, "a")
-    assert load(other, "a", ids(12)) is None
-    other_kv = put(other, "a", 12, seed=1)
-    assert ssd_tokens(other, "a") == 12
-    other.close()
-    store = open_store(ssd_blocks=3, ssd_driver=before)
-    assert_loads(store, "a", ids(12), kv)
-    store.close()
-    assert_loads(open_store(ssd_blocks=3, ssd_driver=after), "a", ids(12), other_kv)
-
-
-def test_blocks_may_be_kept_elsewhere_than_the_catalog(open_store, directory):
-    store = open_store(2, ssd_url="memory://kv")
-    kv = put(store, "a", 7)
-    assert store.prepare_save("b", 0, ids(8)) is not None
-    assert store.residency("a") is Residency.SSD
-    store.close()
-    assert not list(directory.rglob("c.*"))
-    store = open_store(2, ssd_url="memory://kv")  # Another memory: the catalog names what is gone.
-    fetch(store, "a")
-    assert load(store, "a", ids(7)) is None
-    assert store.stats().misses[MissReason.MISSING] == 1
+    store = open_store(ssd_blocks=3, **elsewhere)
     assert store.list() == ()
-    store.settle()
-    put(store, "a", 7)
-    store.abort_save(store.prepare_save("b", 0, ids(8)))
-    assert_loads(store, "a", ids(7), kv)
+    other_kv = put(store, "a", 12, seed=1)
+    store.leave_dram("a")
+    assert_loads(store, "a", ids(12), other_kv)
+    store.close()
+    assert_loads(open_store(ssd_blocks=3), "a", ids(12), kv)
 
 
 # Faults.
 
 
-def damage(directory: Path, driver: str) -> None:
-    """Flips a byte in every block."""
-    if driver == "raw":
-        (file,) = (file for file in directory.rglob("*") if file.is_file() and file.stat().st_size >= 16 * SLOT_BYTES)
-        with file.open("r+b") as blocks:
-            for offset in range(100, file.stat().st_size, SLOT_BYTES):
-                blocks.seek(offset)
-                (byte,) = blocks.read(1)
-                blocks.seek(offset)
-                blocks.write(bytes([byte ^ 1]))
-        return
-    for file in directory.rglob("c.*.0.0.0.0.0"):
-        found = bytearray(file.read_bytes())
-        found[100] ^= 1
-        file.write_bytes(found)
-
-
-def remove_blocks(directory: Path, driver: str) -> None:
-    for file in directory.rglob("c.*.0.0.0.0.0"):
-        file.unlink()
-
-
-@pytest.mark.parametrize(
-    ("driver", "fault", "reason"),
-    [
-        ("zarr3", damage, MissReason.CORRUPT),
-        ("raw", damage, MissReason.CORRUPT),
-        ("zarr3", remove_blocks, MissReason.MISSING),
-    ],
-)
-def test_a_fetch_that_fails_is_a_counted_miss_and_the_session_is_saved_anew(
-    open_store, directory, driver, fault, reason
-):
-    store = open_store(ssd_driver=driver)
-    put(store, "a", 9)
-    store.close()
-    fault(directory, driver)
-    told: list[tuple[int, float]] = []
-    store = open_store(ssd_driver=driver, on_fetch=lambda *moved: told.append(moved))
-    fetch(store, "a")
-    assert load(store, "a", ids(9)) is None
-    assert told == [], "what failed says nothing of how fast the disk is"
-    misses = store.stats().misses
-    assert misses[reason] == sum(misses.values()) == 1
-    assert store.list() == ()
-    store.settle()
-    assert (used_blocks(store), store.stats().ssd.used_bytes) == (0, 0)
-    assert load(store, "a", ids(9)) is None
-    assert store.stats().misses[MissReason.ABSENT] == 1
-    kv = put(store, "a", 9, seed=1)
-    store.close()
-    assert in_catalog(directory, driver) == {"a"}
-    assert_loads(open_store(ssd_driver=driver), "a", ids(9), kv)
-
-
-def test_a_timeline_shows_each_flush_and_each_fetch(open_store, directory, driver):
-    timeline = Timeline()
+def test_each_flush_and_each_fetch_is_told_of(open_store, monkeypatch):
+    """In a timeline, and of fetches how many bytes came in what time; what failed says nothing of that."""
+    timeline, told = Timeline(), []
 
     def taken() -> list[tuple[str, dict[str, object]]]:
-        """What it shows and did not show before."""
+        """What the timeline shows and did not show before."""
         spans = timeline.spans()
         timeline.clear()
         assert {span.thread_id for span in spans} == {None}, "others are under way on the same threads"
         return [(span.track, dict(span.args)) for span in spans]
 
-    store = open_store(ssd_driver=driver, timeline=timeline)
+    store = open_store(timeline=timeline, on_fetch=lambda *moved: told.append(moved))
     kv = put(store, "a session's key", 10)
     put(store, "b", 1)
     shown = {"key": "a session's ", "num_bytes": 3 * LAYOUT.block_bytes}
     assert taken() == [("flush", shown), ("flush", {"key": "b", "num_bytes": LAYOUT.block_bytes})]
-    store.close()
-    store = open_store(ssd_driver=driver, timeline=timeline)
+    store.leave_dram("a session's key")
     assert_loads(store, "a session's key", ids(10), kv)
     assert taken() == [("fetch", shown)]
-    store.close()
-    damage(directory, driver)
-    store = open_store(ssd_driver=driver, timeline=timeline)
+    ((num_bytes, seconds),) = told
+    assert num_bytes == store.stats().ssd.fetched_bytes == 3 * LAYOUT.block_bytes
+    assert seconds > 0
+    store.leave_dram("a session's key")
+    monkeypatch.setattr(store._ssd._mover._tier, "_read", lambda *_: 1 / 0)
     fetch(store, "a session's key")
-    assert taken() == [("fetch", {**shown, "error": "corrupt"})]
+    assert taken() == [("fetch", {**shown, "error": "device"})]
+    assert len(told) == 1
 
 
 def test_a_late_read_is_a_miss_and_its_memory_stays_taken(open_store, gates):
@@ -444,43 +241,6 @@ def test_a_late_read_is_a_miss_and_its_memory_stays_taken(open_store, gates):
     assert_loads(store, "b", ids(8), other_kv)
     assert_loads(store, "a", ids(8), kv)
     assert not store.stats().ssd.num_lost_sessions
-
-
-def test_nobody_waits_for_room_that_stalled_writes_hold(open_store, gates):
-    store = open_store(6)
-    put(store, "s", 8)
-    store.close()
-    store = open_store(6)
-    tier = gates[1]
-    tier.writes.close()
-    for key in "abc":  # Two are written at once, the third waits for its turn.
-        save(store, key, ids(8), make_kv(LAYOUT, 8))
-    store.poll()
-    tier.writes.wait_held(2)
-    assert store.request("s"), "there will be room once something is written"
-    tier.let_time_pass(6)
-    wait_until(store, lambda: store.stats().ssd.failed_flushes[FlushFailure.DEADLINE] == 2)
-    fetched_or_given_up = not store.request("s") or store.residency("s") is Residency.PENDING
-    assert fetched_or_given_up, "it would be waited for as long as the writes stall"
-    tier.writes.open()
-
-
-def test_a_flush_that_fails_is_counted_and_changes_nothing_until_it_is_tried_again(open_store, gates):
-    store = open_store()
-    kv = put(store, "a", 6)
-    tier = gates[0]
-    tier.writes.close()
-    save(store, "a", ids(9)[6:], make_kv(LAYOUT, 3), start_token=6)
-    begin_flush(store, tier)
-    tier.let_time_pass(6)
-    wait_until(store, lambda: store.stats().ssd.failed_flushes[FlushFailure.DEADLINE] == 1)
-    assert ssd_tokens(store, "a") == 6
-    assert store.stats().ssd.used_bytes == (2 + 2) * SLOT_BYTES
-    tier.writes.open()
-    wait_until(store, lambda: ssd_tokens(store, "a") == 9)  # Tried again, when what had failed has settled.
-    assert store.stats().ssd.used_bytes == 3 * SLOT_BYTES
-    store.close()
-    assert_loads(open_store(), "a", ids(9), np.concatenate([kv, make_kv(LAYOUT, 3)], axis=2))
 
 
 # Other sessions' KV.
@@ -515,3 +275,88 @@ def test_what_is_fetched_for_a_job_that_did_not_wait_does_not_come_between_its_l
     kv = make_kv(LAYOUT, 9, seed=3)
     assert save(store, "a", ids(9), kv)
     assert_loads(store, "a", ids(9), kv)
+
+
+@pytest.mark.parametrize("is_known", [False, True], ids=["first flush", "later flush"])
+def test_a_truncation_while_a_flush_is_under_way(open_store, gates, driver, is_known):
+    store = open_store(ssd_driver=driver)
+    kv, other = make_kv(LAYOUT, 12), make_kv(LAYOUT, 5, seed=1)
+    save(store, "a", ids(5), kv[:, :, :5])
+    if is_known:
+        store.settle()
+    gates[0].writes.close()
+    save(store, "a", ids(12)[5:], kv[:, :, 5:], start_token=5)
+    begin_flush(store, gates[0])
+    assert store.truncate("a", 6) == 6
+    assert save(store, "a", ids(5, 900), other, start_token=6)
+    assert ssd_tokens(store, "a") == 0
+    gates[0].writes.open()
+    store.settle()
+    assert store.stats().ssd.failed_flushes[FlushFailure.CANCELLED] == 1
+    assert store.stats().ssd.used_bytes == 3 * SLOT_BYTES
+    store.close()
+    wanted = np.concatenate([kv[:, :, :6], other], axis=2)
+    assert_loads(open_store(ssd_driver=driver), "a", ids(6) + ids(5, 900), wanted)
+
+
+def test_blocks_of_a_dropped_flush_are_free_once_it_has_settled(open_store, gates):
+    store = open_store(4)
+    gates[0].writes.close()
+    save(store, "a", ids(16), make_kv(LAYOUT, 16))
+    begin_flush(store, gates[0])
+    assert store.drop("a")
+    assert info(store, "a") is None
+    assert used_blocks(store) == 4
+    assert store.prepare_save("b", 0, ids(1)) is None, "memory that is still being read was given away"
+    assert store.stats().ssd.used_bytes == 4 * SLOT_BYTES
+    gates[0].writes.open()
+    wait_until(store, lambda: used_blocks(store) == 0)
+    assert store.stats().ssd.used_bytes == 0
+    put(store, "b", 16)
+    assert ssd_tokens(store, "b") == 16
+
+
+def test_changes_while_flushes_are_under_way_are_not_lost(open_store, gates):
+    store = open_store()
+    gates[0].writes.close()
+    for key in "ab":
+        save(store, key, ids(5), make_kv(LAYOUT, 5))
+    store.poll()
+    gates[0].writes.wait_held(2)
+    store.set_pinned("a", True)
+    store.set_ttl("b", 1e6)
+    gates[0].writes.open()
+    store.close()
+    assert {each.key: (each.pinned, each.ttl_s) for each in open_store().list()} == {
+        "a": (True, None),
+        "b": (False, 1e6),
+    }
+
+
+@pytest.mark.parametrize("change", ["set_note", "discard", "truncate"])
+def test_a_note_that_waits_is_the_last_that_was_given(open_store, gates, change):
+    """For a pinned session that was dropped while it was flushed: the next one of its key has no older note."""
+    store = open_store()
+    store.pin("a")
+    save(store, "a", ids(5), make_kv(LAYOUT, 5))
+    store.set_note("a", b"dropped")
+    store.unpin("a")
+    gates[0].writes.close()
+    begin_flush(store, gates[0])
+    store.pin("a")
+    store.drop("a")
+    assert store.note("a") == b""
+    store.set_note("a", b"older")
+    if change == "set_note":
+        store.set_note("a", b"last")
+    elif change == "discard":
+        assert store.discard("a", [True] * 3, b"last") == 0
+    else:
+        assert store.truncate("a", 3, b"last") == 0
+    gates[0].writes.open()
+    save(store, "a", ids(6), make_kv(LAYOUT, 6))
+    assert store.note("a") == b"last"
+    store.unpin("a")
+    store.close()
+    store = open_store()
+    assert (ssd_tokens(store, "a"), store.note("a")) == (6, b"last")
