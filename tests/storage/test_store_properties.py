@@ -28,7 +28,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from ca_jax.storage import EntryInUseError, KVLayout, LoadTicket, MissReason, Residency, SaveTicket
 from ca_jax.storage.placement.blocks import ChargedBlocks
 from ca_jax.storage.records import FlushFailure, Owner
-from ca_jax.storage.tiers.tasks import FlushTask
+from ca_jax.storage.tiers.mover import FlushTask
 from ca_jax.storage.tokens import PLAIN, Lineage, SsdCopy, TokenPlaces
 
 from .ssd_helpers import StoppedClock

@@ -209,18 +209,9 @@ class Zarr3Tier(DiskTier):
 
 
 class RawTier(DiskTier):
-    """Blocks in one file. See `DiskTier`.
-
-    Args:
-      layout: the shape of a block.
-      location: a directory, made if need be.
-      capacity_bytes: cap of what is stored, in whole pages.
-      options: how it is opened.
+    """Blocks in one file, in a directory that is made if need be. Otherwise as `Zarr3Tier`.
 
     Raises:
-      ValueError: a capacity under one block or beyond what the floor leaves; a store of another layout.
-      NotADirectoryError: the location is a file, or in one.
-      PermissionError: it cannot be written to.
       FileNotFoundError: `only_existing`, and there are no blocks.
     """
 
@@ -235,7 +226,7 @@ class RawTier(DiskTier):
         directory = prepare_directory(location, "raw") if makes else Path(location).absolute() / "raw"
         super().__init__(layout, capacity_bytes, options, directory)
         _check_layout_file(directory, layout, make=makes)
-        self._path = path = directory / "blocks"
+        path = directory / "blocks"
         access = os.O_RDWR
         if makes:
             self._check_capacity(lambda: path.stat().st_blocks * 512 if path.exists() else 0)
