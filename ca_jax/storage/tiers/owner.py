@@ -48,8 +48,8 @@ def claim_blocks(
     Args:
       blocks: the URL.
       directory: the store's; the caller holds its lock.
-      list_blocks: gives the ids of the blocks that are there; only asked where there is no mark.
-      knows_any: says whether the directory's catalog has sessions there; likewise.
+      list_blocks: gives the ids of the blocks that are there; only asked where there is no mark, as `knows_any` is.
+      knows_any: says whether the directory's catalog has sessions there.
       takes_over: makes it the owner in any case.
 
     Returns:
