@@ -278,10 +278,8 @@ class Catalog(CatalogReader):
 
         Durable: their blocks may be reused when it returns.
         """
-        found: set[tuple[int]] = set()
         with self.batch():
-            for key in keys:
-                found.update(self._all(_ID_OF, self._namespace_id, key))
+            found: set[tuple[int]] = {row for key in keys for row in self._all(_ID_OF, self._namespace_id, key)}
             self._delete(found)
         return len(found)
 

@@ -22,7 +22,7 @@ import logging
 import math
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -219,7 +219,7 @@ class NoteLog:
             if self._db is not None and self._pragma("freelist_count") > above_pages:
                 self._db.executescript(f"PRAGMA incremental_vacuum({num_pages})")  # `execute` would end after a page.
 
-    def _all(self, sql: str, *values: Any) -> list[Any]:
+    def _all(self, sql: str, *values: Any) -> Sequence[Any]:
         """All rows of a statement; none where there is no log, or it breaks."""
         with self._guarded():
             if self._db is not None:
