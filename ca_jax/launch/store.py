@@ -34,7 +34,7 @@ from ca_jax.launch import store_report
 from ca_jax.launch.flags import out_path
 from ca_jax.launch.script import make_console, write_json
 from ca_jax.launch.script import run as run_script
-from ca_jax.launch.store_report import Facts
+from ca_jax.launch.store_report import Facts, facts_of
 from ca_jax.launch.terminal import progress_bars
 from ca_jax.pretrained import Progress
 from ca_jax.storage.catalog.records import DamagedRecordError
@@ -68,32 +68,22 @@ class CommandError(CaJaxError, ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to do with which store.
+    """What to do with which store; the flags' help says what the fields mean.
 
     Raises:
       CommandError: an unknown command, a session too few or too many, an option of another command.
     """
 
     directory: Path
-    """The store's."""
     command: str = COMMANDS[0]
-    """One of `COMMANDS`."""
-    session: str | None = None
-    """Session id, key, or beginning of a key."""
+    session: str | None = None  # Its id, its key, or the beginning of its key.
     tenant: str | None = None
-    """Sessions of this tenant only; None: of all."""
     url: str | None = None
-    """Where the blocks are, if not in the directory."""
     driver: str | None = None
-    """How blocks are kept, where there are both kinds."""
     output_dir: Path | None = None
-    """export: where to write; must be new or empty."""
     drop_namespaces: tuple[str, ...] = ()
-    """gc: namespaces of which nothing is to stay."""
     dry_run: bool = False
-    """gc: only say what would go."""
     verify_blocks: bool = False
-    """gc: read every block to find what is damaged."""
 
     def __post_init__(self) -> None:
         if self.command not in COMMANDS:
@@ -147,7 +137,7 @@ def run(request: Request, progress: Progress) -> Result:
 def _list(inspector: StoreInspector, request: Request, now_s: float, _: Progress) -> Facts:
     listing = inspector.sessions(request.tenant)
     return {
-        "sessions": [store_report.session_facts(each, now_s) for each in listing.sound],
+        "sessions": facts_of(listing.sound, now_s),
         "damaged_rows": [store_report.row_facts(each) for each in listing.damaged],
     }
 
@@ -163,15 +153,14 @@ def _show(inspector: StoreInspector, request: Request, now_s: float, _: Progress
     except DamagedRecordError as error:
         found = str(error)
     tokens_of = {rows.index: rows.num_tokens for rows in record.places.by_block(layout.block_tokens)}
-    blocks = [
-        {"index": index, "block_id": block_id, "tokens": tokens_of.get(index, 0)}
-        for index, block_id in enumerate(record.block_ids.tolist())
-    ]
     return {
-        "session": store_report.session_facts(session, now_s),
+        "session": facts_of(session, now_s),
         "namespace": store_report.namespace_facts(session.namespace),
         "blocks_at": inspector.block_location(session.namespace),
-        "blocks": blocks,
+        "blocks": [
+            {"index": index, "block_id": block_id, "tokens": tokens_of.get(index, 0)}
+            for index, block_id in enumerate(record.block_ids.tolist())
+        ],
         "first_token_ids": first_token_ids,
         "damage": found,
     }
@@ -180,24 +169,20 @@ def _show(inspector: StoreInspector, request: Request, now_s: float, _: Progress
 def _verify(inspector: StoreInspector, request: Request, now_s: float, progress: Progress) -> Facts:
     listing = inspector.sessions(request.tenant)
     total = len(listing.sound) + len(listing.damaged)
-    damaged = []
-    num_sessions = num_blocks = num_bytes = 0
+    verdicts = []
     for verdict in verify(inspector, request.tenant):
-        num_sessions += 1
-        progress("verify", num_sessions, max(total, num_sessions))
-        if verdict.session is not None:
-            num_blocks += verdict.session.record.num_blocks
-            num_bytes += verdict.session.num_bytes
-        if not verdict.ok:
-            damaged.append(store_report.verdict_facts(verdict, now_s))
+        verdicts.append(verdict)
+        progress("verify", len(verdicts), max(total, len(verdicts)))
+    read = [verdict.session for verdict in verdicts if verdict.session is not None]
+    damaged = facts_of([verdict for verdict in verdicts if not verdict.ok], now_s)
     told = {each["key"] for each in damaged}
     problems = [] if request.tenant is not None else catalog_problems(inspector)  # They are the whole store's.
     return {
-        "num_sessions": num_sessions,
-        "num_blocks": num_blocks,
-        "num_bytes": num_bytes,
+        "num_sessions": len(verdicts),
+        "num_blocks": sum(session.record.num_blocks for session in read),
+        "num_bytes": sum(session.num_bytes for session in read),
         "damaged": damaged,
-        "catalog_problems": [dataclasses.asdict(each) for each in problems if each.key not in told],
+        "catalog_problems": facts_of([each for each in problems if each.key not in told], now_s),
     }
 
 
@@ -210,27 +195,16 @@ def _gc(inspector: StoreInspector, request: Request, now_s: float, _: Progress) 
         read_blocks=request.verify_blocks,
         dry_run=request.dry_run,
     )
-    names = ("num_file_bytes", "catalog_bytes", "compacted_bytes", "not_compacted")
-    return {
-        "dry_run": request.dry_run,
-        "namespaces": [store_report.garbage_facts(each, now_s) for each in garbage.namespaces],
-        "files": list(garbage.files),
-        **{name: getattr(garbage, name) for name in names},
-    }
+    return {"dry_run": request.dry_run, **facts_of(garbage, now_s)}
 
 
 def _export(inspector: StoreInspector, request: Request, now_s: float, progress: Progress) -> Facts:
-    output_dir = request.output_dir
-    if output_dir is None:
-        raise CommandError("export must be told output_dir, got none")
-    sessions: Sequence[StoredSession]
-    damaged = []
+    output_dir, damaged = request.output_dir or Path(), []
     if request.session is not None:
-        sessions = [inspector.find(request.session, request.tenant)]
+        sessions: Sequence[StoredSession] = [inspector.find(request.session, request.tenant)]
     else:
         listing = inspector.sessions(request.tenant)
-        sessions = listing.sound
-        damaged = [store_report.row_facts(each) for each in listing.damaged]
+        sessions, damaged = listing.sound, [store_report.row_facts(each) for each in listing.damaged]
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         raise CommandError(f"output_dir must be a new or empty directory, got {output_dir}")
     output_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -239,12 +213,12 @@ def _export(inspector: StoreInspector, request: Request, now_s: float, progress:
         try:
             read = read_session(inspector, session)
         except DamagedSessionError as error:
-            damaged.append({**store_report.session_facts(session, now_s), "found": str(error)})
+            damaged.append({**facts_of(session, now_s), "found": str(error)})
         else:
             if read is not None:  # Not forgotten meanwhile.
                 path = output_dir / f"{session.record.key}.safetensors"
                 _write(read, path)
-                exported.append({**store_report.session_facts(read.session, now_s), "file": str(path)})
+                exported.append({**facts_of(read.session, now_s), "file": str(path)})
         progress("export", done, len(sessions))
     return {"exported": exported, "damaged": damaged}
 
@@ -265,8 +239,8 @@ def _write(read: SessionKV, path: Path) -> None:
 
 
 def _drop(inspector: StoreInspector, request: Request, now_s: float, _: Progress) -> Facts:
-    garbage = drop_session(inspector, inspector.find(request.session or "", request.tenant))
-    return store_report.garbage_facts(garbage, now_s)
+    facts: Facts = facts_of(drop_session(inspector, inspector.find(request.session or "", request.tenant)), now_s)
+    return facts
 
 
 def _stats(inspector: StoreInspector, request: Request, now_s: float, _: Progress) -> Facts:
@@ -279,23 +253,15 @@ def _stats(inspector: StoreInspector, request: Request, now_s: float, _: Progres
             }
             for each, created_s in inspector.namespaces().items()
         ],
-        "catalog": dataclasses.asdict(use.catalog),
-        "unknown": {name: dataclasses.asdict(each) for name, each in use.unknown.items()},
+        "catalog": facts_of(use.catalog, now_s),
+        "unknown": facts_of(use.unknown, now_s),
         "free_bytes": use.free_bytes,
         "total_bytes": use.total_bytes,
     }
 
 
 def _claim(inspector: StoreInspector, request: Request, now_s: float, _: Progress) -> Facts:
-    taken = [
-        {
-            "blocks_at": inspector.block_location(each.namespace),
-            "num_blocks": each.num_blocks,
-            "owner": None if each.owner is None else str(each.owner),
-        }
-        for each in take_over_blocks(inspector)
-    ]
-    return {"taken": taken}
+    return {"taken": facts_of(take_over_blocks(inspector), now_s)}
 
 
 _ACTIONS = dict(zip(COMMANDS, (_list, _show, _verify, _gc, _export, _drop, _stats, _claim), strict=True))

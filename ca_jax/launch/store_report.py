@@ -19,7 +19,7 @@ from ca_jax.launch.script import make_table, note
 from ca_jax.launch.terminal import describe_time
 from ca_jax.storage.catalog.records import Namespace
 from ca_jax.storage.collect import NamespaceGarbage
-from ca_jax.storage.inspector import DamagedRow, DiskUse, Listing, StoredSession, Verdict
+from ca_jax.storage.inspector import DiskUse, Listing, StoredSession, Verdict
 
 Facts = dict[str, Any]
 """JSON values by name."""
@@ -33,23 +33,37 @@ _OF_RECORD = (
 _SHORT = 12  # Characters of a fingerprint or key in a table.
 
 
-def session_facts(session: StoredSession, now_s: float) -> Facts:
-    """What the catalog says of a session."""
-    record = session.record
-    return {
-        **{name: getattr(record, name) for name in _OF_RECORD},
-        "namespace": session.namespace.directory_name,
-        "weights": session.namespace.weights,
-        "num_dropped": record.lineage.num_dropped,
-        "num_bytes": session.num_bytes,
-        "expired": session.expired(now_s),
-        "state": "ready",
-    }
+def facts_of(value: Any, now_s: float) -> Any:
+    """JSON values of what the store's tools tell: fields by name, sessions and namespaces in a few words."""
+    if isinstance(value, StoredSession):
+        record = value.record
+        return {
+            **{name: getattr(record, name) for name in _OF_RECORD},
+            "namespace": value.namespace.directory_name,
+            "weights": value.namespace.weights,
+            "num_dropped": record.lineage.num_dropped,
+            "num_bytes": value.num_bytes,
+            "expired": value.expired(now_s),
+            "state": "ready",
+        }
+    if isinstance(value, Namespace):
+        return value.directory_name
+    if isinstance(value, NamespaceGarbage):
+        return {**_fields(value, now_s), "weights": value.namespace.weights}
+    if isinstance(value, Mapping):
+        return {name: facts_of(each, now_s) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [facts_of(each, now_s) for each in value]
+    return _fields(value, now_s) if dataclasses.is_dataclass(value) else value
 
 
-def row_facts(row: DamagedRow) -> Facts:
+def _fields(value: Any, now_s: float) -> Facts:
+    return {field.name: facts_of(getattr(value, field.name), now_s) for field in dataclasses.fields(value)}
+
+
+def row_facts(row: Verdict) -> Facts:
     """What is left of a damaged row."""
-    return {"key": row.key, "namespace": row.namespace.directory_name, "found": row.found}
+    return {"key": row.key, "namespace": row.namespace.directory_name, "found": row.damages[0].found}
 
 
 def namespace_facts(namespace: Namespace) -> Facts:
@@ -57,52 +71,30 @@ def namespace_facts(namespace: Namespace) -> Facts:
     return {"name": namespace.directory_name, **dataclasses.asdict(namespace)}
 
 
-def verdict_facts(verdict: Verdict, now_s: float) -> Facts:
-    """A session and what is wrong with it."""
-    return {
-        "key": verdict.key,
-        "namespace": verdict.namespace.directory_name,
-        "session": None if verdict.session is None else session_facts(verdict.session, now_s),
-        "damages": [{**dataclasses.asdict(each), "reason": each.reason.value} for each in verdict.damages],
-    }
-
-
-def garbage_facts(garbage: NamespaceGarbage, now_s: float) -> Facts:
-    """What goes of a namespace."""
-    return {
-        "namespace": garbage.namespace.directory_name,
-        "weights": garbage.namespace.weights,
-        "forgotten": [
-            {
-                "key": each.key,
-                "reason": each.reason.value,
-                "session": None if each.session is None else session_facts(each.session, now_s),
-            }
-            for each in garbage.forgotten
-        ],
-        **{name: getattr(garbage, name) for name in ("dropped", "num_blocks", "num_bytes", "num_leftovers")},
-    }
-
-
 def usage_facts(namespace: Namespace, listing: Listing, use: DiskUse | None, now_s: float) -> Facts:
     """What a namespace holds, by tenant, and takes on disk. A block that sessions of a tenant share counts once."""
-    tenants: dict[str, Facts] = {}
-    held: dict[str, set[int]] = {}
+    by_tenant: dict[str, list[StoredSession]] = {}
     for session in listing.sound:
-        record = session.record
-        sums = tenants.setdefault(record.tenant, {"tenant": record.tenant, **dict.fromkeys(_SUMS, 0), "num_expired": 0})
-        held.setdefault(record.tenant, set()).update(record.block_ids.tolist())
-        num_blocks = len(held[record.tenant])
-        sums["num_sessions"] += 1
-        sums["num_tokens"] += record.num_tokens
-        sums |= {"num_blocks": num_blocks, "num_bytes": num_blocks * namespace.layout.block_bytes}
-        sums["num_expired"] += session.expired(now_s)
+        by_tenant.setdefault(session.record.tenant, []).append(session)
+    tenants = []
+    for tenant, sessions in sorted(by_tenant.items()):
+        num_blocks = len({block for session in sessions for block in session.record.block_ids.tolist()})
+        tenants.append(
+            {
+                "tenant": tenant,
+                "num_sessions": len(sessions),
+                "num_tokens": sum(session.record.num_tokens for session in sessions),
+                "num_blocks": num_blocks,
+                "num_bytes": num_blocks * namespace.layout.block_bytes,
+                "num_expired": sum(session.expired(now_s) for session in sessions),
+            }
+        )
     return {
         "namespace": namespace_facts(namespace),
-        **{name: sum(each[name] for each in tenants.values()) for name in _SUMS},
+        **{name: sum(each[name] for each in tenants) for name in _SUMS},
         "num_damaged_rows": len(listing.damaged),
-        "tenants": [tenants[name] for name in sorted(tenants)],
-        "disk": None if use is None else dataclasses.asdict(use),
+        "tenants": tenants,
+        "disk": facts_of(use, now_s),
     }
 
 
@@ -120,7 +112,7 @@ def _list(facts: Facts) -> _Parts:
     columns = ("session", "tenant", ">tokens", ">size", "created", "last used", "expires", "pinned", "state", "weights")
     rows = [
         (
-            *(each["session_id"], each["tenant"], f"{each['num_tokens']:,}", _size(each)),
+            *_stored(each),
             *(describe_time(each["created_s"]), describe_time(each["last_used_s"]), _expiry(each)),
             *("yes" if each["pinned"] else "no", each["state"], each["weights"][:_SHORT]),
         )
@@ -201,10 +193,7 @@ def _gc(facts: Facts) -> _Parts:
 
 
 def _export(facts: Facts) -> _Parts:
-    rows = [
-        (each["session_id"], each["tenant"], f"{each['num_tokens']:,}", _size(each), each["file"])
-        for each in facts["exported"]
-    ]
+    rows = [(*_stored(each), each["file"]) for each in facts["exported"]]
     if rows:
         yield _table(("session", "tenant", ">tokens", ">size", "file"), rows)
     for each in facts["damaged"]:
@@ -254,6 +243,10 @@ def _who(facts: Facts) -> tuple[str, str, str]:
     session = facts["session"]
     named = ("?", "?") if session is None else (session["session_id"], session["tenant"])
     return (*named, facts["key"][:_SHORT])
+
+
+def _stored(session: Facts) -> tuple[str, str, str, str]:
+    return session["session_id"], session["tenant"], f"{session['num_tokens']:,}", _size(session)
 
 
 def _sums(facts: Facts) -> tuple[str, str, str, str]:

@@ -21,7 +21,7 @@ from ca_jax.storage.placement.policy import StoredEntry, StoreView, last_needed_
 from ca_jax.storage.records import BlockIoError, IoFailure
 from ca_jax.storage.sessions import StoreParts
 from ca_jax.storage.ssd import SsdIndex
-from ca_jax.storage.tiers.tasks import Changed, FetchTask, FlushTask, Lost, TaskEnd
+from ca_jax.storage.tiers.mover import Changed, FetchTask, FlushTask, TaskEnd
 from ca_jax.storage.tokens import Lineage
 
 
@@ -121,8 +121,7 @@ class SimulatedSsd:
 
     def submit(self, task: FetchTask | FlushTask) -> None:
         """See `SsdMover`."""
-        num_blocks = len(task.into) if isinstance(task, FetchTask) else task.num_written_blocks
-        self._links[type(task)].move(num_blocks * self._block_bytes, functools.partial(self._end, task))
+        self._links[type(task)].move(task.num_moved_blocks * self._block_bytes, functools.partial(self._end, task))
 
     def forget(self, keys: Sequence[str]) -> None:
         """See `SsdMover`."""
@@ -133,20 +132,14 @@ class SimulatedSsd:
         """See `SsdMover`."""
         self._token_ids[key] = self._token_ids[key][kept]
 
-    def change(self, key: str, pinned: bool, ttl_s: float | None) -> None:
+    def change(self, key: str, change: object, note: bytes | None = None) -> None:
         """See `SsdMover`."""
 
-    def set_note(self, key: str, note: bytes) -> None:
-        """See `SsdMover`."""
-
-    def use(self, times_s: Mapping[str, float]) -> None:
-        """See `SsdMover`."""
-
-    def take_ended(self) -> TaskEnd | Changed | Lost | None:
+    def take_ended(self) -> TaskEnd | Changed | None:
         """See `SsdMover`."""
         return self._ended.popleft() if self._ended else None
 
-    def close(self, timeout_s: float = 0.0) -> bool:
+    def close(self, timeout_s: float, used_s: Mapping[str, float]) -> bool:
         """See `SsdMover`."""
         return True
 
@@ -156,7 +149,7 @@ class SimulatedSsd:
         elif isinstance(task, FetchTask):
             end = TaskEnd(task=task, contents=self.contents(task.key))
         else:
-            self._token_ids[task.record.key] = task.token_ids
+            self._token_ids[task.key] = task.token_ids
             end = TaskEnd(task=task)
         self._ended.append(end)
         self._on_progress()

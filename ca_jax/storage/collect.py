@@ -24,7 +24,7 @@ from ca_jax.storage.catalog.notes import NoteLog
 from ca_jax.storage.catalog.records import DamagedRecordError, Namespace
 from ca_jax.storage.inspector import StoredSession, StoreInspector, verify_session
 from ca_jax.storage.tiers.formats import Zarr3Tier
-from ca_jax.storage.tiers.owner import Owner, claim_blocks
+from ca_jax.storage.tiers.owner import claim_blocks
 
 
 class UnknownNamespaceError(CaJaxError, ValueError):
@@ -49,11 +49,9 @@ class Forgotten:
     """A session that goes."""
 
     key: str
-    """Of the session."""
     session: StoredSession | None
-    """The session; None where its row in the catalog is damaged."""
+    """None where its row in the catalog is damaged."""
     reason: ForgetReason
-    """Why it goes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,11 +59,9 @@ class NamespaceGarbage:
     """What goes of one namespace."""
 
     namespace: Namespace
-    """Which."""
     dropped: bool = False
     """Whether all of it goes."""
     forgotten: tuple[Forgotten, ...] = ()
-    """Sessions."""
     num_blocks: int = 0
     """Blocks on disk: theirs, and those that no session held."""
     num_bytes: int = 0
@@ -78,11 +74,10 @@ class NamespaceGarbage:
 class TakenBlocks:
     """Blocks at a URL that were made a directory's."""
 
-    namespace: Namespace
-    """Whose."""
+    blocks_at: str
+    """Where they are."""
     num_blocks: int
-    """How many are there."""
-    owner: Owner | None
+    owner: str | None
     """Whose they were; None where that is not known."""
 
 
@@ -91,7 +86,6 @@ class Garbage:
     """What goes of a store."""
 
     namespaces: tuple[NamespaceGarbage, ...]
-    """Of each namespace, oldest first."""
     files: tuple[str, ...]
     """Directories of blocks of no namespace, and catalogs that were moved aside: names."""
     num_file_bytes: int
@@ -111,7 +105,7 @@ def find_namespaces(inspector: StoreInspector, names: Collection[str]) -> tuple[
       UnknownNamespaceError: a name is of none, or of several.
     """
     stored = inspector.namespaces()
-    found = []
+    found: dict[Namespace, None] = {}
     for name in names:
         matches = []
         for each in stored if name else ():
@@ -120,8 +114,8 @@ def find_namespaces(inspector: StoreInspector, names: Collection[str]) -> tuple[
         if len(matches) != 1:
             listed = "".join(f"\n  {each.directory_name}  weights {each.weights}" for each in matches or stored)
             raise UnknownNamespaceError(f"{name!r} must be one namespace, got {len(matches)} among:{listed}")
-        found.append(matches[0])
-    return tuple(dict.fromkeys(found))
+        found[matches[0]] = None
+    return tuple(found)
 
 
 def drop_session(inspector: StoreInspector, session: StoredSession) -> NamespaceGarbage:
@@ -161,12 +155,9 @@ def collect_garbage(
       dry_run: only say what would go.
 
     Raises:
-      CatalogLockedError: an engine uses the directory.
-      CatalogError: the catalog cannot be changed.
-      BlocksOwnedError: blocks are at a URL, and another directory's there.
-      BlockIoError: blocks cannot be deleted; sessions are forgotten nevertheless.
       ValueError: namespaces are to be dropped, of one tenant only.
       OSError: a file cannot be deleted.
+      CatalogError, BlocksOwnedError, BlockIoError: as `drop_session`.
     """
     if drop and tenant is not None:
         raise ValueError(f"drop must be empty with a tenant, got {len(drop)} namespaces and {tenant!r}")
@@ -226,21 +217,18 @@ def take_over_blocks(inspector: StoreInspector) -> list[TakenBlocks]:
         with Catalog(inspector.directory, namespace) as catalog:
             owner = _claim(inspector, catalog, takes_over=True)
             tier = inspector.open_blocks(namespace)
-            taken.append(TakenBlocks(namespace, 0 if tier is None else len(tier.stored_block_ids()), owner))
+            num_blocks = 0 if tier is None else len(tier.stored_block_ids())
+            taken.append(TakenBlocks(inspector.block_location(namespace), num_blocks, owner))
     return taken
 
 
-def _claim(inspector: StoreInspector, catalog: Catalog, *, takes_over: bool = False) -> Owner | None:
+def _claim(inspector: StoreInspector, catalog: Catalog, *, takes_over: bool = False) -> str | None:
     """Makes sure that blocks at a URL are the directory's; see `claim_blocks`."""
     tier = inspector.open_blocks(catalog.namespace) if inspector.url is not None else None
     if not isinstance(tier, Zarr3Tier):
         return None
     return claim_blocks(
-        tier.kvstore,
-        inspector.directory,
-        tier.stored_block_ids,
-        knows_any=catalog.has_sessions,
-        takes_over=takes_over,
+        tier.kvstore, inspector.directory, tier.stored_block_ids, knows_any=catalog.has_sessions, takes_over=takes_over
     )
 
 
@@ -262,22 +250,18 @@ def _going(
     for row in listing.damaged:
         yield Forgotten(row.key, None, ForgetReason.DAMAGED)
     for session in listing.sound:
-        is_expired = session.expired(now_s)
-        if _is_damaged(inspector, session, read_blocks and not is_expired):
-            yield Forgotten(session.record.key, session, ForgetReason.DAMAGED)
-        elif is_expired:
-            yield Forgotten(session.record.key, session, ForgetReason.EXPIRED)
-
-
-def _is_damaged(inspector: StoreInspector, session: StoredSession, read_blocks: bool) -> bool:
-    if read_blocks:
-        verdict = verify_session(inspector, session)
-        return verdict is not None and not verdict.ok
-    try:
-        inspector.reader(session.namespace).contents(session.record.key)
-    except DamagedRecordError:
-        return True
-    return False
+        is_expired, is_damaged = session.expired(now_s), False
+        if read_blocks and not is_expired:
+            verdict = verify_session(inspector, session)
+            is_damaged = verdict is not None and not verdict.ok
+        else:
+            try:
+                inspector.reader(namespace).contents(session.record.key)
+            except DamagedRecordError:
+                is_damaged = True
+        if is_damaged or is_expired:
+            reason = ForgetReason.DAMAGED if is_damaged else ForgetReason.EXPIRED
+            yield Forgotten(session.record.key, session, reason)
 
 
 def _delete_unheld(

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-import functools
 import os
 import re
 import shutil
@@ -30,7 +29,6 @@ from ca_jax.storage.catalog.file import CATALOG_NAME
 from ca_jax.storage.catalog.notes import LOG_NAME
 from ca_jax.storage.catalog.records import DamagedRecordError, Namespace, Problem, SessionRecord
 from ca_jax.storage.config import SSD_DRIVERS
-from ca_jax.storage.records import BlockIoError, IoFailure
 from ca_jax.storage.tiers.disk import DiskOptions, DiskTier
 from ca_jax.storage.tiers.dram import host_array
 from ca_jax.storage.tiers.formats import FORMATS, GROUP_BLOCKS
@@ -69,17 +67,12 @@ class DamageReason(enum.StrEnum):
     """What the catalog says about it does not pass its checksum."""
 
 
-_REASONS = {IoFailure.CORRUPT: DamageReason.CORRUPT, IoFailure.MISSING: DamageReason.MISSING}
-
-
 @dataclasses.dataclass(frozen=True)
 class StoredSession:
     """A session that the catalog tells of."""
 
     namespace: Namespace
-    """Whose weights and layout."""
     record: SessionRecord
-    """What the catalog says."""
 
     @property
     def num_bytes(self) -> int:
@@ -93,33 +86,10 @@ class StoredSession:
 
 
 @dataclasses.dataclass(frozen=True)
-class DamagedRow:
-    """A row of the catalog that does not pass its checksum: of a session, and any part of it may be wrong."""
-
-    namespace: Namespace
-    """Whose weights and layout."""
-    key: str
-    """As it stands in the row."""
-    found: str
-    """What was wanted and what was found."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Listing:
-    """What the catalog tells of."""
-
-    sound: tuple[StoredSession, ...]
-    """Sessions, the last used one last."""
-    damaged: tuple[DamagedRow, ...]
-    """Rows that are damaged; none where one tenant's were asked for, since whose they are is not certain."""
-
-
-@dataclasses.dataclass(frozen=True)
 class Damage:
     """One thing that is wrong with a session."""
 
     reason: DamageReason
-    """Its kind."""
     found: str
     """What was wanted and what was found."""
     index: int | None = None
@@ -133,18 +103,26 @@ class Verdict:
     """Whether one session is sound."""
 
     namespace: Namespace
-    """Whose weights and layout."""
     key: str
-    """Of the session."""
+    """Of the session, as it stands in its row."""
     session: StoredSession | None
-    """The session; None where its row in the catalog is damaged."""
+    """None where its row in the catalog does not pass its checksum: then any part of it may be wrong, the key too."""
     damages: tuple[Damage, ...] = ()
-    """What is wrong with it."""
 
     @property
     def ok(self) -> bool:
         """Whether nothing is wrong with it."""
         return not self.damages
+
+
+@dataclasses.dataclass(frozen=True)
+class Listing:
+    """What the catalog tells of."""
+
+    sound: tuple[StoredSession, ...]
+    """Sessions, the last used one last."""
+    damaged: tuple[Verdict, ...]
+    """Of damaged rows; none where one tenant's were asked for, since whose they are is not certain."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -180,9 +158,8 @@ class StoreDiskUse:
     unknown: Mapping[str, DiskUse]
     """By name, directories of blocks of no namespace, and catalogs that were moved aside."""
     free_bytes: int
-    """Free space of the disk that the directory is on."""
     total_bytes: int
-    """Size of this disk."""
+    """Free space and size of the disk that the directory is on."""
 
 
 class StoreInspector:
@@ -200,8 +177,7 @@ class StoreInspector:
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, url: str | None = None, driver: str | None = None):
-        self.directory = Path(directory)
-        """The store's."""
+        self.directory, self.url = Path(directory), url
         if driver not in (None, *SSD_DRIVERS):
             raise ValueError(f"driver must be one of {', '.join(SSD_DRIVERS)}; got {driver!r}")
         if url is not None and driver not in (None, "zarr3"):
@@ -209,11 +185,10 @@ class StoreInspector:
         if not self.directory.is_dir():
             found = "a file" if self.directory.exists() else "nothing there"
             raise StoreDirectoryError(f"{self.directory} must be a store's directory, got {found}")
-        self.url = url
-        """Where the blocks are, if not in the directory."""
         self._driver = driver
         self._tiers: dict[Namespace, DiskTier] = {}
         self._readers: dict[Namespace, CatalogReader] = {}
+        self._opened = contextlib.ExitStack()
         self.namespaces()
 
     def __enter__(self) -> StoreInspector:
@@ -229,14 +204,12 @@ class StoreInspector:
     def sessions(self, tenant: str | None = None, namespace: Namespace | None = None) -> Listing:
         """All sessions, or one tenant's, of all namespaces or of one."""
         sound: list[StoredSession] = []
-        damaged: list[DamagedRow] = []
-
-        def add_damaged(namespace: Namespace, key: str, found: str) -> None:
-            damaged.append(DamagedRow(namespace, key, found))
-
+        damaged: list[Verdict] = []
         for each in self.namespaces() if namespace is None else [namespace]:
-            records = self.reader(each).load_all(functools.partial(add_damaged, each))
+            rows: list[tuple[str, str]] = []
+            records = self.reader(each).load_all(lambda *row, rows=rows: rows.append(row))
             sound += [StoredSession(each, record) for record in records if tenant in (None, record.tenant)]
+            damaged += [Verdict(each, key, None, (Damage(DamageReason.CATALOG, found),)) for key, found in rows]
         sound.sort(key=lambda each: each.record.last_used_s)
         return Listing(tuple(sound), tuple(damaged) if tenant is None else ())
 
@@ -281,15 +254,13 @@ class StoreInspector:
     def reader(self, namespace: Namespace) -> CatalogReader:
         """The catalog of one namespace. The inspector closes it."""
         if namespace not in self._readers:
-            self._readers[namespace] = CatalogReader(self.directory, namespace)
+            self._readers[namespace] = self._opened.enter_context(CatalogReader(self.directory, namespace))
         return self._readers[namespace]
 
     def open_blocks(self, namespace: Namespace, num_blocks: int = 1) -> DiskTier | None:
-        """The blocks of a namespace, to be read and deleted; None where there are none. The inspector closes them.
+        """The blocks of a namespace, to be read and deleted, with ids below `num_blocks`; None where there are none.
 
-        Args:
-          namespace: whose.
-          num_blocks: ids below this can be read.
+        The inspector closes them.
 
         Raises:
           StoreDirectoryError: there are blocks of both drivers, and which to read was not said.
@@ -301,11 +272,11 @@ class StoreInspector:
         driver = self._driver_of(namespace)
         if driver is None:
             return None
-        if opened is not None:
-            opened.close(_CLOSE_TIMEOUT_S)
-        ids = -(-num_blocks // GROUP_BLOCKS) * GROUP_BLOCKS  # In steps, so that it is rarely opened again.
-        layout, options = namespace.layout, DiskOptions(only_existing=True)
-        tier = FORMATS[driver](layout, self.block_location(namespace), ids * layout.stored_block_bytes, options)
+        layout, ids = namespace.layout, -(-num_blocks // GROUP_BLOCKS) * GROUP_BLOCKS  # In steps: it is rarely opened.
+        tier = FORMATS[driver](
+            layout, self.block_location(namespace), ids * layout.stored_block_bytes, DiskOptions(only_existing=True)
+        )
+        self._opened.callback(tier.close, _CLOSE_TIMEOUT_S)
         self._tiers[namespace] = tier
         return tier
 
@@ -316,10 +287,7 @@ class StoreInspector:
 
     def close(self) -> None:
         """Closes what was opened. May be called again."""
-        for tier in self._tiers.values():
-            tier.close(_CLOSE_TIMEOUT_S)
-        for reader in self._readers.values():
-            reader.close()
+        self._opened.close()
         self._tiers.clear()
         self._readers.clear()
 
@@ -363,14 +331,13 @@ def verify(inspector: StoreInspector, tenant: str | None = None) -> Iterator[Ver
     """
     for namespace in inspector.namespaces():
         listing = inspector.sessions(tenant, namespace)
-        for row in listing.damaged:
-            yield Verdict(namespace, row.key, None, (Damage(DamageReason.CATALOG, row.found),))
+        yield from listing.damaged
         yield from filter(None, (verify_session(inspector, session) for session in listing.sound))
 
 
 def verify_session(inspector: StoreInspector, session: StoredSession) -> Verdict | None:
     """Reads every block of one session; None if it is not stored any more. Raises as `verify` does."""
-    return _examine(inspector, session, None)
+    return _read(inspector, session, keep=False)[0]
 
 
 def read_session(inspector: StoreInspector, session: StoredSession) -> SessionKV | None:
@@ -380,13 +347,10 @@ def read_session(inspector: StoreInspector, session: StoredSession) -> SessionKV
       DamagedSessionError: it is not sound.
       CatalogError, StoreDirectoryError: as `verify`.
     """
-    read: list[SessionKV] = []
-    verdict = _examine(inspector, session, read)
-    if verdict is None:
-        return None
-    for damage in verdict.damages:
+    verdict, read = _read(inspector, session, keep=True)
+    for damage in () if verdict is None else verdict.damages:
         raise DamagedSessionError(f"session {session.record.session_id!r}: {damage.found} ({damage.reason})")
-    return read[-1]
+    return read
 
 
 def catalog_problems(inspector: StoreInspector) -> tuple[Problem, ...]:
@@ -404,46 +368,40 @@ def catalog_problems(inspector: StoreInspector) -> tuple[Problem, ...]:
     return tuple(problems)
 
 
-def _examine(inspector: StoreInspector, session: StoredSession, read: list[SessionKV] | None) -> Verdict | None:
+def _read(inspector: StoreInspector, session: StoredSession, *, keep: bool) -> tuple[Verdict | None, SessionKV | None]:
     """Reads a session until it stands still: an engine may change it, and then reuse its blocks.
 
-    Args:
-      inspector: of the store.
-      session: which.
-      read: gets what was read; None: it is not kept.
-
     Returns:
-      The session as it was read and what is wrong; None: it is gone.
+      What is wrong with it and, to `keep`, what was read; None: it is gone.
     """
-    reader, now, layout = inspector.reader(session.namespace), session, session.namespace.layout
-    damages: list[Damage] = []
+    reader, namespace, layout = inspector.reader(session.namespace), session.namespace, session.namespace.layout
+    key, read, damages = session.record.key, None, []
     try:
-        found = reader.load(session.record.key)
+        found = reader.load(key)
         while found is not None:
             record, contents = found
-            now, kv = StoredSession(session.namespace, record), None
-            if read is not None:
+            session, kv = StoredSession(namespace, record), None
+            if keep:
                 shape = (layout.num_layers, 2, record.num_tokens, layout.num_kv_heads, layout.head_dim)
                 kv = host_array(shape, layout.numpy_dtype)
-                read[:] = [SessionKV(now, contents.token_ids, kv)]
-            damages = _examine_blocks(inspector, now, contents.sums, kv)
-            found = reader.load(record.key)
-            if found is not None and _is_same(record, found[0]):
+                read = SessionKV(session, contents.token_ids, kv)
+            damages = _read_blocks(inspector, session, contents.sums, kv)
+            found = reader.load(key)
+            if found is not None and _state(found[0]) == _state(record):
                 break
         else:
-            return None
+            return None, None
     except DamagedRecordError as error:
         damages = [Damage(DamageReason.CATALOG, str(error))]
-    return Verdict(now.namespace, now.record.key, now, tuple(damages))
+    return Verdict(namespace, key, session, tuple(damages)), read
 
 
-def _is_same(record: SessionRecord, now: SessionRecord) -> bool:
-    """Whether a session is still what it was."""
-    is_same = (now.generation, now.created_s) == (record.generation, record.created_s)
-    return is_same and np.array_equal(now.block_ids, record.block_ids)
+def _state(record: SessionRecord) -> tuple[object, ...]:
+    """What changes with a session."""
+    return record.generation, record.created_s, record.block_ids.tolist()
 
 
-def _examine_blocks(
+def _read_blocks(
     inspector: StoreInspector, session: StoredSession, sums: np.ndarray, kv: np.ndarray | None
 ) -> list[Damage]:
     """Reads and verifies the blocks of a session, and keeps their KV if there is room for it; what is wrong."""
@@ -457,34 +415,25 @@ def _examine_blocks(
     if tier is None:
         location = inspector.block_location(session.namespace)
         return [Damage(DamageReason.MISSING, f"{location} must hold its blocks, got none")]
-    damages = []
+    damages, memory, block_ids = [], None, record.block_ids.tolist()
     rows_of = {rows.index: rows for rows in record.places.by_block(layout.block_tokens)}
-    for index, (block_id, block, failure) in enumerate(_read_each(tier, record.block_ids.tolist(), sums)):
-        if failure is not None:
-            reason = _REASONS.get(failure.reason, DamageReason.UNREADABLE)
-            damages.append(Damage(reason, str(failure), index, block_id))
-        elif kv is not None and index in rows_of:
-            rows = rows_of[index]
-            kv[:, :, rows.first_token : rows.first_token + rows.num_tokens] = block[:, :, rows.rows]
-    return damages
-
-
-def _read_each(
-    tier: DiskTier, block_ids: list[int], sums: np.ndarray
-) -> Iterator[tuple[int, np.ndarray, BlockIoError | None]]:
-    """Reads blocks, a few at once, and gives each one's id, bytes (of use until the next) and error."""
-
-    def make_block() -> np.ndarray:
-        return host_array(tier.layout.block_shape, tier.layout.numpy_dtype)
-
-    memory = [make_block() for _ in block_ids[:_READ_BLOCKS]]
     for first in range(0, len(block_ids), _READ_BLOCKS):
+        indices = range(first, min(first + _READ_BLOCKS, len(block_ids)))
+        if memory is None:
+            memory = host_array((len(indices), *layout.block_shape), layout.numpy_dtype)
         handles = [
-            (slot, block_id, tier.read_blocks([block_id], [memory[slot]], sums[first + slot : first + slot + 1]))
-            for slot, block_id in enumerate(block_ids[first : first + _READ_BLOCKS])
+            tier.read_blocks([block_ids[index]], [block], sums[index : index + 1])
+            for index, block in zip(indices, memory, strict=False)
         ]
-        for slot, block_id, handle in handles:
+        for index, handle, block in zip(indices, handles, memory, strict=False):
             handle.wait()
-            yield block_id, memory[slot], handle.error
-            if not handle.settled:  # It may write there yet.
-                memory[slot] = make_block()
+            if handle.error is not None:
+                known = handle.error.reason in set(DamageReason)
+                reason = DamageReason(handle.error.reason) if known else DamageReason.UNREADABLE
+                damages.append(Damage(reason, str(handle.error), index, block_ids[index]))
+            elif kv is not None and index in rows_of:
+                rows = rows_of[index]
+                kv[:, :, rows.first_token : rows.first_token + rows.num_tokens] = block[:, :, rows.rows]
+        if not all(handle.settled for handle in handles):  # One that is late may write there yet.
+            memory = None
+    return damages

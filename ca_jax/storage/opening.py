@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import gc
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -23,7 +23,6 @@ from ca_jax.storage.catalog.catalog import Catalog
 from ca_jax.storage.catalog.file import CatalogCorruptError, quarantine, set_aside
 from ca_jax.storage.catalog.records import Namespace, SessionRecord
 from ca_jax.storage.config import StoreConfig
-from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.sessions import StoreParts
 from ca_jax.storage.ssd import SsdIndex
 from ca_jax.storage.tiers.disk import DiskOptions, DiskTier
@@ -33,12 +32,6 @@ from ca_jax.storage.tiers.owner import claim_blocks
 
 _LOG = logging.getLogger(__name__)
 _DELETED_AT_ONCE = 1024  # Blocks. With the first that cannot be deleted the rest of its move never begins.
-
-# Why sessions cannot be served.
-_DAMAGED_ROW = "their rows in the catalog are damaged"
-_IMPOSSIBLE = "what the catalog says of them cannot be"
-_BEYOND_CAP = "their blocks lie beyond the cap"
-_OVERLAP = "their blocks belong to others"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,7 +47,7 @@ class OpenedSsd:
     num_lost: int
     """Sessions that cannot be served, and were forgotten."""
     leaves: str | None = None
-    """Why blocks of no session are left where they are; None where they are not."""
+    """Why blocks of no session are left where they are; None where they are removed."""
 
     def reclaim(self) -> int:
         """Removes from the disk what no session of `records` refers to, leftovers of cut writes too.
@@ -63,15 +56,13 @@ class OpenedSsd:
         such a block to a session that is to be written: it has no bytes of that session yet, so nothing is lost.
 
         A catalog that knows no session, or took the place of one that was set aside, says nothing of whose the blocks
-        are: then they are left, which is logged. They are written over as room is needed; `collect_garbage` removes
-        them.
+        are: then they are left, which is logged, until room is needed or `collect_garbage` removes them.
 
-        Blocks for as long as the disk takes (see `DiskTier.stored_block_ids`), and beyond the deadline for what has
-        begun: a block that is deleted late could have been written by then. Never raises for what a disk does, which
-        is logged.
+        Blocks for as long as the disk takes, and beyond the deadline for what has begun: a block that is deleted late
+        could have been written by then. Never raises for what a disk does, which is logged.
 
         Returns:
-          How many blocks were removed; at the least, where some could not be.
+          How many blocks were removed, at the least.
         """
         try:
             if self.leaves is None:
@@ -100,10 +91,9 @@ class OpenedSsd:
 def open_ssd(config: StoreConfig, namespace: Namespace, *, durable: bool = True) -> OpenedSsd:
     """Opens a store's directory, and finds out which of its sessions can be served.
 
-    Those that cannot are forgotten, durably, before their blocks may be used again: sessions whose row is damaged, that
-    cannot be, whose blocks lie beyond the cap, or belong to another tenant's session that was
-    published before; sessions of one tenant may share blocks. A catalog that cannot be read is moved aside, and the
-    store starts empty. Both are logged.
+    The others are forgotten, durably, before their blocks may be used again: sessions whose row is damaged, that cannot
+    be, whose blocks lie beyond the cap, or belong to another tenant's session that was published before. A catalog that
+    cannot be read is moved aside, and the store starts empty. Both are logged.
 
     Args:
       config: with an `ssd_dir`, which is made (mode 0700) if it is not there.
@@ -113,7 +103,6 @@ def open_ssd(config: StoreConfig, namespace: Namespace, *, durable: bool = True)
     Raises:
       ValueError: no `ssd_dir`, a capacity that does not fit the disk, blocks of another layout.
       NotADirectoryError, PermissionError: the blocks cannot be written to.
-      CatalogLockedError: another engine uses the directory.
       CatalogVersionError: the catalog, and with it the blocks, are of another version. They were left as they were.
       BlocksOwnedError: the blocks at the URL are another directory's.
       CatalogError: the directory cannot be used; the kind says why.
@@ -126,23 +115,19 @@ def open_ssd(config: StoreConfig, namespace: Namespace, *, durable: bool = True)
         with contextlib.ExitStack() as on_failure:
             catalog = Catalog(directory, namespace)
             on_failure.callback(catalog.close)
-            tier = FORMATS[config.ssd_driver](
-                namespace.layout,
-                catalog.block_directory if url is None else f"{url.removesuffix('/')}/{namespace.directory_name}",
-                config.ssd_bytes,
-                DiskOptions(
-                    durable=durable, deadline_s=config.ssd_deadline_s, free_floor_bytes=config.ssd_free_floor_bytes
-                ),
+            location = catalog.block_directory if url is None else f"{url.removesuffix('/')}/{namespace.directory_name}"
+            options = DiskOptions(
+                durable=durable, deadline_s=config.ssd_deadline_s, free_floor_bytes=config.ssd_free_floor_bytes
             )
+            tier = FORMATS[config.ssd_driver](namespace.layout, location, config.ssd_bytes, options)
             on_failure.callback(tier.close)
             if isinstance(tier, Zarr3Tier) and url is not None:
                 claim_blocks(tier.kvstore, directory, tier.stored_block_ids, knows_any=catalog.has_sessions)
             records, num_lost = _take_in(catalog, tier)
             on_failure.pop_all()
-        aside = set_aside(directory)
-        leaves = f"a catalog was set aside: {aside[-1].name}" if aside else None
-        if not records:
-            leaves = leaves or "the catalog knows no session"
+        leaves = None if records else "the catalog knows no session"
+        if aside := set_aside(directory):
+            leaves = f"a catalog was set aside: {aside[-1].name}"
         return OpenedSsd(catalog=catalog, tier=tier, records=records, num_lost=num_lost, leaves=leaves)
 
     try:
@@ -156,59 +141,50 @@ def open_ssd(config: StoreConfig, namespace: Namespace, *, durable: bool = True)
 def _take_in(catalog: Catalog, tier: DiskTier) -> tuple[tuple[SessionRecord, ...], int]:
     """Takes the blocks of the sessions that can be served, and forgets the others.
 
+    Sessions of one tenant may have blocks in common. That they should is not looked into: checksums tell when they are
+    read, and what one session holds is never written for another.
+
     Returns:
       The sessions, the least recently used first, and how many were forgotten.
     """
     damaged: list[str] = []
     reasons: collections.Counter[str] = collections.Counter()
+    refused, sound = [], []
+    holders: dict[int, str] = {}  # Of each block: the tenant that published it first.
     with catalog.batch():
         records = list(catalog.load_all(lambda key, reason: damaged.append(key)))
         if damaged or len({record.key for record in records}) < len(records):
-            reasons[_DAMAGED_ROW] = catalog.forget_damaged()
+            reasons["their rows in the catalog are damaged"] = catalog.forget_damaged()
             records = list(catalog.load_all(lambda key, reason: None))
-        refused = _refuse(records, tier.layout, tier.num_blocks)
-        reasons.update(refused.values())
-        catalog.forget(records[index].key for index in refused)
+        for record in records:
+            reason = _why_refused(record, tier, holders)
+            if reason is None:
+                holders.update(dict.fromkeys(record.block_ids.tolist(), record.tenant))
+                sound.append(record)
+            else:
+                reasons[reason] += 1
+                refused.append(record.key)
+        catalog.forget(refused)
     num_lost = reasons.total()
     if num_lost:
         found = ", ".join(f"{number} since {reason}" for reason, number in sorted(reasons.items()))
         _LOG.warning("%d stored sessions in %s were forgotten: %s", num_lost, catalog.block_directory, found)
-    sound = [record for index, record in enumerate(records) if index not in refused]
     sound.sort(key=lambda record: record.last_used_s)
     return tuple(sound), num_lost
 
 
-def _refuse(records: Sequence[SessionRecord], layout: KVLayout, num_blocks: int) -> dict[int, str]:
-    """Finds the sessions that cannot be served.
-
-    Sessions of one tenant may have blocks in common. That they should is not looked into: checksums tell when they are
-    read, and what one session holds is never written for another.
-
-    Args:
-      records: sessions in the order of their first publication: of two tenants with the same block the first one has
-        it.
-      layout: of a block.
-      num_blocks: how many blocks the cap holds.
-
-    Returns:
-      Their indices in `records`, and why.
-    """
-    refused: dict[int, str] = {}
-    holders: dict[int, str] = {}  # Of each block.
-    for index, record in enumerate(records):
-        table, tenant = record.block_ids.tolist(), record.tenant
-        try:
-            record.check(layout)
-        except ValueError:
-            refused[index] = _IMPOSSIBLE
-            continue
-        if max(table) >= num_blocks:
-            refused[index] = _BEYOND_CAP
-        elif all(holders.get(block, tenant) == tenant for block in table):
-            holders.update(dict.fromkeys(table, tenant))
-        else:
-            refused[index] = _OVERLAP
-    return refused
+def _why_refused(record: SessionRecord, tier: DiskTier, holders: Mapping[int, str]) -> str | None:
+    """Why a session cannot be served, beside those that hold blocks already; None: it can."""
+    try:
+        record.check(tier.layout)
+    except ValueError:
+        return "what the catalog says of them cannot be"
+    table = record.block_ids.tolist()
+    if max(table) >= tier.num_blocks:
+        return "their blocks lie beyond the cap"
+    if any(holders.get(block, record.tenant) != record.tenant for block in table):
+        return "their blocks belong to others"
+    return None
 
 
 def _all_block_ids(records: Iterable[SessionRecord]) -> np.ndarray:
@@ -217,25 +193,10 @@ def _all_block_ids(records: Iterable[SessionRecord]) -> np.ndarray:
 
 
 def open_ssd_index(config: StoreConfig, namespace: Namespace, parts: StoreParts) -> SsdIndex:
-    """Opens the directory that the config names, and takes in what is stored there.
-
-    Args:
-      config: with an `ssd_dir`.
-      namespace: whose sessions.
-      parts: of the store; entries are added to its index for what is stored.
-
-    Raises:
-      ValueError: the caps do not fit block or disk.
-      NotADirectoryError, PermissionError, CatalogError, BlocksOwnedError: the directory cannot be used.
-    """
+    """Opens the directory that the config names, as `open_ssd` does, and adds what is there to a store's index."""
     with _garbage_collector_paused():  # It would walk over all sessions again and again: 2 s of 4 for 100,000.
         opened = open_ssd(config, namespace)
-        mover = SsdWorker(
-            opened.tier,
-            opened.catalog,
-            prepare=opened.reclaim,
-            runtime=parts.runtime,
-        )
+        mover = SsdWorker(opened.tier, opened.catalog, prepare=opened.reclaim, runtime=parts.runtime)
         return SsdIndex(mover, opened.records, opened.num_lost, config=config, parts=parts)
 
 

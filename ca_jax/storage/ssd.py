@@ -28,7 +28,7 @@ from ca_jax.storage.placement.blocks import ChargedBlocks
 from ca_jax.storage.placement.policy import Room
 from ca_jax.storage.records import BlockIoError, FlushFailure, IoFailure, MissReason, Note, SsdStats
 from ca_jax.storage.sessions import Entry, StoreParts
-from ca_jax.storage.tiers.tasks import Changed, FetchTask, FlushTask, Lost, SsdMover, TaskEnd
+from ca_jax.storage.tiers.mover import Changed, FetchTask, FlushTask, SsdMover, TaskEnd
 from ca_jax.storage.tokens import Lineage
 
 _LATE_PAUSE_S = 30.0  # After a missed deadline nothing waits for SSD for so long: each job would wait as long again.
@@ -179,11 +179,11 @@ class SsdIndex:
         if self._mover.is_late:
             self._missed_deadline()
         while (end := self._mover.take_ended()) is not None:
-            if isinstance(end, Lost | Changed):
+            if isinstance(end, Changed):
                 entry = self._index.get(end.key)
                 if entry is None or entry.ssd is None:
                     continue
-                if isinstance(end, Changed):
+                if not end.is_lost:
                     self._take_in_note(entry, end.note, end.error)
                     continue
                 self._let_go(entry)
@@ -287,12 +287,14 @@ class SsdIndex:
     def write_down(self, entry: Entry) -> None:
         """Writes a session's pin and time to live down, if it is on SSD."""
         if entry.ssd is not None:
-            self._mover.change(entry.key, entry.pinned, entry.ttl_s)
+            key, pinned, ttl_s = entry.key, entry.pinned, entry.ttl_s
+            self._mover.change(key, lambda catalog: catalog.set_kept(key, pinned, ttl_s))
 
     def set_note(self, entry: Entry) -> None:
         """Writes down what a session's owner wants kept with it; its KV there stays as it is. No flush may run."""
-        if entry.ssd is not None and entry.note is not None:
-            self._mover.set_note(entry.key, entry.note)
+        key, note = entry.key, entry.note
+        if entry.ssd is not None and note is not None:
+            self._mover.change(key, lambda catalog: catalog.set_note(key, note), note)
 
     def close(self, timeout_s: float) -> bool:
         """Ends the worker and closes the files. To let moves end first, poll until there are none.
@@ -300,8 +302,9 @@ class SsdIndex:
         Returns:
           Whether all has settled.
         """
-        self._mover.use({entry.key: entry.last_used_s for entry in self._index if entry.ssd is not None})
-        return self._mover.close(timeout_s)
+        return self._mover.close(
+            timeout_s, {entry.key: entry.last_used_s for entry in self._index if entry.ssd is not None}
+        )
 
     # How.
 
@@ -358,7 +361,7 @@ class SsdIndex:
         if (entry.pinned, entry.ttl_s) != (task.record.pinned, task.record.ttl_s):  # Changed while it was on its way.
             self.write_down(entry)
         self._counters.num_flushes += 1
-        self._counters.flushed_bytes += task.num_written_blocks * self._layout.block_bytes
+        self._counters.flushed_bytes += task.num_moved_blocks * self._layout.block_bytes
         move.ssd_blocks = []
 
     def _take_in_note(self, entry: Entry, note: bytes | None, error: BlockIoError | None = None) -> None:

@@ -70,9 +70,9 @@ def test_a_conversation_of_another_format_is_refused_by_name(directory):
 
 
 def test_a_catalog_that_can_have_no_write_ahead_log_is_refused(tmp_path, monkeypatch):
-    connect = catalog_file.connect
+    opened = catalog_file.opened
     # As on a file system of a network: sqlite's own way of files without shared memory.
-    monkeypatch.setattr(catalog_file, "connect", lambda path, **options: connect(path, "vfs=unix-dotfile", **options))
+    monkeypatch.setattr(catalog_file, "opened", lambda path, **options: opened(path, "vfs=unix-dotfile", **options))
     with pytest.raises(CatalogAccessError, match="must have a write-ahead log, got journal mode 'delete'"):
         Catalog(tmp_path, NAMESPACE)
 

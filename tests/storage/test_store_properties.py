@@ -31,7 +31,7 @@ from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.placement.blocks import ChargedBlocks
 from ca_jax.storage.records import EntryInUseError, FlushFailure, MissReason, Owner, Residency
 from ca_jax.storage.tickets import LoadTicket, SaveTicket
-from ca_jax.storage.tiers.tasks import FlushTask
+from ca_jax.storage.tiers.mover import FlushTask
 from ca_jax.storage.tokens import PLAIN, Lineage, SsdCopy, TokenPlaces
 
 from .store_helpers import BLOCK_TOKENS, PATIENCE_S, Stall, StoppedClock, as_bits, load, make_store, open_gated

@@ -44,17 +44,17 @@ from ca_jax.storage.records import check_ttl
 from ca_jax.storage.tokens import Lineage
 
 _SESSION_MARKS = ", ".join("?" for _ in SESSION_COLUMNS.split(","))
-_QUALIFIED_COLUMNS = ", ".join(f"sessions.{column}" for column in SESSION_COLUMNS.split(", "))
 _ID_OF = "SELECT id FROM sessions WHERE namespace = ? AND key = ?"
+_QUALIFIED_COLUMNS = ", ".join(f"sessions.{column}" for column in SESSION_COLUMNS.split(", "))
+_LOAD = (
+    f"SELECT {_QUALIFIED_COLUMNS}, {CONTENTS_COLUMNS} FROM sessions LEFT JOIN contents ON session = id "
+    "WHERE namespace = ? AND key = ?"
+)
 _ALL_SESSIONS = f"SELECT id, {SESSION_COLUMNS} FROM sessions NOT INDEXED WHERE namespace = ? ORDER BY id"
 
 
 class CatalogReader:
     """Reads the sessions of one namespace, beside an engine that writes or after one that died.
-
-    Args:
-      directory: the store's.
-      namespace: whose sessions; `namespaces` says which there are.
 
     Raises:
       CatalogError: the catalog cannot be opened; the kind says why. Every call may raise those that its kind names.
@@ -64,9 +64,9 @@ class CatalogReader:
 
     def __init__(self, directory: str | Path, namespace: Namespace):
         self.directory = Path(directory)
-        """The store's."""
         self.namespace = namespace
-        """Whose sessions these are."""
+        self.block_directory = self.directory / namespace.directory_name
+        """Where the namespace's blocks belong."""
         self._path = self.directory / catalog_file.CATALOG_NAME
         self._db = self._connect(self.directory)
         with catalog_file.translated(self._path):
@@ -79,11 +79,6 @@ class CatalogReader:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-    @property
-    def block_directory(self) -> Path:
-        """Where the namespace's blocks belong."""
-        return self.directory / self.namespace.directory_name
 
     def load_all(self, on_damaged: Callable[[str, str], None]) -> Iterator[SessionRecord]:
         """Every session of the namespace, in the order of first publication. Reads none of their contents.
@@ -106,12 +101,7 @@ class CatalogReader:
         Raises:
           DamagedRecordError: one of them is damaged.
         """
-        row = self._one(
-            f"SELECT {_QUALIFIED_COLUMNS}, {CONTENTS_COLUMNS} FROM sessions LEFT JOIN contents ON session = id "
-            "WHERE namespace = ? AND key = ?",
-            self._namespace_id,
-            key,
-        )
+        row = self._one(_LOAD, self._namespace_id, key)
         if row is None:
             return None
         record = session_from_row(row[:-4])
@@ -133,31 +123,29 @@ class CatalogReader:
           CatalogCorruptError: too damaged to be read to the end.
         """
         found = [Problem(None, text) for (text,) in self._all("PRAGMA integrity_check") if text != "ok"]
-
-        def report(key: str | None, reason: str) -> None:
-            found.append(Problem(key, reason))
-
         (num_orphans,) = self._one("SELECT count(*) FROM contents WHERE session NOT IN (SELECT id FROM sessions)")
         if num_orphans:
-            report(None, f"contents must be of stored sessions, got {num_orphans} of others; `compact` removes them")
+            text = f"contents must be of stored sessions, got {num_orphans} of others; `compact` removes them"
+            found.append(Problem(None, text))
         holders: dict[int, tuple[SessionRecord, bytes]] = {}  # By block: its first holder, and what that says of it.
-        for record in self.load_all(report):
+        for record in self.load_all(lambda key, reason: found.append(Problem(key, reason))):
             try:
                 record.check(self.namespace.layout)
                 contents = self.contents(record.key)
             except (DamagedRecordError, ValueError) as error:
-                report(record.key, str(error))
+                found.append(Problem(record.key, str(error)))
                 continue
             if contents is None:
                 continue  # Gone since its row was read: an engine is at work.
             if record.prefixes and record.prefixes != record.prefixes_of(contents.token_ids, self.namespace.layout):
-                report(record.key, "the prefix hashes must be those of its tokens, got others")
+                found.append(Problem(record.key, "the prefix hashes must be those of its tokens, got others"))
             for block, row in zip(record.block_ids.tolist(), contents.sums, strict=False):
                 holder, sums = holders.setdefault(block, (record, row.tobytes()))
+                text = f"block {block} must have the checksums that session {holder.key!r} says"
                 if holder.tenant != record.tenant:
-                    report(record.key, f"block {block} must be its tenant's, got session {holder.key!r} of another")
-                elif sums != row.tobytes():
-                    report(record.key, f"block {block} must have the checksums that session {holder.key!r} says")
+                    text = f"block {block} must be its tenant's, got session {holder.key!r} of another"
+                if holder.tenant != record.tenant or sums != row.tobytes():
+                    found.append(Problem(record.key, text))
         return tuple(found)
 
     def is_in_place(self) -> bool:
@@ -185,11 +173,9 @@ class CatalogReader:
 
 
 class Catalog(CatalogReader):
-    """Reads and changes the sessions of one namespace. One engine at a time has it, whatever its namespace.
+    """Reads and changes the sessions of one namespace, and leaves those of others. One engine at a time has it.
 
-    Args:
-      directory: the store's; made (mode 0700) if it is not there.
-      namespace: whose sessions. Those of other namespaces are left as they are.
+    The directory is made (mode 0700) if it is not there.
 
     Raises:
       CatalogLockedError: another engine uses the directory.
@@ -245,15 +231,13 @@ class Catalog(CatalogReader):
         Raises:
           ValueError: the parts do not fit each other.
         """
-        layout = self.namespace.layout
-        record.check(layout)
+        record.check(self.namespace.layout)
         tokens = np.asarray(token_ids, np.int32)
         if tokens.shape != (record.num_tokens,):
             raise ValueError(f"token_ids must be [{record.num_tokens}], got {list(tokens.shape)}")
-        if sums.shape != (record.num_blocks, layout.num_layers) or sums.dtype != np.uint32:
-            raise ValueError(
-                f"sums must be uint32[{record.num_blocks}, {layout.num_layers}], got {sums.dtype}{list(sums.shape)}"
-            )
+        shape = (record.num_blocks, self.namespace.layout.num_layers)
+        if sums.shape != shape or sums.dtype != np.uint32:
+            raise ValueError(f"sums must be uint32{list(shape)}, got {sums.dtype}{list(sums.shape)}")
         with self.batch():
             return self._write(record, Contents(token_ids=tokens, sums=sums, note=note))
 
@@ -279,11 +263,8 @@ class Catalog(CatalogReader):
         def change(record: SessionRecord, contents: Contents) -> tuple[SessionRecord, Contents]:
             after = record.lineage if lineage is None else lineage
             record, blocks = record.keep(kept, after, self.namespace.layout.block_tokens)
-            return record, Contents(
-                token_ids=contents.token_ids[kept],
-                sums=contents.sums[blocks],
-                note=contents.note if note is None else note,
-            )
+            kept_note = contents.note if note is None else note
+            return record, Contents(token_ids=contents.token_ids[kept], sums=contents.sums[blocks], note=kept_note)
 
         return self._change(key, change if kept.any() else None)
 
@@ -293,15 +274,12 @@ class Catalog(CatalogReader):
         return changed is not None
 
     def forget(self, keys: Iterable[str]) -> int:
-        """Says that sessions are not stored any more. Durable: their blocks may be reused when it returns.
+        """Says that sessions are not stored any more, and returns how many were.
 
-        Returns:
-          How many of them were stored.
+        Durable: their blocks may be reused when it returns.
         """
-        found: set[tuple[int]] = set()
         with self.batch():
-            for key in keys:
-                found.update(self._all(_ID_OF, self._namespace_id, key))
+            found: set[tuple[int]] = {row for key in keys for row in self._all(_ID_OF, self._namespace_id, key)}
             self._delete(found)
         return len(found)
 
@@ -310,9 +288,7 @@ class Catalog(CatalogReader):
 
         A session that could not be found, since the index was damaged, can be afterwards. If it was published once more
         meanwhile, the last row counts. Durable. Takes as long as `load_all`, and as long again if something is damaged.
-
-        Returns:
-          How many rows were dropped.
+        Returns how many rows were dropped.
         """
         dropped: list[tuple[int]] = []
         rows: dict[str, int] = {}
@@ -338,12 +314,7 @@ class Catalog(CatalogReader):
             self._db.executemany("UPDATE sessions SET last_used_s = ? WHERE namespace = ? AND key = ?", rows)
 
     def set_kept(self, key: str, pinned: bool, ttl_s: float | None) -> bool:
-        """Says for how long a session is kept. Durable. Returns whether it is stored.
-
-        Args:
-          key: the session.
-          pinned: whether it is never evicted and never expires.
-          ttl_s: how long it lives after its last use, seconds; None for ever.
+        """Says whether a session is pinned, and its time to live, in seconds. Durable. Returns whether it is stored.
 
         Raises:
           ValueError: ttl_s is negative or not finite.
@@ -355,8 +326,7 @@ class Catalog(CatalogReader):
     def drop_namespace(self, namespace: Namespace) -> int:
         """Forgets another namespace and all its sessions. Its blocks are the caller's to delete, afterwards. Durable.
 
-        Returns:
-          How many sessions it had.
+        Returns how many sessions it had.
 
         Raises:
           ValueError: it is this catalog's own.
@@ -399,11 +369,8 @@ class Catalog(CatalogReader):
 
     def _write(self, record: SessionRecord, contents: Contents) -> SessionRecord:
         """Writes a session's two rows, within a batch."""
-        known = self._one(
-            "SELECT id, generation, created_s FROM sessions WHERE namespace = ? AND key = ?",
-            self._namespace_id,
-            record.key,
-        )
+        found = "SELECT id, generation, created_s FROM sessions WHERE namespace = ? AND key = ?"
+        known = self._one(found, self._namespace_id, record.key)
         session, generation, created_s = known or (None, 0, record.created_s)
         record = dataclasses.replace(record, generation=generation + 1, created_s=created_s)
         row = session_to_row(record)

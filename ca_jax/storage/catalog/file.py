@@ -104,13 +104,11 @@ class CatalogLateError(CatalogError):
 def lock_directory(directory: Path) -> BinaryIO:
     """Takes the right to write in a store's directory, which one engine at a time holds, until the file is closed.
 
-    The file stays then: removing it would let two engines lock two files of one name.
-
-    Args:
-      directory: made (mode 0700) if it is not there.
+    The directory is made (mode 0700) if it is not there. The file stays: removing it would let two engines lock two
+    files of one name.
 
     Raises:
-      CatalogLockedError: somebody holds it, in this process or another.
+      CatalogLockedError: an engine holds it, in this process or another.
       CatalogAccessError: the directory is a file, or cannot be made or written to.
     """
     try:
@@ -124,7 +122,10 @@ def lock_directory(directory: Path) -> BinaryIO:
         file.truncate(0)
         file.write(json.dumps(owner).encode())
     except OSError as error:
-        holder = _describe_owner(os.pread(file.fileno(), 1024, 0))
+        holder = "another process"
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # Read while it was being written.
+            owner = json.loads(os.pread(file.fileno(), 1024, 0))
+            holder = f"process {owner['pid']} on {owner['host']} since {owner['since']}"
         file.close()
         if not isinstance(error, BlockingIOError):
             raise CatalogAccessError(f"{directory / LOCK_NAME} must be locked, got: {error}") from error
@@ -144,8 +145,7 @@ def open_for_writing(directory: Path) -> sqlite3.Connection:
       CatalogError: one of its kinds.
     """
     path = directory / CATALOG_NAME
-    with translated(path), contextlib.ExitStack() as on_failure:
-        db = on_failure.enter_context(contextlib.closing(connect(path, creates=True)))
+    with translated(path), opened(path, creates=True) as db:
         is_new = _check_header(db, path)
         (mode,) = db.execute("PRAGMA journal_mode = WAL").fetchone()
         if mode != "wal":
@@ -159,7 +159,6 @@ def open_for_writing(directory: Path) -> sqlite3.Connection:
             versions = f"PRAGMA application_id = {_APPLICATION_ID}; PRAGMA user_version = {SCHEMA_VERSION};"
             db.executescript(f"BEGIN; {_SCHEMA} {versions} COMMIT;")
             sync_directory(directory)
-        on_failure.pop_all()
     return db
 
 
@@ -175,11 +174,9 @@ def open_for_reading(directory: Path) -> sqlite3.Connection:
     # Where nothing may be written, not even the index of a log, a file without a log is read as it stands.
     for mode in ("mode=ro", "mode=ro&immutable=1"):
         try:
-            with translated(path), contextlib.ExitStack() as on_failure:
-                db = on_failure.enter_context(contextlib.closing(connect(path, mode)))
+            with translated(path), opened(path, mode) as db:
                 if _check_header(db, path):
                     raise CatalogAccessError(f"the file must be a catalog, got {path}, which is empty")
-                on_failure.pop_all()
             return db
         except CatalogAccessError as error:
             failure = error
@@ -191,28 +188,22 @@ def open_for_reading(directory: Path) -> sqlite3.Connection:
 def quarantine(directory: Path) -> Path | None:
     """Moves a catalog that cannot be read out of the way, so that the store can start empty.
 
-    Args:
-      directory: the store's; no engine may use it.
-
     Returns:
       Where the file is now; None if there was none.
 
     Raises:
-      CatalogLockedError: an engine uses it.
+      CatalogLockedError: an engine uses the directory.
       CatalogAccessError: it cannot be renamed.
     """
     suffix = f"{_ASIDE}{time.strftime('%Y%m%dT%H%M%S')}-{time.time_ns() % 1_000_000_000:09d}"
     moved = None
-    with lock_directory(directory):
-        try:
-            # The log goes first: a catalog without its log is only old, a log without its catalog is another one's.
-            for ending in ("-wal", "-shm", ""):
-                path = directory / f"{CATALOG_NAME}{ending}"
-                if path.exists():
-                    moved = path.rename(path.with_name(f"{CATALOG_NAME}{suffix}{ending}"))
-            sync_directory(directory)
-        except OSError as error:
-            raise CatalogAccessError(f"the catalog in {directory} cannot be moved aside: {error}") from error
+    with lock_directory(directory), translated(directory / CATALOG_NAME):
+        # The log goes first: a catalog without its log is only old, a log without its catalog is another one's.
+        for ending in ("-wal", "-shm", ""):
+            path = directory / f"{CATALOG_NAME}{ending}"
+            if path.exists():
+                moved = path.rename(path.with_name(f"{CATALOG_NAME}{suffix}{ending}"))
+        sync_directory(directory)
     return moved
 
 
@@ -257,8 +248,11 @@ def transaction(db: sqlite3.Connection) -> Iterator[None]:
             db.execute("ROLLBACK")
 
 
-def connect(path: Path, mode: str = "mode=rw", *, creates: bool = False) -> sqlite3.Connection:
-    """Opens a file of sqlite in autocommit mode; any thread may use it, one at a time.
+@contextlib.contextmanager
+def opened(path: Path, mode: str = "mode=rw", *, creates: bool = False) -> Iterator[sqlite3.Connection]:
+    """A file of sqlite in autocommit mode, which stays open unless the `with` block raises.
+
+    Any thread may use it, one at a time.
 
     Args:
       path: of the file.
@@ -271,7 +265,11 @@ def connect(path: Path, mode: str = "mode=rw", *, creates: bool = False) -> sqli
     db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
     # A damaged text is for its row's checksum to find; it must not keep other rows from being read.
     db.text_factory = lambda text: text.decode("utf-8", "surrogateescape")
-    return db
+    try:
+        yield db
+    except BaseException:
+        db.close()
+        raise
 
 
 def _check_header(db: sqlite3.Connection, path: Path) -> bool:
@@ -301,14 +299,6 @@ def _schema_of(db: sqlite3.Connection) -> dict[str, str]:
     """How each table and index was made, without comments and space; nothing for those that sqlite made itself."""
     rows = db.execute("SELECT name, sql FROM sqlite_master")
     return {name: re.sub(r"--.*|\s", "", sql or "") for name, sql in rows}
-
-
-def _describe_owner(text: bytes) -> str:
-    try:
-        owner = json.loads(text)
-        return f"process {owner['pid']} on {owner['host']} since {owner['since']}"
-    except (ValueError, KeyError, TypeError):  # Read while it was being written.
-        return "another process"
 
 
 def make_directory(directory: Path) -> None:

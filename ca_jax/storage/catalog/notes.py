@@ -22,10 +22,11 @@ import logging
 import math
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from ca_jax.storage.catalog.file import CatalogVersionError, connect, transaction
+from ca_jax.storage.catalog.file import CatalogVersionError, opened, transaction
 from ca_jax.storage.records import Owner
 
 _LOG = logging.getLogger(__name__)
@@ -93,17 +94,14 @@ class NoteLog:
         with self._guarded():
             if self._is_sound():
                 self._db = _connect(self._path)
-                self._forget_old(self._db)
+                self._forget_old()
             else:
                 self._begin_anew()
 
     @property
     def used_bytes(self) -> int:
         """What the notes take of the file."""
-        with self._guarded():
-            if self._db is not None:
-                return (_pragma(self._db, "page_count") - _pragma(self._db, "freelist_count")) * _PAGE_BYTES
-        return 0
+        return (self._pragma("page_count") - self._pragma("freelist_count")) * _PAGE_BYTES
 
     def lacks(self, num_bytes: int) -> int:
         """How many bytes too few are free for that many more of a note; not above 0: it has room."""
@@ -149,32 +147,27 @@ class NoteLog:
                 self._unlist(key)
                 self._list(Noted(key, owner.tenant, owner.session_id))
                 self._give_back()
-                return True
-        return False
+        return key in self._noted
 
     def get(self, key: str) -> bytes | None:
         """The note of a session; None where there is none, or its time is over."""
-        with self._guarded():
-            if self._db is not None and key in self._noted:
-                query = "SELECT note, written_s + ttl_s FROM parts WHERE key = ? ORDER BY id"
-                parts = self._db.execute(query, (key,)).fetchall()
-                if parts[-1][1] is None or parts[-1][1] >= self._clock():
-                    return b"".join(part for part, _ in parts)
-                self.remove(key)
+        if key not in self._noted:
+            return None
+        parts = self._all("SELECT note, written_s + ttl_s FROM parts WHERE key = ? ORDER BY id", key)
+        if parts and (parts[-1][1] is None or parts[-1][1] >= self._clock()):
+            return b"".join(part for part, _ in parts)
+        self.remove(key)
         return None
 
     def set_ttl(self, key: str, ttl_s: float | None) -> None:
         """Says how long a session's note counts, seconds since it was written."""
-        with self._guarded():
-            if self._db is not None and key in self._noted:
-                self._db.execute("UPDATE parts SET ttl_s = ? WHERE key = ?", (ttl_s, key))
+        self._all("UPDATE parts SET ttl_s = ? WHERE key = ?", ttl_s, key)
 
     def remove(self, key: str) -> None:
         """Forgets a session's note, if there is one."""
-        with self._guarded():
-            if self._unlist(key) and self._db is not None:
-                self._db.execute("DELETE FROM parts WHERE key = ?", (key,))
-                self._give_back()
+        if self._unlist(key):
+            self._all("DELETE FROM parts WHERE key = ?", key)
+            self._give_back()
 
     def close(self) -> None:
         """Closes the file; what is in it stays. May be called again."""
@@ -192,7 +185,7 @@ class NoteLog:
             return False
         try:
             with contextlib.closing(_connect(self._path)) as db:
-                version = _pragma(db, "user_version")
+                (version,) = db.execute("PRAGMA user_version").fetchone()
                 if not version or db.execute("SELECT id FROM boot").fetchall() != [(self._boot,)]:
                     return False
                 if version != _FORMAT:
@@ -211,19 +204,31 @@ class NoteLog:
         self._db.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {_FORMAT}; COMMIT;")
         self._db.execute("INSERT INTO boot VALUES (?)", (self._boot,))
 
-    def _forget_old(self, db: sqlite3.Connection) -> None:
+    def _forget_old(self) -> None:
         """Forgets the notes whose time is over, and takes in whose the others are."""
         last = "SELECT key, session_id, tenant, max(id), written_s + ttl_s FROM parts GROUP BY key ORDER BY max(id)"
-        for key, session_id, tenant, _, until_s in db.execute(last).fetchall():
+        for key, session_id, tenant, _, until_s in self._all(last):
             self._list(Noted(key, _as_text(tenant), _as_text(session_id)))
             if until_s is not None and until_s < self._clock():
                 self.remove(key)
-        db.executescript("PRAGMA incremental_vacuum")  # `execute` would end it after one page.
+        self._give_back(above_pages=0, num_pages=0)
 
-    def _give_back(self) -> None:
-        """Gives some of what is free in the file back to the disk, if that is much."""
-        if self._db is not None and _pragma(self._db, "freelist_count") > _FREE_PAGES:
-            self._db.executescript(f"PRAGMA incremental_vacuum({_GIVEN_BACK})")
+    def _give_back(self, above_pages: int = _FREE_PAGES, num_pages: int = _GIVEN_BACK) -> None:
+        """Gives so much of what is free in the file back to the disk, where that is more; 0: all of it."""
+        with self._guarded():
+            if self._db is not None and self._pragma("freelist_count") > above_pages:
+                self._db.executescript(f"PRAGMA incremental_vacuum({num_pages})")  # `execute` would end after a page.
+
+    def _all(self, sql: str, *values: Any) -> Sequence[Any]:
+        """All rows of a statement; none where there is no log, or it breaks."""
+        with self._guarded():
+            if self._db is not None:
+                return self._db.execute(sql, values).fetchall()
+        return []
+
+    def _pragma(self, name: str) -> int:
+        rows = self._all(f"PRAGMA {name}")
+        return int(rows[0][0]) if rows else 0
 
     def _list(self, noted: Noted) -> None:
         self._noted[noted.key] = noted
@@ -270,22 +275,13 @@ def this_boot() -> str:
 
 def _connect(path: Path) -> sqlite3.Connection:
     """Autocommit, write-ahead log, nothing synced: a commit is in the system's memory."""
-    db = connect(path, creates=True)
-    try:
+    with opened(path, creates=True) as db:
         db.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
         db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # Before anything else: it is fixed with the first table.
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA secure_delete = ON")
         db.execute("PRAGMA synchronous = OFF")
-    except BaseException:
-        db.close()
-        raise
     return db
-
-
-def _pragma(db: sqlite3.Connection, name: str) -> int:
-    number: int = db.execute(f"PRAGMA {name}").fetchone()[0]
-    return number
 
 
 def _as_blob(name: str) -> bytes:

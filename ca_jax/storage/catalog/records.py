@@ -74,7 +74,6 @@ class SessionRecord(SsdCopy):
     key: str
     """The store's key, hex: never the same for other tenants, weights or layouts."""
     tenant: str
-    """Whose it is."""
     session_id: str
     """The name its owner knows it by."""
     created_s: float

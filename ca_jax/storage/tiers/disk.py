@@ -20,6 +20,8 @@ from ca_jax.storage.layout import KVLayout, layer_sums
 from ca_jax.storage.records import BlockIoError, IoFailure
 from ca_jax.storage.tiers.io import IoHandle, IoQueue
 
+Blocks = Sequence[np.ndarray] | np.ndarray
+"""Memory of several blocks, `[L, 2, block_tokens, K, H]` each."""
 MAX_READS = 4
 """Blocks that are read at once, each by a thread of its own."""
 MAX_WRITES = 8
@@ -69,7 +71,6 @@ class DiskTier(abc.ABC):
         self, layout: KVLayout, capacity_bytes: int, options: DiskOptions, directory: Path | None = None
     ) -> None:
         self.layout = layout
-        """The shape of a block."""
         self.stored_block_bytes = size = layout.stored_block_bytes
         """What one block takes on SSD: the unit of the cap."""
         if capacity_bytes < size:
@@ -84,9 +85,7 @@ class DiskTier(abc.ABC):
                 f"free_floor_bytes must be 0 without a local disk, got {options.free_floor_bytes} for blocks at a URL"
             )
         self.num_blocks = capacity_bytes // size
-        """How many blocks the cap holds."""
         self.deadline_s = options.deadline_s
-        """Seconds without progress after which a move fails."""
         self._options = options
         self._directory = directory
         # Writes under way count as if their bytes were still to come, those over other blocks too: a block is replaced
@@ -98,20 +97,14 @@ class DiskTier(abc.ABC):
             for number in (MAX_READS, MAX_WRITES)
         )
 
-    def read_blocks(
-        self,
-        block_ids: Sequence[int],
-        into: Sequence[np.ndarray] | np.ndarray,
-        sums: np.ndarray | None = None,
-    ) -> IoHandle:
+    def read_blocks(self, block_ids: Sequence[int], into: Blocks, sums: np.ndarray | None = None) -> IoHandle:
         """Reads whole blocks, and checks that they are those that were meant.
 
         Args:
           block_ids: which.
           into: one `[L, 2, block_tokens, K, H]` for each, C-contiguous, writeable: memory that is reused, such as
             blocks of the DRAM tier. After an error they hold anything.
-          sums: what `layer_sums` gave of each, uint32 `[num_blocks, L]`; None: nothing is checked but that a block is
-            there in full.
+          sums: what `layer_sums` gave of each, uint32 `[num_blocks, L]`; None: only its length is checked.
 
         Raises:
           ValueError: an id, shape, dtype or number that does not fit, or memory that cannot be written.
@@ -127,16 +120,10 @@ class DiskTier(abc.ABC):
                     f"layer {layer} of block {block} must have crc32c {wanted[layer]:#010x}, got {found[layer]:#010x}",
                 )
 
-        wanted = [None] * len(block_ids) if sums is None else list(sums)
-        moves = zip(block_ids, into, wanted, strict=True)
+        moves = zip(block_ids, into, [None] * len(block_ids) if sums is None else sums, strict=True)
         return self._reads.submit([functools.partial(read, *move) for move in moves])
 
-    def write_blocks(
-        self,
-        block_ids: Sequence[int],
-        blocks: Sequence[np.ndarray] | np.ndarray,
-        sums: np.ndarray | None = None,
-    ) -> IoHandle:
+    def write_blocks(self, block_ids: Sequence[int], blocks: Blocks, sums: np.ndarray | None = None) -> IoHandle:
         """Writes whole blocks, over whatever is there; durable, if the tier is, when the handle is done.
 
         After an error each of the blocks is the old one, the new one, torn, or none.
@@ -207,12 +194,10 @@ class DiskTier(abc.ABC):
           Whether all have settled within `timeout_s`. If not, the memory they move must stay.
         """
         give_up_s = None if timeout_s is None else time.monotonic() + timeout_s
-        for each in (self._reads, self._writes):
+        queues = self._reads, self._writes
+        for each in queues:
             each.close()
-        return all(
-            each.wait_empty(None if give_up_s is None else give_up_s - time.monotonic())
-            for each in (self._reads, self._writes)
-        )
+        return all(each.wait_empty(None if give_up_s is None else give_up_s - time.monotonic()) for each in queues)
 
     # One block each, on a thread of the tier: these block.
 
@@ -270,13 +255,7 @@ class DiskTier(abc.ABC):
         return None if self._directory is None else shutil.disk_usage(self._directory).free
 
     def _check_blocks(
-        self,
-        name: str,
-        block_ids: Sequence[int],
-        blocks: Sequence[np.ndarray] | np.ndarray,
-        sums: np.ndarray | None,
-        *,
-        writeable: bool = False,
+        self, name: str, block_ids: Sequence[int], blocks: Blocks, sums: np.ndarray | None, *, writeable: bool = False
     ) -> None:
         layout, num_blocks = self.layout, len(block_ids)
         for block_id in block_ids:

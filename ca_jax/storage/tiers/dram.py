@@ -33,15 +33,25 @@ class DramTier:
     """
 
     def __init__(self, layout: KVLayout, capacity_bytes: int):
-        _check_capacity(layout, capacity_bytes)
+        if capacity_bytes < 0:
+            raise ValueError(f"DRAM capacity must not be negative, got {capacity_bytes} bytes")
+        if 0 < capacity_bytes < layout.block_bytes:
+            raise ValueError(
+                f"DRAM capacity must be at least one block of {layout.block_bytes} bytes ({layout.block_tokens} "
+                f"tokens), got {capacity_bytes} bytes"
+            )
+        machine_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if capacity_bytes > machine_bytes:
+            raise ValueError(
+                f"DRAM capacity must be at most this machine's {machine_bytes} bytes of memory, got {capacity_bytes}"
+            )
         self.layout = layout
-        """The shape of a block."""
         self.num_blocks = capacity_bytes // layout.block_bytes
         """How many blocks the capacity holds."""
         self.slab = host_array((self.num_blocks, *layout.block_shape), layout.numpy_dtype)
         """`[num_blocks, L, 2, block_tokens, K, H]`: the slab itself. For parts of blocks."""
         self.blocks = ts.array(self.slab)
-        """`[num_blocks, L, 2, block_tokens, K, H]`: the slab, as TensorStore sees it. For whole blocks."""
+        """The same, as TensorStore sees it. For whole blocks."""
         self._closed = threading.Event()
 
     def touch(self, stopped: Callable[[], bool] = lambda: False) -> float:
@@ -60,21 +70,6 @@ class DramTier:
         self._closed.set()
         self.slab = np.zeros((0, *self.layout.block_shape), self.layout.numpy_dtype)
         self.blocks = ts.array(self.slab)
-
-
-def _check_capacity(layout: KVLayout, capacity_bytes: int) -> None:
-    if capacity_bytes < 0:
-        raise ValueError(f"DRAM capacity must not be negative, got {capacity_bytes} bytes")
-    if 0 < capacity_bytes < layout.block_bytes:
-        raise ValueError(
-            f"DRAM capacity must be at least one block of {layout.block_bytes} bytes ({layout.block_tokens} tokens), "
-            f"got {capacity_bytes} bytes"
-        )
-    machine_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if capacity_bytes > machine_bytes:
-        raise ValueError(
-            f"DRAM capacity must be at most this machine's {machine_bytes} bytes of memory, got {capacity_bytes}"
-        )
 
 
 _ALIGNMENT = 2 << 20  # bytes: one huge page
@@ -107,15 +102,11 @@ def host_array(shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
     return pages[offset : offset + num_bytes].view(dtype).reshape(shape)
 
 
-def touch(
-    array: np.ndarray,
-    stopped: Callable[[], bool] = lambda: False,
-) -> float:
+def touch(array: np.ndarray, stopped: Callable[[], bool] = lambda: False) -> float:
     """Makes `array` resident without changing what it holds, so that no later write pays for its first touch.
 
     Any thread may call it, also while others write to the array. It holds no lock of the interpreter while the kernel
-    works. Where the kernel cannot do it (before Linux 5.14) nothing happens, and each page is touched by its first
-    write.
+    works. Where the kernel cannot do it (before Linux 5.14), each page is touched by its first write.
 
     Args:
       array: C-contiguous, of `host_array`.

@@ -57,13 +57,10 @@ _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, which P
 
 
 class Zarr3Tier(DiskTier):
-    """Blocks in files. See `DiskTier`.
+    """Blocks in files. See `DiskTier`, whose arguments these are beside:
 
     Args:
-      layout: the shape of a block.
       location: a directory, made if need be, or a TensorStore URL: `file://`, `memory://`, `s3://`, `gs://`.
-      capacity_bytes: cap of what is stored, in whole pages.
-      options: how it is opened.
       context: TensorStore's resources; by default its own, without a cache.
 
     Raises:
@@ -117,18 +114,16 @@ class Zarr3Tier(DiskTier):
             return
         path = self._directory / _block_key(block)
         try:
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            opened = path.open("rb", buffering=0)
         except FileNotFoundError as error:
             raise BlockIoError(IoFailure.MISSING, f"{path.name} must hold block {block}, got no file") from error
-        try:
-            found = os.fstat(file)
+        with opened as file:
+            found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode) or found.st_size != dst.nbytes:
                 raise BlockIoError(
                     IoFailure.CORRUPT, f"{path.name} must be a file of {dst.nbytes} bytes, got {found.st_size}"
                 )
-            _transfer(os.preadv, file, dst)
-        finally:
-            os.close(file)
+            _transfer(os.preadv, file.fileno(), dst)
 
     def _write(self, block: int, src: np.ndarray) -> None:
         if self._directory is None:
@@ -209,18 +204,9 @@ class Zarr3Tier(DiskTier):
 
 
 class RawTier(DiskTier):
-    """Blocks in one file. See `DiskTier`.
-
-    Args:
-      layout: the shape of a block.
-      location: a directory, made if need be.
-      capacity_bytes: cap of what is stored, in whole pages.
-      options: how it is opened.
+    """Blocks in one file, in a directory that is made if need be. Otherwise as `Zarr3Tier`.
 
     Raises:
-      ValueError: a capacity under one block or beyond what the floor leaves; a store of another layout.
-      NotADirectoryError: the location is a file, or in one.
-      PermissionError: it cannot be written to.
       FileNotFoundError: `only_existing`, and there are no blocks.
     """
 
@@ -232,10 +218,10 @@ class RawTier(DiskTier):
         options: DiskOptions = DEFAULT_OPTIONS,
     ):
         makes = not options.only_existing
-        directory = prepare_directory(location, "raw") if makes else Path(location).absolute() / "raw"
+        directory = _prepare_directory(location, "raw") if makes else Path(location).absolute() / "raw"
         super().__init__(layout, capacity_bytes, options, directory)
         _check_layout_file(directory, layout, make=makes)
-        self._path = path = directory / "blocks"
+        path = directory / "blocks"
         access = os.O_RDWR
         if makes:
             self._check_capacity(lambda: path.stat().st_blocks * 512 if path.exists() else 0)
@@ -312,12 +298,7 @@ def _transfer(
 ) -> None:
     """Reads or writes a whole block at `offset`, by `os.preadv` or `os.pwritev`.
 
-    Args:
-      call: which of the two.
-      file: through the page cache.
-      block: C-contiguous.
-      offset: bytes from the beginning of the file.
-      direct_file: the same file past the page cache, used where all is in whole pages; None: there is none.
+    `direct_file` is the same file past the page cache, used where all is in whole pages; None: there is none.
 
     Raises:
       BlockIoError: the file ends before.
@@ -332,13 +313,8 @@ def _transfer(
         view, address, offset = view[num_bytes:], address + num_bytes, offset + num_bytes
 
 
-def prepare_directory(parent: str | os.PathLike[str], name: str) -> Path:
-    """Makes `parent/name`, for this user alone (0700). A parent that exists is left as it is.
-
-    Raises:
-      NotADirectoryError: one of them, or what they are to lie in, is a file.
-      PermissionError: one of them cannot be made, or not be written to.
-    """
+def _prepare_directory(parent: str | os.PathLike[str], name: str) -> Path:
+    """Makes `parent/name`, for this user alone (0700). A parent that exists is left as it is."""
     directory = Path(parent).absolute() / name
     try:
         make_directory(directory)
@@ -369,7 +345,7 @@ def _resolve(location: str | os.PathLike[str], *, make: bool) -> tuple[str, Path
     if scheme not in ("", "file"):
         return text + ("zarr3/" if text.endswith("/") else "/zarr3/"), None
     parent = unquote(urlsplit(text).path) if scheme else text
-    directory = prepare_directory(parent, "zarr3") if make else Path(parent).absolute() / "zarr3"
+    directory = _prepare_directory(parent, "zarr3") if make else Path(parent).absolute() / "zarr3"
     return f"{directory.as_uri()}/", directory
 
 

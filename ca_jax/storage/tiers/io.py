@@ -17,6 +17,7 @@ from __future__ import annotations
 import concurrent.futures
 import errno
 import logging
+import math
 import queue
 import re
 import threading
@@ -64,8 +65,7 @@ class IoHandle:
     def wait(self) -> None:
         """Blocks until the outcome is known: by the deadline at the latest."""
         while not self.done():
-            left_s = self._queue.time_left_s(self, self._queue.clock())
-            concurrent.futures.wait([self._outcome], max(left_s, 0.0))
+            concurrent.futures.wait([self._outcome], max(self._late_s() - self._queue.clock(), 0.0))
 
     def wait_settled(self, timeout_s: float | None = None) -> bool:
         """Blocks until `settled`, which no deadline hastens; returns whether it is."""
@@ -80,7 +80,7 @@ class IoHandle:
 
     def cancel(self) -> None:
         """Gives the move up, if its outcome is open: what has not begun never will."""
-        self._queue.fail(self, BlockIoError(IoFailure.CANCELLED, "the move was cancelled"))
+        self._queue._advance(self, BlockIoError(IoFailure.CANCELLED, "the move was cancelled"))
 
     def add_done_callback(self, callback: Callable[[IoHandle], None]) -> None:
         """Calls `callback(self)` once the outcome is known, at once if it is; on the thread that brings it.
@@ -92,6 +92,13 @@ class IoHandle:
     def add_settled_callback(self, callback: Callable[[IoHandle], None]) -> None:
         """Calls `callback(self)` once `settled`. Otherwise as `add_done_callback`."""
         self._end.add_done_callback(lambda _: callback(self))
+
+    def _late_s(self) -> float:
+        """When it is late, if nothing progresses before."""
+        progress_s = self._progress_s
+        if progress_s is None:
+            progress_s = max(self._submitted_s, self._queue._progress_s)
+        return progress_s + self._queue._deadline_s
 
 
 class IoQueue:
@@ -107,13 +114,7 @@ class IoQueue:
       ValueError: a number that is not positive.
     """
 
-    def __init__(
-        self,
-        *,
-        max_in_flight: int,
-        deadline_s: float,
-        clock: Callable[[], float] = time.monotonic,
-    ):
+    def __init__(self, *, max_in_flight: int, deadline_s: float, clock: Callable[[], float] = time.monotonic):
         if max_in_flight <= 0:
             raise ValueError(f"max_in_flight must be at least 1 operation, got {max_in_flight}")
         if not deadline_s > 0:
@@ -136,14 +137,16 @@ class IoQueue:
         """
         if not operations and last is not None:
             operations, last = [last], None
-        handle = IoHandle(self, len(operations), last)
+        handle, error = IoHandle(self, len(operations), last), None
         with self._lock:
-            if not self._closed and operations:
+            if self._closed:
+                error = BlockIoError(IoFailure.CANCELLED, "the store is closed")
+            elif operations:
                 self._open[handle] = None
                 for operation in operations:
                     self._threads.submit(self._run, handle, operation)
                 return handle
-        self._advance(handle, BlockIoError(IoFailure.CANCELLED, "the store is closed") if self._closed else None)
+        self._advance(handle, error)
         return handle
 
     def failed(self, error: BlockIoError) -> IoHandle:
@@ -158,14 +161,10 @@ class IoQueue:
         with self._lock:
             handles = [each for each in ([handle] if handle else self._open) if not each._decided]
         for each in handles:
-            if self.time_left_s(each, now_s) <= 0:
+            if each._late_s() <= now_s:
                 found = f"{each._num_left} operations are left, {each._num_running} of them begun"
                 message = f"the move must progress within {self._deadline_s} s, and has not; {found}"
-                self.fail(each, BlockIoError(IoFailure.DEADLINE, message))
-
-    def fail(self, handle: IoHandle, error: BlockIoError) -> None:
-        """Decides a move's outcome, if it is open: `error`. What of it has not begun never will."""
-        self._advance(handle, error)
+                self._advance(each, BlockIoError(IoFailure.DEADLINE, message))
 
     def close(self) -> None:
         """Cancels moves that have not begun and refuses new ones. Does not wait for the others."""
@@ -181,13 +180,6 @@ class IoQueue:
         with self._lock:
             ends = [each._end for each in self._open]
         return not concurrent.futures.wait(ends, timeout_s).not_done
-
-    def time_left_s(self, handle: IoHandle, now_s: float) -> float:
-        """Seconds until a move is late, if nothing progresses."""
-        since_s = handle._progress_s
-        if since_s is None:
-            since_s = max(handle._submitted_s, self._progress_s)
-        return since_s + self._deadline_s - now_s
 
     def _run(self, handle: IoHandle, operation: Operation) -> None:
         """Runs one operation on a thread, and the last one of its move behind it."""
@@ -308,7 +300,7 @@ class BusyPeriods:
         self._lock = threading.Lock()
         self._moving: set[Hashable] = set()
         self._began_s = 0.0
-        self._num_bytes: int | None = 0
+        self._num_bytes = 0.0  # NaN once a move of the period has failed.
 
     def begin(self, move: Hashable) -> None:
         """A move begins."""
@@ -328,11 +320,8 @@ class BusyPeriods:
             if move not in self._moving:
                 return
             self._moving.remove(move)
-            if num_bytes is None or self._num_bytes is None:
-                self._num_bytes = None
-            else:
-                self._num_bytes += num_bytes
+            self._num_bytes += math.nan if num_bytes is None else num_bytes
             total_bytes, seconds = self._num_bytes, self._clock() - self._began_s
-            if self._moving or total_bytes is None:
+            if self._moving or math.isnan(total_bytes):
                 return
-        self._on_period(total_bytes, seconds)
+        self._on_period(int(total_bytes), seconds)

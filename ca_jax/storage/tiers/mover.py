@@ -1,7 +1,8 @@
-"""Moves between DRAM and SSD, done on two threads: one reads and verifies, one writes and keeps the catalog.
+"""Moves between DRAM and SSD: what the SSD's index asks for, and two threads that do it.
 
-A third one holds both against the deadline: either may stand in the catalog for as long as the disk does. Fetches that
-wait for the catalog then fail, and all are told that the SSD is late; a flush is under way until it has ended.
+One thread reads and verifies, one writes and keeps the catalog. A third one holds both against the deadline: either may
+stand in the catalog for as long as the disk does. Fetches that wait for the catalog then fail, and all are told that
+the SSD is late; a flush is under way until it has ended.
 
 A *fetch* reads what to expect from the catalog, then the blocks, which are held against their checksums. A *flush*
 makes earlier changes of the catalog durable, writes the blocks that are not on SSD yet, and publishes the session, with
@@ -15,20 +16,20 @@ written at all.
 Tasks belong to the caller; what became of them comes back by `take_ended`. Nothing here raises for what a disk or
 catalog does, but `contents`, which reads the catalog for a thread that must not wait for a disk.
 
-Not here: which sessions move, and into which blocks (ssd).
+Not here: which sessions move, and into which blocks (ssd); doing it in simulated time (simulate.clock).
 """
 
 from __future__ import annotations
 
 import collections
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -40,20 +41,158 @@ from ca_jax.storage.catalog.file import (
     CatalogLateError,
     quarantine,
 )
-from ca_jax.storage.catalog.records import Contents, DamagedRecordError
-from ca_jax.storage.layout import layer_sums
+from ca_jax.storage.catalog.records import Contents, DamagedRecordError, SessionRecord
+from ca_jax.storage.layout import KVLayout, layer_sums
 from ca_jax.storage.records import BlockIoError, IoFailure, StoreRuntime
 from ca_jax.storage.tiers.disk import DiskTier
 from ca_jax.storage.tiers.dram import host_array
 from ca_jax.storage.tiers.io import BusyPeriods, IoHandle, StepThread
-from ca_jax.storage.tiers.tasks import Changed, FetchTask, FlushTask, Lost, TaskEnd
-from ca_jax.storage.tokens import Lineage
+from ca_jax.storage.tokens import Lineage, SsdCopy
 from ca_jax.telemetry.timeline import ArgValue, Track
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.25  # How often what is under way is held against its deadline.
 _CLOSE_ASKS_S = 1.0  # A reader that does not answer in that time stays open.
 _SHOWN_KEY_CHARS = 12  # Of a key, on a timeline.
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class FetchTask:
+    """Reads a session's blocks into memory."""
+
+    key: str
+    copy: SsdCopy
+    """What the session is known to have on SSD."""
+    into: Sequence[np.ndarray]
+    """One block of memory for each: the worker's until the task has settled."""
+    cancelled: bool = False
+    """Its outcome does not matter any more: it was given up, or is late."""
+
+    @property
+    def num_moved_blocks(self) -> int:
+        """Blocks that are read."""
+        return len(self.into)
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class FlushTask:
+    """Writes the blocks of a session that are not on SSD yet, and publishes it."""
+
+    record: SessionRecord
+    """As it will be published: all blocks, kept ones first."""
+    token_ids: np.ndarray
+    """int32 `[num_tokens]`."""
+    num_kept_blocks: int
+    """Leading full blocks that are published already, and stay."""
+    num_shared_blocks: int = 0
+    """Full blocks behind them that are published already as another session's: they are not written."""
+    sources: Sequence[np.ndarray]
+    """Memory of the blocks that are not kept, in order: not to be rewritten until the task has settled, but for the
+    last one, of which only tokens behind the session's may change."""
+    note: bytes | None
+    """What to keep with the session; None keeps what is kept."""
+    cancelled: bool = False
+    """Set by the submitter: it must not be published, if it is not yet. What is forgotten then comes after it."""
+
+    @property
+    def key(self) -> str:
+        """Of the session."""
+        return self.record.key
+
+    @property
+    def num_moved_blocks(self) -> int:
+        """Blocks that are written."""
+        return len(self.sources) - self.num_shared_blocks
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskEnd:
+    """What became of a task. One that fails before its moves have settled is reported twice."""
+
+    task: FetchTask | FlushTask
+    error: BlockIoError | None = None
+    settled: bool = True
+    """Whether none of its memory or blocks will be touched any more. Always after success."""
+    contents: Contents | None = None
+    """Of a fetched session."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Changed:
+    """What became of a change of what the catalog says of a session."""
+
+    key: str
+    note: bytes | None = None
+    """What it was to keep with it from then on; None: what it kept."""
+    error: BlockIoError | None = None
+    is_lost: bool = False
+    """Whether the catalog does not know the session any more."""
+
+
+class SsdMover(Protocol):
+    """Blocks on SSD: does tasks, and changes of the catalog in the order in which they were asked for.
+
+    Nothing here waits but `contents`, and that no longer than the deadline.
+    """
+
+    layout: KVLayout
+    stored_block_bytes: int
+    """What one block takes on SSD: the unit of the cap."""
+    num_blocks: int
+    """How many blocks the cap holds."""
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the catalog has not answered for so long that nothing should wait for the SSD."""
+
+    def submit(self, task: FetchTask | FlushTask) -> None:
+        """Begins a fetch or a flush."""
+
+    def forget(self, keys: Sequence[str]) -> None:
+        """Has sessions forgotten. Their blocks may be given to later flushes at once."""
+
+    def cut(self, key: str, kept: np.ndarray, lineage: Lineage, note: bytes | None) -> None:
+        """Has tokens of a session forgotten. Blocks that have none left may be given to later flushes at once.
+
+        Where the catalog cannot be changed so, the session is forgotten, which `take_ended` says.
+
+        Args:
+          key: of the session.
+          kept: bool `[num_tokens]`, which of its tokens on SSD stay.
+          lineage: what has been dropped then.
+          note: what is kept with it, in the same change; None keeps what is kept.
+        """
+
+    def change(self, key: str, change: Callable[[Catalog], bool], note: bytes | None = None) -> None:
+        """Has a change made to what the catalog says of a session; `take_ended` says what became of it.
+
+        Args:
+          key: of the session.
+          change: makes it, on a thread of the mover's; says whether the catalog knows the session.
+          note: what is kept with the session then; None: what is kept.
+        """
+
+    def contents(self, key: str) -> Contents | None:
+        """What the catalog keeps with a session; None where it knows none.
+
+        Raises:
+          CatalogLateError: it has not answered in time.
+          CatalogError: it cannot be read.
+        """
+
+    def take_ended(self) -> TaskEnd | Changed | None:
+        """The next thing that happened, in order; None where there is none."""
+
+    def close(self, timeout_s: float, used_s: Mapping[str, float]) -> bool:
+        """Ends after what was submitted, waiting at most so long.
+
+        Args:
+          timeout_s: how long.
+          used_s: when sessions were last used, to be written down; seconds since the epoch, by key.
+
+        Returns:
+          Whether all has settled. If not, the memory of open tasks must stay.
+        """
 
 
 class SsdWorker:
@@ -74,16 +213,9 @@ class SsdWorker:
         prepare: Callable[[], object],
         runtime: StoreRuntime,
     ) -> None:
-        self._tier = tier
-        self.layout = tier.layout
-        """See `SsdMover`."""
-        self.stored_block_bytes = tier.stored_block_bytes
-        """See `SsdMover`."""
-        self.num_blocks = tier.num_blocks
-        """See `SsdMover`."""
+        self._tier, self._catalog = tier, catalog
+        self.layout, self.stored_block_bytes, self.num_blocks = tier.layout, tier.stored_block_bytes, tier.num_blocks
         self.num_changes = 0
-        """See `SsdMover`."""
-        self._catalog = catalog
         self._unforgotten: set[str] = set()  # What the catalog still names and must not, before anything is written.
         self._is_beyond_use = False  # Whether the catalog is damaged where it would be written.
         self._reader, self._asked_reader = (CatalogReader(catalog.directory, catalog.namespace) for _ in range(2))
@@ -92,7 +224,7 @@ class SsdWorker:
         self._fetching = BusyPeriods(runtime.on_fetch)
         self._timeline = runtime.timeline
         self._began_s: dict[FetchTask | FlushTask, float] = {}  # Not on the timeline yet.
-        self._ended: collections.deque[TaskEnd | Changed | Lost] = collections.deque()
+        self._ended: collections.deque[TaskEnd | Changed] = collections.deque()
         self._bounces: list[np.ndarray] = []
         self._deadline_s = tier.deadline_s
         self._was_late = False
@@ -115,9 +247,9 @@ class SsdWorker:
         if isinstance(task, FetchTask):
             with self._lock:
                 self._fetches[task] = None
-            self._reads.put(functools.partial(self._begin_fetch, task))
+            self._reads.put(lambda: self._do(task, lambda: self._begin_fetch(task)))
         else:
-            self._writes.put(functools.partial(self._begin_flush, task))
+            self._writes.put(lambda: self._do(task, lambda: self._begin_flush(task)))
 
     def forget(self, keys: Sequence[str]) -> None:
         """See `SsdMover`."""
@@ -127,17 +259,9 @@ class SsdWorker:
         """See `SsdMover`."""
         self._put_change(functools.partial(self._cut, key, kept, lineage, note))
 
-    def change(self, key: str, pinned: bool, ttl_s: float | None) -> None:
+    def change(self, key: str, change: Callable[[Catalog], bool], note: bytes | None = None) -> None:
         """See `SsdMover`."""
-        self._put_change(lambda: self._change(key, None, lambda: self._catalog.set_kept(key, pinned, ttl_s)))
-
-    def set_note(self, key: str, note: bytes) -> None:
-        """See `SsdMover`."""
-        self._put_change(lambda: self._change(key, note, lambda: self._catalog.set_note(key, note)))
-
-    def use(self, times_s: Mapping[str, float]) -> None:
-        """See `SsdMover`."""
-        self._put_change(functools.partial(self._use, times_s))
+        self._put_change(functools.partial(self._change, key, change, note))
 
     def contents(self, key: str) -> Contents | None:
         """See `SsdMover`. Until its last question is answered no other is asked."""
@@ -157,16 +281,13 @@ class SsdWorker:
         except TimeoutError:
             raise CatalogLateError(str(self._late())) from None
 
-    def take_ended(self) -> TaskEnd | Changed | Lost | None:
+    def take_ended(self) -> TaskEnd | Changed | None:
         """See `SsdMover`."""
         return self._ended.popleft() if self._ended else None
 
-    def close(self, timeout_s: float) -> bool:
-        """Ends the threads after what was submitted, waits at most so long, and closes tier and catalog.
-
-        Returns:
-          Whether all has settled. If not, the memory of open tasks must stay.
-        """
+    def close(self, timeout_s: float, used_s: Mapping[str, float]) -> bool:
+        """See `SsdMover`. Closes tier and catalog."""
+        self._put_change(functools.partial(self._use, used_s))
         for thread in (self._asks, self._reads, self._writes):
             thread.end()
         if self._asks.join(_CLOSE_ASKS_S):  # First: the last one to close has to be one that may merge the log.
@@ -218,17 +339,8 @@ class SsdWorker:
     # Fetching, on the reading thread.
 
     def _begin_fetch(self, task: FetchTask) -> None:
-        with self._ends(task):
-            _refuse_cancelled(task)
-            self._mark_begin(task)
-            self._fetching.begin(task)
-            contents = self._expected(task)
-            _refuse_cancelled(task)
-            handle = self._tier.read_blocks(task.copy.block_ids.tolist(), task.into, contents.sums)
-            self._move(handle, task, self._reads, lambda: self._end(TaskEnd(task=task, contents=contents)))
-
-    def _expected(self, task: FetchTask) -> Contents:
-        """What the catalog says is in the blocks."""
+        self._began_s[task] = time.perf_counter()
+        self._fetching.begin(task)
         found = self._reader.load(task.key)
         if found is None:
             raise BlockIoError(IoFailure.MISSING, f"the catalog must have session {task.key!r}, got none")
@@ -242,39 +354,40 @@ class SsdWorker:
                 f"{task.copy.num_blocks} blocks, got {record.num_tokens} in {record.num_blocks}, without these",
             )
         tokens, blocks = indices
-        return dataclasses.replace(contents, token_ids=contents.token_ids[tokens], sums=contents.sums[blocks])
+        contents = dataclasses.replace(contents, token_ids=contents.token_ids[tokens], sums=contents.sums[blocks])
+        _refuse_cancelled(task)
+        handle = self._tier.read_blocks(task.copy.block_ids.tolist(), task.into, contents.sums)
+        self._move(handle, task, self._reads, lambda: self._end(TaskEnd(task=task, contents=contents)))
 
     # Flushing and changes of the catalog, on the writing thread.
 
     def _begin_flush(self, task: FlushTask) -> None:
-        with self._ends(task, writes=True):
-            _refuse_cancelled(task)
-            self._settle()
-            self._mark_begin(task)
-            num_shared, sources = task.num_shared_blocks, list(task.sources)
-            sums = np.empty((len(sources), self.layout.num_layers), np.uint32)
-            for index in range(num_shared):
-                sums[index] = layer_sums(sources[index])
-            self._writes.progressed()
-            bounce = None
-            if len(sources) > num_shared:  # More tokens may come to the last one; what is written stands still.
-                bounce = self._bounces.pop() if self._bounces else host_array(sources[-1].shape, sources[-1].dtype)
-                np.copyto(bounce, sources[-1])
-                sources[-1] = bounce
-            block_ids = task.record.block_ids[task.num_kept_blocks + num_shared :].tolist()
-            handle = self._tier.write_blocks(block_ids, sources[num_shared:], sums[num_shared:])
-            if bounce is not None:
-                handle.add_settled_callback(lambda _: self._bounces.append(bounce))
-            self._move(handle, task, self._writes, lambda: self._publish(task, sums))
+        self._settle()
+        self._began_s[task] = time.perf_counter()
+        num_shared, sources = task.num_shared_blocks, list(task.sources)
+        sums = np.empty((len(sources), self.layout.num_layers), np.uint32)
+        for index in range(num_shared):
+            sums[index] = layer_sums(sources[index])
+        self._writes.progressed()
+        bounce = None
+        if len(sources) > num_shared:  # More tokens may come to the last one; what is written stands still.
+            bounce = self._bounces.pop() if self._bounces else host_array(sources[-1].shape, sources[-1].dtype)
+            np.copyto(bounce, sources[-1])
+            sources[-1] = bounce
+        block_ids = task.record.block_ids[task.num_kept_blocks + num_shared :].tolist()
+        handle = self._tier.write_blocks(block_ids, sources[num_shared:], sums[num_shared:])
+        if bounce is not None:
+            handle.add_settled_callback(lambda _: self._bounces.append(bounce))
+        self._move(handle, task, self._writes, lambda: self._publish(task, sums))
 
     def _publish(self, task: FlushTask, new_sums: np.ndarray) -> None:
         """Publishes a session, some leading blocks of which are published already."""
         self._settle()
-        kept = self._catalog.contents(task.record.key)
+        kept = self._catalog.contents(task.key)
         kept_sums = new_sums[:0] if kept is None else kept.sums
         if len(kept_sums) < task.num_kept_blocks:
             raise DamagedRecordError(
-                f"session {task.record.key!r} must have {task.num_kept_blocks} blocks to stay, got {len(kept_sums)}"
+                f"session {task.key!r} must have {task.num_kept_blocks} blocks to stay, got {len(kept_sums)}"
             )
         note = task.note
         if note is None:
@@ -305,23 +418,21 @@ class SsdWorker:
             return
         try:
             found = self._catalog.cut(key, kept, lineage, note)
-            self._ended.append(Lost(key=key) if found is None else Changed(key=key, note=note))
+            self._ended.append(Changed(key=key, note=note, is_lost=found is None))
         except (CatalogError, ValueError) as error:  # ValueError: the catalog has another state than the index.
             _LOG.warning("a session cannot be cut, and is forgotten: %s", error)
-            self._ended.append(Lost(key=key))
+            self._ended.append(Changed(key=key, is_lost=True))
             self._forget((key,))
 
-    def _change(self, key: str, note: bytes | None, change: Callable[[], bool]) -> None:
+    def _change(self, key: str, change: Callable[[Catalog], bool], note: bytes | None) -> None:
         """Makes a change to a session in the catalog, which says whether it knows the session."""
-        error = None
+        error, is_known = None, True
         try:
-            if not change():
-                self._ended.append(Lost(key=key))
-                error = BlockIoError(IoFailure.MISSING, f"the catalog must have session {key!r}, got none")
+            is_known = change(self._catalog)
         except CatalogError as failure:
             _LOG.warning("a session's pin, note or time to live is not written down yet: %s", failure)
             error = self._failure(failure, writes=True)
-        self._ended.append(Changed(key=key, note=note, error=error))
+        self._ended.append(Changed(key=key, note=note, error=error, is_lost=not is_known))
 
     def _use(self, times_s: Mapping[str, float]) -> None:
         try:
@@ -331,35 +442,27 @@ class SsdWorker:
 
     # Both.
 
-    @contextlib.contextmanager
-    def _ends(self, task: FetchTask | FlushTask, *, writes: bool = False) -> Iterator[None]:
-        """Ends a task with what is raised in the `with` block."""
+    def _do(self, task: FetchTask | FlushTask, step: Callable[[], None]) -> None:
+        """Takes a step of a task, which ends with what the step raises."""
         try:
-            yield
+            _refuse_cancelled(task)
+            step()
         except (BlockIoError, CatalogError) as error:
-            self._end(TaskEnd(task=task, error=self._failure(error, writes=writes)))
+            self._end(TaskEnd(task=task, error=self._failure(error, writes=isinstance(task, FlushTask))))
 
     def _failure(self, error: BlockIoError | CatalogError, *, writes: bool) -> BlockIoError:
         if isinstance(error, BlockIoError):
             return error
         self._is_beyond_use |= writes and isinstance(error, CatalogCorruptError)
-        if isinstance(error, DamagedRecordError):
-            return BlockIoError(IoFailure.CORRUPT, str(error))
-        return BlockIoError(
-            IoFailure.NO_SPACE if isinstance(error, CatalogFullError) else IoFailure.CATALOG, str(error)
-        )
+        reason = IoFailure.NO_SPACE if isinstance(error, CatalogFullError) else IoFailure.CATALOG
+        return BlockIoError(IoFailure.CORRUPT if isinstance(error, DamagedRecordError) else reason, str(error))
 
     def _move(self, handle: IoHandle, task: FetchTask | FlushTask, steps: StepThread, then: Callable[[], None]) -> None:
         """Goes on with `then` on the same thread once a move has succeeded, and says so if it fails."""
 
-        def go_on() -> None:
-            with self._ends(task, writes=isinstance(task, FlushTask)):
-                _refuse_cancelled(task)
-                then()
-
         def settled(handle: IoHandle) -> None:
             if handle.error is None:
-                steps.put(go_on)
+                steps.put(lambda: self._do(task, then))
             else:
                 self._end(TaskEnd(task=task, error=handle.error))
 
@@ -370,27 +473,19 @@ class SsdWorker:
         handle.add_done_callback(done)
         handle.add_settled_callback(settled)
 
-    def _mark_begin(self, task: FetchTask | FlushTask) -> None:
-        if self._timeline.enabled:
-            self._began_s[task] = time.perf_counter()
-
     def _end(self, end: TaskEnd) -> None:
-        track: Track
-        if isinstance(end.task, FetchTask):
-            track, key, num_blocks = "fetch", end.task.key, end.task.copy.num_blocks
-        else:
-            track, key, num_blocks = "flush", end.task.record.key, end.task.num_written_blocks
-        num_bytes = num_blocks * self.layout.block_bytes
-        began_s = self._began_s.pop(end.task, None)
+        task, num_bytes = end.task, end.task.num_moved_blocks * self.layout.block_bytes
+        track: Track = "fetch" if isinstance(task, FetchTask) else "flush"
+        began_s = self._began_s.pop(task, None)
         if began_s is not None:  # Told once. It was no thread's: others were under way with it.
-            args: dict[str, ArgValue] = {"key": key[:_SHOWN_KEY_CHARS], "num_bytes": num_bytes}
+            args: dict[str, ArgValue] = {"key": task.key[:_SHOWN_KEY_CHARS], "num_bytes": num_bytes}
             if end.error is not None:
                 args["error"] = end.error.reason.value
             self._timeline.add(track, track, began_s, time.perf_counter(), **args)
-        if isinstance(end.task, FetchTask):
+        if isinstance(task, FetchTask):
             with self._lock:
-                self._fetches.pop(end.task, None)
-            self._fetching.end(end.task, num_bytes if end.error is None else None)
+                self._fetches.pop(task, None)
+            self._fetching.end(task, num_bytes if end.error is None else None)
         self._ended.append(end)
         self._on_progress()
 

@@ -8,7 +8,7 @@ Not here: the directory's lock (catalog.file), which blocks are held (opening).
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import json
 import socket
 import time
@@ -26,23 +26,11 @@ OWNER_NAME = "owner.json"
 ID_NAME = "directory.id"
 """What names a store's directory, in it."""
 _FORMAT = 1
+_FIELDS = ("owner", "directory", "host", "since")  # `directory_id`, its path then, local time.
 
 
 class BlocksOwnedError(CaJaxError):
     """Blocks at a URL are another directory's, or it is not known whose. Nothing was changed."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Owner:
-    """What a mark says."""
-
-    owner: str  # `directory_id` of the directory.
-    directory: str  # Where that was when it made the mark.
-    host: str
-    since: str  # Local time.
-
-    def __str__(self) -> str:
-        return f"{self.directory} on {self.host} since {self.since}"
 
 
 def claim_blocks(
@@ -52,7 +40,7 @@ def claim_blocks(
     *,
     knows_any: Callable[[], bool],
     takes_over: bool = False,
-) -> Owner | None:
+) -> str | None:
     """Makes sure that a directory owns the blocks at a URL, and marks them as its own where they have no mark.
 
     Blocks with no mark are of an older version: they are adopted by a directory whose catalog has sessions there.
@@ -60,35 +48,33 @@ def claim_blocks(
     Args:
       blocks: the URL.
       directory: the store's; the caller holds its lock.
-      list_blocks: gives the ids of the blocks that are there; only asked where there is no mark.
-      knows_any: says whether the directory's catalog has sessions there; likewise.
+      list_blocks: gives the ids of the blocks that are there; only asked where there is no mark, as `knows_any` is.
+      knows_any: says whether the directory's catalog has sessions there.
       takes_over: makes it the owner in any case.
 
     Returns:
-      The owner before; None where there was no mark that can be read.
+      The owner before, in words; None where there was no mark that can be read.
 
     Raises:
       BlocksOwnedError: they are not the directory's.
     """
     found = blocks.read(OWNER_NAME).result()
     owner, own_id = _parsed(found.value), directory_id(directory)
-    if owner is not None and owner.owner == own_id:
-        return owner
+    if owner is not None and owner["owner"] == own_id:
+        return _described(owner)
     if not takes_over:
         if found.state == "value":
-            raise _refusal(blocks, directory, f"got {'a mark of no known format' if owner is None else owner}")
+            raise _refusal(blocks, directory, _described(owner) or "a mark of no known format")
         num_unknown = 0 if knows_any() else len(list_blocks())
         if num_unknown:
-            raise _refusal(blocks, directory, f"got {num_unknown} blocks that this directory knows nothing of")
-    own = Owner(
-        owner=own_id, directory=str(directory.absolute()), host=socket.gethostname(), since=time.strftime("%F %T %z")
-    )
-    text = json.dumps({"format": _FORMAT, **dataclasses.asdict(own)}).encode()
-    blocks.write(OWNER_NAME, text, if_equal=found.stamp.generation).result()
+            raise _refusal(blocks, directory, f"{num_unknown} blocks that this directory knows nothing of")
+    values = own_id, str(directory.absolute()), socket.gethostname(), time.strftime("%F %T %z")
+    own = dict(zip(_FIELDS, values, strict=True))
+    blocks.write(OWNER_NAME, json.dumps({"format": _FORMAT, **own}).encode(), if_equal=found.stamp.generation).result()
     marked = _parsed(blocks.read(OWNER_NAME).result().value)
     if marked != own:  # Another one came in between.
-        raise _refusal(blocks, directory, f"got {marked}")
-    return owner
+        raise _refusal(blocks, directory, str(_described(marked)))
+    return _described(owner)
 
 
 def directory_id(directory: Path) -> str:
@@ -102,19 +88,22 @@ def directory_id(directory: Path) -> str:
     return f"{path.read_text(encoding='ascii')}-{path.stat().st_ino}"  # A copy is another file.
 
 
-def _parsed(text: bytes) -> Owner | None:
-    try:
-        fields = json.loads(text)
-        if fields.pop("format") == _FORMAT:
-            return Owner(**fields)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        pass
+def _parsed(text: bytes) -> dict[str, str] | None:
+    """The fields of a mark; None of what is no mark."""
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+        fields: dict[str, str] = json.loads(text)
+        if fields.pop("format") == _FORMAT and set(fields) == set(_FIELDS):
+            return fields
     return None
+
+
+def _described(owner: dict[str, str] | None) -> str | None:
+    return None if owner is None else f"{owner['directory']} on {owner['host']} since {owner['since']}"
 
 
 def _refusal(blocks: ts.KvStore, directory: Path, found: str) -> BlocksOwnedError:
     return BlocksOwnedError(
-        f"the blocks at {blocks.url} must be those of {directory}, {found}; give this store a URL of its own, or, "
+        f"the blocks at {blocks.url} must be those of {directory}, got {found}; give this store a URL of its own, or, "
         "where the other directory is gone and no engine uses it, take its blocks over: "
         "python -m ca_jax.launch.store --ssd_dir=… --ssd_url=… claim"
     )
