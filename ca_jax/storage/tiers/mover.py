@@ -140,6 +140,8 @@ class SsdMover(Protocol):
     """What one block takes on SSD: the unit of the cap."""
     num_blocks: int
     """How many blocks the cap holds."""
+    num_changes: int
+    """Changes of the catalog that were asked for and not tried yet."""
 
     @property
     def is_late(self) -> bool:
