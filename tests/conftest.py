@@ -25,8 +25,8 @@ os.environ.setdefault("NPROC", "16")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(REPOSITORY / ".cache" / "xla"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-# Compiling is most of what the tests take, and what they compile is small: for a CPU it is compiled the quick way, which
-# takes a third of the time. `XLA_FLAGS= make test` compiles as an engine does.
+# Most of the tests' time would be compiling, and what they compile runs a few times: for a CPU it is compiled the quick
+# way, which takes a third as long. `XLA_FLAGS= make test` compiles as an engine does.
 if shutil.which("nvidia-smi") is None:
     _QUICK = "--xla_backend_optimization_level=0"
     if importlib.metadata.version("jaxlib").startswith("0.10."):  # XLA ends the process where it does not know a flag.

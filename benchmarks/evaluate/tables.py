@@ -12,6 +12,7 @@ from typing import Any
 import rich.console
 
 from benchmarks.evaluate.rag import MAX_TOP1_LOSS, TIMED_FIGURES
+from benchmarks.evaluate.rag_methods import RECOMPUTE, Method
 from ca_jax.launch.script import make_markdown, make_table, note
 
 Report = Mapping[str, Any]
@@ -23,11 +24,9 @@ Report = Mapping[str, Any]
 Row = Mapping[str, Any]
 Columns = tuple[tuple[str, Callable[[Row], str]], ...]
 
-SMALL_MODEL_REMARK = (
-    "F1 and ROUGE-L are of short answers by a model that may be small: one of 135M answers few of these questions, by "
-    "full recompute too. KL divergence and top-1 agreement say more of how close a method is to it."
-)
-"""Said below every table of answers."""
+_PREFIX = Method(kind="prefix").name
+MIN_F1 = 0.1
+"""Where full recompute's own answers score less, scores of answers compare nothing and are left out."""
 
 
 def print_report(report: Report, console: rich.console.Console) -> None:
@@ -49,7 +48,28 @@ def to_markdown(report: Report) -> str:
 def _cells(report: Report) -> tuple[list[str], list[list[str]]]:
     columns = columns_of(report)
     headings = [f">{heading}" if nth else heading for nth, (heading, _) in enumerate(columns)]
-    return headings, [[cell(row) for _, cell in columns] for row in report["rows"]]
+    return headings, [[cell(row) for _, cell in columns] for row in report["rows"] if _says(report, row)]
+
+
+def _says(report: Report, row: Row) -> bool:
+    """Whether a row compares something: not where all that it has are answers, and those are left out."""
+    only_answers = report["task"] == "rag" and row.get("mean_kl", 0) is None and not _compares_answers(report)
+    return not found_nothing(row) and not (only_answers and report["config"].get("figure") is None)
+
+
+def _compares_answers(report: Report) -> bool:
+    return (recompute_f1(report) or 0) >= MIN_F1
+
+
+def found_nothing(row: Row) -> bool:
+    """Whether a baseline was measured that found none of what it was to reuse: it is a recompute by another name."""
+    return row.get("name") == _PREFIX and row.get("cached_tokens") == 0
+
+
+def recompute_f1(report: Report) -> float | None:
+    """Mean F1 of the answers of full recompute; None where none were scored."""
+    scores = [row["f1"] for row in report["rows"] if row.get("name") == RECOMPUTE.name and row.get("f1") is not None]
+    return max(scores, default=None)
 
 
 def title_of(report: Report) -> str:
@@ -84,8 +104,13 @@ def remarks_of(report: Report) -> list[str]:
             f"TTFT: medians of {config['repeats']} turns of each of up to {config['timed_items']} items; processes "
             f"that ran beside it when it began: {'unknown' if load is None else f'{load:.1f}'} (mean of a minute)."
         )
-    if any(row.get("f1") is not None for row in report["rows"]):
-        remarks.append(SMALL_MODEL_REMARK)
+    if (score := recompute_f1(report)) is not None and score < MIN_F1:
+        remarks.append(
+            f"Scores of answers are left out: full recompute's own F1 is {score:.3f}, and under {MIN_F1} they compare "
+            "nothing."
+        )
+    if any(map(found_nothing, report["rows"])):
+        remarks.append(f"Left out: {_PREFIX}, which found nothing stored.")
     return remarks
 
 
@@ -112,7 +137,8 @@ def verdict(report: Report) -> str:
 def columns_of(report: Report) -> Columns:
     """Heading and form of each column of a report."""
     figure = report["config"].get("figure")
-    return COLUMNS[report["task"] if figure is None else f"figure {figure}"]
+    what = report["task"] if figure is None else f"figure {figure}"
+    return COLUMNS[what] + (ANSWER_COLUMNS.get(what, ()) if _compares_answers(report) else ())
 
 
 def number(value: float | None, form: str = ",.3f") -> str:
@@ -236,10 +262,6 @@ COLUMNS: dict[str, Columns] = {
         ("above hkvd\n95 %", "kl_above_hkvd_interval", "to+.4f"),
         _SAME_TOP1,
         ("attention\ndeviation", "attention_deviation", ",.2f"),
-        _F1,
-        ("95 %", "f1_interval", "to.3f"),
-        ("less full\nrecompute's, 95 %", "f1_above_recompute_interval", "to+.3f"),
-        _ROUGE_L,
     ),
     "blend_gate": _columns(
         ("ratio", "ratio", ".4g"),
@@ -277,7 +299,7 @@ COLUMNS: dict[str, Columns] = {
         ("rank\ncorrelation", "correlation", ",.3f"),
         ("95 %", "interval", "to.3f"),
     ),
-    **dict.fromkeys(("figure 12", "figure 16"), _columns(_METHOD, *_TTFT, _KL, _SAME_TOP1, _F1, _ROUGE_L)),
+    **dict.fromkeys(("figure 12", "figure 16"), _columns(_METHOD, *_TTFT, _KL, _SAME_TOP1)),
     "figure 15": _columns(_METHOD, ("chunks", lambda row: f"{row['num_chunks']} of {row['chunk_tokens']:,}"), *_TTFT),
     "figure 17": _columns(
         _METHOD,
@@ -286,3 +308,14 @@ COLUMNS: dict[str, Columns] = {
     ),
 }
 """Heading and form of each column, by task or figure."""
+
+ANSWER_COLUMNS: dict[str, Columns] = {
+    "rag": _columns(
+        _F1,
+        ("95 %", "f1_interval", "to.3f"),
+        ("less full\nrecompute's, 95 %", "f1_above_recompute_interval", "to+.3f"),
+        _ROUGE_L,
+    ),
+    **dict.fromkeys(("figure 12", "figure 16"), _columns(_F1, _ROUGE_L)),
+}
+"""Columns of how answers score, behind those, where they compare something."""

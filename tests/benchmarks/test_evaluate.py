@@ -172,11 +172,16 @@ def test_methods_are_told_and_drawn(items, tmp_path):
     table = shown(report)
     assert "rag, items.json" in table
     assert "3 items, up to 3 chunks of up to 48 tokens" in table
-    assert all(row["name"] in table for row in report["rows"])
+    assert all(row["name"] in table for row in report["rows"] if row["mean_kl"] is not None)
     assert f"{report['rows'][2]['mean_kl']:.4f}" in table
-    assert tables.SMALL_MODEL_REMARK.split(":")[0][:60] in table
+    answered = {**report, "rows": [{**row, "f1": 0.5} for row in report["rows"]]}
+    assert "F1" not in table.replace("own F1 is", ""), "answers that full recompute cannot give compare nothing"
+    assert "own F1 is 0.000" in table
+    assert "F1" in shown(answered)
     markdown = tables.to_markdown(report).splitlines()
-    assert sum(line.startswith("|") for line in markdown) == 2 + len(report["rows"])
+    assert sum(line.startswith("|") for line in markdown) == 2 + sum(
+        row["mean_kl"] is not None for row in report["rows"]
+    )
     assert markdown[2].startswith("| method | computed tokens | KL, nats |")
     assert is_drawn(tmp_path / "new" / "a.png", report)
 
