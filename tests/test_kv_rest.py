@@ -28,7 +28,7 @@ ROUNDING_ATOL = 0.3
 
 
 def int8_engine(overflow: OverflowConfig | None = None, **changes: object):
-    return kit.small_engine(**ok.SMALL, overflow=overflow, kv_rest_dtype="int8", **changes)
+    return kit.small_engine(**{**ok.SMALL, "overflow": overflow, "kv_rest_dtype": "int8", **changes})
 
 
 def pair_of(engine, drift=None) -> ok.Pair:
@@ -57,7 +57,7 @@ def stored_rows(engine, session) -> np.ndarray:
 
 def test_turns_over_rounded_history_are_those_of_a_rounded_cache(store):
     """Passes over a loaded history and behind one, with unused memory full of NaN."""
-    with int8_engine(window=kit.WINDOW, store=store) as engine:
+    with int8_engine(context_window=kit.WINDOW, store=store) as engine:
         poison(engine)
         pair = pair_of(engine)
         pair.turns(40, 9, 150, 1)  # A pass is 64 tokens.
@@ -75,7 +75,7 @@ def test_turns_over_rounded_history_are_those_of_a_rounded_cache(store):
 
 def test_logits_over_rounded_history_are_near_those_of_full_precision():
     largest = 0.0
-    with int8_engine(window=kit.WINDOW) as engine:
+    with int8_engine(context_window=kit.WINDOW) as engine:
         session = engine.session()
         for turn, num_tokens in enumerate((60, 9, 100)):
             with ok.recorded_logits(engine) as logits:
@@ -90,14 +90,14 @@ def test_logits_over_rounded_history_are_near_those_of_full_precision():
 def test_both_tiers_give_the_same_tokens_and_the_same_bytes(tmp_path):
     found = []
     messages = [kit.prompt(60), kit.prompt(9, 1), kit.prompt(100, 2)]
-    with int8_engine(window=kit.WINDOW) as engine:
+    with int8_engine(context_window=kit.WINDOW) as engine:
         session = engine.session()
         found.append((kit.converse(session, messages), stored_rows(engine, session)))
         assert session.usage.cached_tokens["dram"] > 0
     for driver in ("zarr3", "raw"):
         store, answers = kit.ssd_store(tmp_path / driver, ssd_driver=driver), []
         for message in messages:  # Each turn is another engine's.
-            with int8_engine(window=kit.WINDOW, store=store) as engine:
+            with int8_engine(context_window=kit.WINDOW, store=store) as engine:
                 session = engine.session(session_id="one")
                 answers.append(kit.say(session, message))
                 assert session.usage.cached_tokens.get("ssd", 0) == max(len(session.token_ids) - 13 - len(message), 0)
