@@ -48,6 +48,11 @@ class HistoryOnDevice:
     history: History | None = None
     """Of chunks: what the engine would blend."""
 
+    @property
+    def num_held(self) -> int:
+        """All of them."""
+        return len(self.layers)
+
     def layer(self, layer: int) -> jax.Array:
         """A layer's KV."""
         return self.layers[layer]
@@ -117,7 +122,7 @@ class ApartEngine:
                 raise BenchError(f"a load of {len(chunks)} chunks must find all of them in DRAM, got {len(held)}")
         fused = FusedTicket([(part, span.start) for part, span in zip(held, spans, strict=True)])
         with self._on_device(fused, held) as (layers, load_s, load):
-            history = History("", load, num_stored=0, num_slid=0, predicted_s=None, chunks=tuple(spans))
+            history = History("", load, load, num_stored=0, num_slid=0, predicted_s=None, chunks=tuple(spans))
             token_ids = list(itertools.chain.from_iterable(chunks))
             yield HistoryOnDevice(fused.num_tokens, layers, load_s, token_ids, history)
 

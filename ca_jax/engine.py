@@ -3,8 +3,8 @@
 One turn: `submit_turn` queues a job; each `step` takes in what was saved and has the batch do what the scheduler plans.
 The thread that iterates an answer runs the engine, one at a time.
 
-Not here: what a step does (batch), who runs (scheduler), device state (runner), loading and saving (session_kv), text
-to tokens (prompts).
+Not here: what a step does (batch), who runs (scheduler), device state (runner), loading and saving (kv), text to tokens
+(prompts).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Engine:
         core = EngineCore(model, self.config, self._processes, timeline, self._wakeup.tell, store_wrapper)
         self._core = core
         self.model, self.window, self.metrics = core.model, core.window, core.metrics
-        self._scheduler, self._runner, self._sampler = core.scheduler, core.runner, core.sampler
+        self._scheduler, self._runner, self._sampler = core.scheduler, core.runner, core.runner.sampler
         self._kv, self._truncator, self._turns, self._batch = core.kv, core.truncator, core.turns, core.batch
         self._lock = threading.RLock()
         self._closed = False

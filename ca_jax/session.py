@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ca_jax.errors import EmptyMessageError, InvalidRequestError, SessionBusyError, SessionClosedError, check
-from ca_jax.overflow.discarding import check_discarded
+from ca_jax.overflow.config import check_discarded
 from ca_jax.turns.conversations import Conversation, Message, as_messages
 from ca_jax.turns.requests import Completion, FinishReason, SamplingParams, TokenLogprob, Truncation, TurnRequest, Usage
 from ca_jax.turns.text import ChunkSpan, TextOutput, Texts

@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 
 import ca_jax
-from ca_jax.overflow.discarding import DiscardContext
+from ca_jax.overflow.config import DiscardContext
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,7 @@ import numpy as np
 from ca_jax.device import steps
 from ca_jax.engine import Engine
 from ca_jax.models.kv import KVCache, LayerKV
-from ca_jax.overflow.config import OverflowConfig
-from ca_jax.overflow.discarding import DiscardContext, TokenDiscarder
+from ca_jax.overflow.config import DiscardContext, OverflowConfig, TokenDiscarder
 from ca_jax.pretrained import LoadedModel
 from ca_jax.recompute.drift import Drift
 from ca_jax.recompute.plan import Plan, repair_plan

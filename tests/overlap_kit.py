@@ -202,7 +202,7 @@ def assert_nothing_is_held(engine: Engine) -> None:
 
     loader = kv._loader
     assert not loader._loads, "a load is open"
-    for _, stage in loader.staged:
+    for stage in loader.staged:
         jax.block_until_ready((stage.computed, stage.used))
     loader.pump()
     assert not loader.staged, "staging is in use"

@@ -21,8 +21,7 @@ from ca_jax.errors import (
     SessionClosedError,
 )
 from ca_jax.kv import layout as device_memory
-from ca_jax.overflow.config import OverflowConfig
-from ca_jax.overflow.discarding import DiscardContext, HeavyHitters
+from ca_jax.overflow.config import DiscardContext, HeavyHitters, OverflowConfig
 from ca_jax.recompute.drift import Drift
 from ca_jax.session import Session
 from ca_jax.turns.requests import SamplingParams

@@ -111,15 +111,15 @@ def test_a_full_batch_runs_ahead_while_others_wait(engine, penalties):
         next(answers[0])
         next(answers[1])
         crowded.step()
-        decoder, ahead = crowded._batch._decoder, []
+        runner, ahead = crowded._runner, []
         for _ in range(10):
             crowded.step()
-            ahead.append(decoder._ahead is not None)
+            ahead.append(runner._ahead is not None)
         assert all(ahead)
         assert crowded._scheduler.num_waiting == 2
         answers[0].close()
         crowded.step()
-        assert decoder._ahead is None, "one that waited begins"
+        assert runner._ahead is None, "one that waited begins"
         kit.drain(*answers)
         assert [answer.job.output_ids for answer in answers[1:]] == expected[1:]
 

@@ -224,11 +224,16 @@ def test_hbm_to_dram_to_hbm_is_bit_exact(dtype):
         for start, num_tokens, padded in passes:
             layers = (to_device(kv[layer, :, start : start + padded]) for layer in range(layout.num_layers))
             parts = [LayerPart(layer, kv, num_tokens) for layer, kv in enumerate(layers)]
-            saver.submit(store.prepare_save("a", start, range(start, start + num_tokens)), parts)
+            ticket = store.prepare_save("a", start, range(start, start + num_tokens))
+            for part in parts:
+                saver.add(ticket, part)
+            saver.end(ticket)
         for start, stop in ((30, 38), (38, 45)):
             steps = tuple(to_device(np.stack([kv[:, :, i]] * 3, axis=2)) for i in range(start, stop))
             rows = tuple(i % 3 for i in range(start, stop))
-            saver.submit(store.prepare_save("a", start, range(start, stop)), [DecodedPart(steps, rows)])
+            ticket = store.prepare_save("a", start, range(start, stop))
+            saver.add(ticket, DecodedPart(steps, rows))
+            saver.end(ticket)
         for result in saver.poll(wait=True):
             assert result.error is None
             assert store.complete_save(result.ticket)
@@ -238,7 +243,7 @@ def test_hbm_to_dram_to_hbm_is_bit_exact(dtype):
         ticket = store.prepare_load("a", range(64))
         assert ticket.num_tokens == 45
         load = loader.open(ticket, 64, depth=1)
-        load.begin(lambda layer: None)
+        load.begin()
         for layer in range(layout.num_layers):
             loaded = load.layer(layer)
             assert (loaded.shape, loaded.dtype) == ((2, 64, 2, 16), layout.numpy_dtype)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import types
 from collections.abc import Callable, Iterator
 
@@ -122,10 +123,13 @@ def take_layers(load: LayerLoad, key: str = "a", num_layers: int = LAYERS) -> No
     for layer in range(num_layers):
         expect(key, layer, load.layer(layer))
         load.computed(layer, Computation())
+        if gives_up(load, layer):
+            load.used(layer, Computation())
 
 
-def refuse_to_reclaim(layer: int) -> jax.Array:
-    raise AssertionError(f"layer {layer} was to be given up while there was room")
+def gives_up(load: LayerLoad, layer: int) -> bool:
+    """Whether a layer's place is wanted for a later one, so that all that reads it is dispatched now."""
+    return layer < load.num_layers - load.num_held
 
 
 # What is issued when.
@@ -145,7 +149,7 @@ def test_layers_behind_the_read_buffer_wait_for_the_layer_whose_place_they_take(
     issued = let_all_through(gate)
     rig.loader.pump()
     assert (gate.held, load.num_issued) == ((), min(depth, LAYERS))
-    load.begin(refuse_to_reclaim)
+    load.begin()
     issued += let_all_through(gate)
     assert issued == list(range(min(depth + 2, LAYERS)))
     for layer in range(LAYERS):
@@ -167,7 +171,7 @@ def test_a_layer_is_not_loaded_for_want_of_the_one_before_it(store):
     """Without a read buffer, and nothing dispatched, layer 2 has no place to go: an error, and no wait for ever."""
     rig = Rig(store, None)
     load = rig.open("a", 0)
-    load.begin(refuse_to_reclaim)
+    load.begin()
     load.layer(0)
     load.layer(1)
     with pytest.raises(StagingInUseError, match="layer 0 must be dispatched before layer 2"):
@@ -242,11 +246,13 @@ def run_pipeline(store, monkeypatch):
         rig = Rig(store, machine, num_regions)
         load = rig.open("a", depth, **options)
         machine.wait_until(head_start_s)
-        load.begin(lambda layer: machine.compute(0))
+        load.begin()
         for layer in range(LAYERS):
             expect("a", layer, load.layer(layer))
             computing = machine.compute()
             load.computed(layer, computing)
+            if gives_up(load, layer):
+                load.used(layer, machine.compute(0))
         computing.block_until_ready()
         took_s = machine.timer.now_s() - head_start_s
         assert load.stall_s == took_s - LAYERS * compute_s, "the device computes, or it waits for copies"
@@ -289,7 +295,7 @@ def test_the_next_load_begins_when_all_of_this_one_has_begun(store, device_ahead
     let_all_through(gate)
     rig.loader.pump()
     assert (gate.held, second.num_issued) == ((), 0), "layers of the next load took the place of this one's"
-    first.begin(refuse_to_reclaim)
+    first.begin()
     let_all_through(gate)
     assert (first.num_issued, second.num_issued) == (4, 0)
     first.layer(0)
@@ -300,7 +306,7 @@ def test_the_next_load_begins_when_all_of_this_one_has_begun(store, device_ahead
     assert [(held.key, held.layer) for held in gate.held] == [("a", 4), *[("b", layer) for layer in range(LAYERS)]]
     gate.open()
     rig.end(first)
-    second.begin(lambda layer: Computation())
+    second.begin()
     take_layers(second, "b")
     rig.end(second)
     assert rig.is_free
@@ -316,21 +322,21 @@ def test_room_is_made_by_giving_up_computed_layers_oldest_first(store, depth, de
     rig = Rig(store, None, num_regions=3, device_ahead=device_ahead)
     load = rig.open("a", depth)
     arrays: dict[int, jax.Array] = {}
-    given_up: list[int] = []
-
-    def reclaim(layer: int) -> Computation:
-        given_up.append(layer)
-        return Computation(lambda: expect("a", layer, arrays[layer]))  # Read as late as can be.
-
-    load.begin(reclaim)
+    given_up: list[Computation] = []
+    load.begin()
     for layer in range(LAYERS):
         arrays[layer] = load.layer(layer)
         expect("a", layer, arrays[layer])
-        load.computed(layer, Computation(lambda layer=layer: expect("a", layer, arrays[layer])))
+        reading = functools.partial(expect, "a", layer, arrays[layer])  # Read as late as can be.
+        load.computed(layer, Computation(reading))
+        if gives_up(load, layer):
+            given_up.append(Computation(reading))
+            load.used(layer, given_up[-1])
         assert load.num_issued - len(given_up) <= 3
-    assert given_up == list(range(len(given_up)))
     assert len(given_up) >= LAYERS - 3
     rig.end(load)
+    for each in given_up:
+        each.finish()
     assert rig.is_free
 
 
@@ -352,7 +358,7 @@ def test_a_layer_is_had_though_the_ring_has_no_room_for_the_one_in_front_of_it()
         done.finish()
         for num_tokens in (12, 8):
             load = loader.open(store.prepare_load(str(num_tokens), range(64)), num_tokens, 2)
-            load.begin(lambda layer: done)
+            load.begin()
             load.layer(1)
             last_readers.append(Computation())
             for layer, reader in enumerate((done, last_readers[-1])):
@@ -363,12 +369,14 @@ def test_a_layer_is_had_though_the_ring_has_no_room_for_the_one_in_front_of_it()
         last_readers[0].finish()
         long = loader.open(store.prepare_load("16", range(64)), 16, 2)
         assert long.num_issued == 1
-        long.begin(lambda layer: done)
+        long.begin()
         last_readers[1].finish()
         for layer in range(2):
             long.layer(layer)
             assert long.num_issued == layer + 1
             long.computed(layer, done)
+            if gives_up(long, layer):
+                long.used(layer, done)
         long.release()
         store.complete_load(long.ticket)
 
@@ -385,14 +393,14 @@ def test_a_read_that_breaks_is_told_when_its_layer_is_taken(store, how, num_good
     rig = Rig(store, gate, device_ahead=device_ahead)
     load = rig.open("a", LAYERS if how == "later" else num_good)
     if how == "later":
-        load.begin(refuse_to_reclaim)
+        load.begin()
         for held in gate.held:
             gate.let_through(held, error=OSError("no such sector") if held.layer == num_good else None)
         rig.loader.pump()
     else:
         gate.open()
         rig.store.abort_load(load.ticket)
-        load.begin(refuse_to_reclaim)
+        load.begin()
     with pytest.raises(LoadError, match=f"layer {num_good} .*no such sector" if how == "later" else "'a'.* aborted"):
         take_layers(load, "a", num_good + 1)
     load.release()
@@ -426,11 +434,14 @@ def test_a_load_can_be_let_go_of_at_any_moment(store, num_taken, num_regions, de
     computations: list[Computation] = []
     inserted: list[Computation] = []
     if num_taken >= 0:
-        load.begin(lambda layer: inserted.append(Computation()) or inserted[-1])
+        load.begin()
     for layer in range(num_taken):
         array = load.layer(layer)
         computations.append(Computation(lambda layer=layer, array=array: expect("a", layer, array)))
         load.computed(layer, computations[-1])
+        if gives_up(load, layer):
+            inserted.append(Computation())
+            load.used(layer, inserted[-1])
     load.release()
     are_over = [each.is_over for each in computations + inserted]
     assert rig.is_free == all(are_over)
@@ -442,7 +453,7 @@ def test_a_load_can_be_let_go_of_at_any_moment(store, num_taken, num_regions, de
     assert rig.is_free, "once more does no harm"
     store.abort_load(load.ticket)
     again = rig.open("b", 1)
-    again.begin(lambda layer: Computation())
+    again.begin()
     take_layers(again, "b")
     rig.end(again)
 
@@ -459,7 +470,7 @@ def test_layer_times_leave_out_what_a_layer_waited_for_the_one_before(store, mon
     assert load.layer_times_s == []
     timer.advance(9)
     assert load.layer_times_s == [2, 2]
-    load.begin(refuse_to_reclaim)  # Layers 2 and 3 from 10 on.
+    load.begin()  # Layers 2 and 3 from 10 on.
     timer.advance(3)
     computing = Computation()
     load.computed(0, computing)

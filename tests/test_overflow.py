@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 
 from ca_jax.errors import InvalidRequestError
 from ca_jax.models import kv
-from ca_jax.overflow.config import OverflowConfig, num_leaving, oldest_first
-from ca_jax.overflow.discarding import (
+from ca_jax.overflow.config import (
     DiscardContext,
     HeavyHitters,
     OldestFirst,
+    OverflowConfig,
     check_discarded,
+    num_leaving,
+    oldest_first,
 )
 from ca_jax.testing.tiny import tiny_config
 

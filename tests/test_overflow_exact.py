@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ca_jax.engine import Engine
-from ca_jax.overflow.discarding import DiscardContext, HeavyHitters, OldestFirst
+from ca_jax.overflow.config import DiscardContext, HeavyHitters, OldestFirst
 from ca_jax.session import Session
 from ca_jax.storage.records import Residency
 from tests import engine_kit as kit

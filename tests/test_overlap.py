@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import pytest
 
+from ca_jax.device.runner import Prefill, Runner
 from ca_jax.engine import Engine
 from ca_jax.kv.costs import PrefillRate, RateMeter, Rates, TransferRate
 from ca_jax.kv.layer_loader import LayerLoad
@@ -171,11 +172,11 @@ def reclaimed(monkeypatch) -> list[int]:
     """Layers that were put into their slot early, because their staging was wanted."""
     layers: list[int] = []
 
-    def reclaim(load: LayerLoad, layer: int, original: Callable = LayerLoad.reclaim) -> object:
-        layers.extend([layer] * (load._stages[layer].used is None))
-        return original(load, layer)
+    def insert(runner: Runner, prefill: Prefill, layer: int, original: Callable = Runner._insert_past) -> None:
+        layers.extend([layer] * (prefill.num_left > 0))
+        original(runner, prefill, layer)
 
-    monkeypatch.setattr(LayerLoad, "reclaim", reclaim)
+    monkeypatch.setattr(Runner, "_insert_past", insert)
     return layers
 
 

@@ -192,8 +192,8 @@ def test_a_turn_that_cannot_begin_or_go_on_fails_alone(monkeypatch):
     with scene() as at:
         engine, kv = at.engine, at.engine._kv
         for num_done, owner, name in (
-            (0, kv, "begin_saving"),
-            (0, kv, "open_history"),
+            (0, kv.write_buffer, "begin_turn"),
+            (0, kv.histories, "open"),
             (0, engine._sampler, "set_slot"),
             (0, AttentionStore, "prepare_save"),
             (128, engine._sampler, "draw"),

@@ -49,6 +49,10 @@ class HeldHistory:
         padded[:, :, :num_tokens] = kv
         return cls([jax.device_put(layer) for layer in padded])
 
+    @property
+    def num_held(self) -> int:
+        return len(self.layers)
+
     def layer(self, layer: int) -> jax.Array:
         self.told.append(("layer", layer))
         return self.layers[layer]

@@ -314,7 +314,7 @@ def test_a_step_that_was_dispatched_ahead_has_its_own_and_one_that_is_thrown_awa
     one = engine.session().send_ids(first, sampling=GREEDY)
     for _ in range(5):
         next(one)
-    assert engine._batch._decoder._ahead is not None, "there must be a step on its way"
+    assert engine._runner._ahead is not None, "there must be a step on its way"
     other = engine.session().send_ids(second, sampling=dataclasses.replace(SAMPLED, max_tokens=6))
     kit.drain(one, other)
     for answer, prompt in ((one, first), (other, second)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pytest
@@ -11,12 +11,13 @@ import pytest
 from benchmarks.paced import ControlledStore
 from ca_jax.config import EngineConfig
 from ca_jax.device.transfer import to_device
-from ca_jax.kv.async_saver import AsyncSaver, DecodedPart, LayerPart, SaveAbandonedError
+from ca_jax.kv.async_saver import AsyncSaver, DecodedPart, LayerPart, Part, SaveAbandonedError
 from ca_jax.kv.save import TurnKV, TurnSaver, WriteBuffer
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.records import Owner
 from ca_jax.storage.store import AttentionStore
+from ca_jax.storage.tickets import SaveTicket
 from ca_jax.telemetry.metrics import EngineMetrics
 from ca_jax.telemetry.timeline import Timeline
 from tests.overlap_kit import in_thread, open_gate
@@ -126,14 +127,21 @@ def gated(rig) -> Rig:
 # The thread that copies.
 
 
+def submit(saver: AsyncSaver, ticket: SaveTicket, parts: Iterable[Part]) -> None:
+    """Has all of a save written."""
+    for part in parts:
+        saver.add(ticket, part)
+    saver.end(ticket)
+
+
 def parts(num_tokens: int = 6) -> list[LayerPart]:
     return [LayerPart(layer, to_device(KV[layer, :, :8]), num_tokens) for layer in LAYERS]
 
 
 def test_a_write_that_breaks_ends_its_save_and_no_other(gated):
     a, b = gated.prepare("a"), gated.prepare("b")
-    gated.saver.submit(a, parts())
-    gated.saver.submit(b, parts())
+    submit(gated.saver, a, parts())
+    submit(gated.saver, b, parts())
     assert gated.saver.pending_bytes == 6 * KV[0, :, :8].nbytes, "padding is held too"
     assert (gated.saver.poll(), gated.saver.poll(wait=True, key="c")) == ([], []), "there is no such save to wait for"
     assert gated.write_out(2, OSError("worn out")) == [("a", 0), ("a", 1)]
@@ -145,10 +153,10 @@ def test_a_write_that_breaks_ends_its_save_and_no_other(gated):
     gated.expect_stored(6, "b")
     assert gated.store.stats().used_bytes == 2 * LAYOUT.block_bytes
     gated.gate.open()
-    gated.saver.submit(gated.prepare("a"), parts())
+    submit(gated.saver, gated.prepare("a"), parts())
     assert gated.publish() == [], "an old error fell on a new save"
     too_many = LayerPart(0, to_device(KV[0, :, :8]), 7)
-    gated.saver.submit(gated.prepare("c"), [too_many])
+    submit(gated.saver, gated.prepare("c"), [too_many])
     assert isinstance(gated.publish()[0], ValueError)
 
 
@@ -157,9 +165,9 @@ def test_copies_large_enough_to_say_something_are_measured_and_all_are_on_the_ti
     rig, kv = Rig(layout), make_kv(layout, 64)
     for key, num_tokens in (("small", 63), ("large", 64)):
         ticket = rig.store.prepare_save(key, 0, range(num_tokens))
-        rig.saver.submit(ticket, [LayerPart(0, to_device(kv[0, :, :num_tokens]), num_tokens)])
+        submit(rig.saver, ticket, [LayerPart(0, to_device(kv[0, :, :num_tokens]), num_tokens)])
     decoded = DecodedPart(tuple(to_device(kv[:, :, :1]) for _ in range(64)), (0,) * 64)
-    rig.saver.submit(rig.store.prepare_save("decoded", 0, range(64)), [decoded])
+    submit(rig.saver, rig.store.prepare_save("decoded", 0, range(64)), [decoded])
     rig.saver.close()  # What was added is written first.
     assert len(rig.saver.poll()) == 3
     rig.close()

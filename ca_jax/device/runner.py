@@ -1,6 +1,13 @@
-"""Owner of device state: weights and padded lengths. Prefills, and keeps the decode slots.
+"""Owner of device state: weights, padded lengths, decode slots. Prefills, fills slots, and decodes.
 
-Not here: sessions, the store, what to run (engine), what is done to the slots (decode_slots), jitted code (steps).
+    run_pass ...    some of a prompt's tokens through all layers, over a history that comes layer by layer
+    draw            the first token, once all passes are dispatched
+    insert          what the passes gave into the job's decode slot: put off until the first token has gone out
+    decode ...      a token for every slot in use, one step ahead of the host where it may
+
+A `Prefill` alone says what of a job is in its slot.
+
+Not here: sessions, the store, what to run (batch), the slots' buffers (slots), jitted code (steps).
 """
 
 from __future__ import annotations
@@ -8,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -17,12 +24,14 @@ import numpy as np
 
 from ca_jax.device import steps
 from ca_jax.device.buckets import batch_buckets, history_buckets, new_token_buckets, pad_to, pass_sizes, slot_tokens
+from ca_jax.device.sampler import Draw, Sampler
 from ca_jax.device.slots import DecodeSlots, RunnerSizes
 from ca_jax.device.transfer import params_to_device, to_device, to_host
 from ca_jax.models.attention import SLOT_BLOCK
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.cpu_kernels import pack_params
 from ca_jax.models.sharding import ModelSharding, bytes_per_device, replicated
+from ca_jax.session import Job
 from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
 
 _TIMED_RUNS = 3
@@ -37,7 +46,12 @@ length. Returns the history `[2, S, K, H]`, and of the new tokens what goes into
 
 
 class LayerSource(Protocol):
-    """Where a prefill takes its history from, layer by layer; see `kv.layer_loader.LayerLoad`."""
+    """Where a prefill takes its history from, layer by layer."""
+
+    @property
+    def num_held(self) -> int:
+        """How many layers, the last ones, may be read until the job's slot is filled. Of the others nothing is read
+        behind the pass that they are taken for: before the next layer is taken, `used` is said of each."""
 
     def layer(self, layer: int) -> jax.Array:
         """Unrotated KV `[2, S, K, H]`, or in int8 `[2, S, K, H + 2]`, S as `Runner.padded_history` says."""
@@ -113,6 +127,19 @@ class Prefill:
         return len(self.tokens) - self.num_done
 
 
+@dataclasses.dataclass(frozen=True)
+class _Flight:
+    """A decode step that has been dispatched."""
+
+    batch: tuple[tuple[int, int, int], ...]  # Slot, job, and tokens in the slot.
+    lengths: np.ndarray
+    num_gone: np.ndarray
+    logits: jax.Array
+    draw: Draw | None  # None: it depends on the last step's tokens.
+    kv: jax.Array
+    received: jax.Array | None
+
+
 class Runner:
     """Runs a model over its decode slots. Belongs to the engine's thread."""
 
@@ -135,7 +162,8 @@ class Runner:
         """Of the model."""
         if sharding is None:
             params = {**params, "packed": params_to_device(pack_params(config, params["params"]))}
-        self._params = params
+        self.param_bytes = bytes_per_device(params)
+        """Of the model's parameters, on each device."""
         self._timeline = timeline
         self.with_attention = sizes.with_attention
         self._packs_kv = sizes.packs_kv
@@ -155,19 +183,13 @@ class Runner:
         capacity = slot_tokens(sizes.window, chunk_tokens, SLOT_BLOCK, coarse)
         # One layer of each window: those of the same share their compiled functions.
         self._kinds = tuple({config.window_of(layer): layer for layer in reversed(range(config.num_layers))}.values())
+        self.num_windows = len(self._kinds)
+        """Different windows of the model's layers."""
         self._dtype = str(params["params"]["embed"]["embedding"].dtype)
         self.table = steps.rotation_table(config, capacity + chunk_tokens, sizes.window, sharding)
         self.slots = DecodeSlots(config, params, self.table, sizes, capacity, sharding)
-
-    @property
-    def num_windows(self) -> int:
-        """Different windows of the model's layers: those of the same share their compiled functions."""
-        return len(self._kinds)
-
-    @property
-    def param_bytes(self) -> int:
-        """Of the model's parameters, on each device."""
-        return bytes_per_device(self._params)
+        self.sampler = Sampler(sizes.num_slots, config.vocab_size, sharding)
+        self._ahead: _Flight | None = None  # A step that was dispatched before it was asked for.
 
     def padded_history(self, num_tokens: int) -> int:
         """The history length that `num_tokens` are padded to."""
@@ -216,7 +238,8 @@ class Runner:
                     if history is not None:
                         with self._timeline.annotate("engine", f"await {i}", layer=i):
                             prefill.past[i] = history.layer(i)
-                    x, kv = self._prefill_layer(prefill, i, x, length, len(part), received)
+                    x, kv, *attention = self._prefill_layer(i, x, prefill.past.get(i), length, len(part))
+                    received += attention
                 prefill.kv.append(kv)
                 prefill.outputs.append(x)
                 if history is not None:
@@ -224,6 +247,8 @@ class Runner:
                 on_layer(i, kv)
                 if not is_last:
                     self._extend_past(prefill, i, length, start + len(part), history)
+                elif history is not None and i < self.config.num_layers - history.num_held:
+                    self._insert_past(prefill, i)  # Later on it would wait for all that is dispatched meanwhile.
         if received:
             prefill.received.append(
                 Received(sum(received[1:], received[0]), received[0].shape[0] - padded.shape[1], start, len(part))
@@ -234,42 +259,40 @@ class Runner:
             prefill.logits = self._last_logits(x, self.to_device(len(part) - 1, np.int32))
 
     def _prefill_layer(
-        self,
-        prefill: Prefill,
-        layer: int,
-        x: jax.Array,
-        length: jax.Array,
-        num_new: int,
-        received: list[jax.Array],
-    ) -> tuple[jax.Array, jax.Array]:
-        """Dispatches a layer of a pass; what tokens received in it is appended, if that is measured."""
-        past, window = prefill.past.get(layer), self.config.window_of(layer)
-        count = self.to_device(num_new, np.int32) if self.with_attention else None
-        x, kv, *attention = steps.prefill_layer(
+        self, layer: int, x: jax.Array, past: jax.Array | None, length: jax.Array, num_new: int
+    ) -> tuple[jax.Array, ...]:
+        """Dispatches a layer of a pass: `x`, new KV and, if that is measured, what tokens received in it."""
+        window, count = self.config.window_of(layer), None
+        if self.with_attention:
+            count = self.to_device(num_new, np.int32)
+        return steps.prefill_layer(
             self.config, self.layers[layer], x, past, length, self.table, window, self.sharding, count
         )
-        received += attention
-        return x, kv
 
-    def insert_past(self, prefill: Prefill, layer: int) -> jax.Array:
-        """Puts a layer's tokens before the last pass into the slot, rotated; a scalar, ready when that is done.
+    def draw(self, prefill: Prefill, num_before: int) -> Draw:
+        """Draws the token behind a prompt, all of which was dispatched, and waits for it.
 
-        Nobody may decode between the first such call and `insert`: rows that are not in use are written to.
+        Args:
+          num_before: tokens before it, those that have left included.
         """
-        if layer not in prefill.past:
-            raise RuntimeError(f"layer {layer} has nothing to insert")
-        past = prefill.past.pop(layer)  # No later pass reads it.
-        return self.slots.insert(layer, past, self.to_device(prefill.slot, np.int32), self.to_device(0, np.int32))
+        if prefill.logits is None:
+            raise RuntimeError(f"all tokens of the prompt must be dispatched, got {prefill.num_left} that are not")
+        return self.sampler.draw(prefill.logits, np.array([num_before]), prefill.slot)
 
     def insert(self, prefill: Prefill, *, with_past: bool = True) -> None:
         """Puts a job's KV into its decode slot, rotated, as far as it is not there. Does not wait."""
         slot, start = self.to_device(prefill.slot, np.int32), self.to_device(prefill.last_start, np.int32)
         for layer, kv in enumerate(prefill.kv):
             if with_past and layer in prefill.past:
-                done = self.insert_past(prefill, layer)
-                if prefill.source is not None:
-                    prefill.source.used(layer, done)
+                self._insert_past(prefill, layer)
             self.slots.insert(layer, kv, slot, start)
+
+    def _insert_past(self, prefill: Prefill, layer: int) -> None:
+        """Puts a layer's tokens before the last pass into the slot. Nobody may decode between that and `insert`."""
+        past = prefill.past.pop(layer)  # No later pass reads it.
+        done = self.slots.insert(layer, past, self.to_device(prefill.slot, np.int32), self.to_device(0, np.int32))
+        if prefill.source is not None:
+            prefill.source.used(layer, done)
 
     def _extend_past(
         self, prefill: Prefill, layer: int, start: jax.Array, num_tokens: int, history: LayerSource | None
@@ -283,6 +306,69 @@ class Runner:
             if history is not None:
                 history.used(layer, done)
         prefill.past[layer] = steps.append_history(past, prefill.kv[layer], start, self.sharding)
+
+    # Decoding.
+
+    def decode(
+        self, jobs: Sequence[Job], run_ahead: bool, on_dispatched: Callable[[], None]
+    ) -> tuple[Draw, jax.Array, np.ndarray | None]:
+        """Decodes one token for each job, and waits for them.
+
+        The next step is dispatched before this one's tokens are read: the device computes while Python hands out text
+        and plans. Where an answer has penalties, which the host counts, a step's tokens are drawn once the last ones
+        are read; its logits are computed ahead all the same. A step that was dispatched and is not wanted, since the
+        batch changed, is thrown away: it wrote keys and values only behind its jobs' lengths, where they are never
+        attended to and are written again.
+
+        Args:
+          jobs: at least one, each in a slot; the KV of its last token is computed, and is not in the slot yet.
+          run_ahead: whether all are likely to want another token, and no other job may begin before that.
+          on_dispatched: called once all is dispatched, before it is waited for.
+
+        Returns:
+          Drawn tokens by slot, the unrotated KV of the jobs' last tokens `[L, 2, n, K, H]`, and the
+          attention that tokens of each slot received, f32 `[n, C]`; None where the runner does not measure it.
+        """
+        rows = {job.slot: job for job in jobs if job.slot is not None}
+        batch = tuple((slot, job.job_id, job.num_tokens - 1) for slot, job in rows.items())
+        flight, self._ahead = self._ahead, None
+        if flight is None or flight.batch != batch:
+            num_rows = pad_to(self.batch_buckets, 1 + max(rows))
+            tokens, lengths, num_gone = (np.zeros(num_rows, np.int32) for _ in range(3))
+            for slot, job in rows.items():
+                tokens[slot], lengths[slot], num_gone[slot] = job.output_ids[-1], job.num_tokens - 1, job.num_gone
+            flight = self._dispatch(batch, tokens, lengths, num_gone)
+        draw = flight.draw or self._draw(flight.logits, flight.lengths, flight.num_gone)
+        if run_ahead:
+            lengths = flight.lengths.copy()
+            lengths[list(rows)] += 1
+            ahead = tuple((slot, job_id, length + 1) for slot, job_id, length in batch)
+            draws = not self.sampler.has_penalties
+            self._ahead = self._dispatch(ahead, draw.tokens, lengths, flight.num_gone, draws=draws)
+        on_dispatched()
+        received = None if flight.received is None else to_host(flight.received)
+        return draw.wait(), flight.kv, received
+
+    def remake_if_broken(self) -> bool:
+        """Makes anew, empty, what a call that broke has taken of slots or sampler; whether one had."""
+        return self.slots.remake_if_broken() | self.sampler.forget_if_broken()
+
+    def _dispatch(
+        self,
+        batch: tuple[tuple[int, int, int], ...],
+        tokens: np.ndarray | jax.Array,
+        lengths: np.ndarray,
+        num_gone: np.ndarray,
+        *,
+        draws: bool = True,
+    ) -> _Flight:
+        logits, kv, received = self.slots.decode(tokens, lengths)
+        draw = self._draw(logits, lengths, num_gone) if draws else None
+        return _Flight(batch, lengths, num_gone, logits, draw, kv, received)
+
+    def _draw(self, logits: jax.Array, lengths: np.ndarray, num_gone: np.ndarray) -> Draw:
+        """By how many tokens there were: the same number must not come again when some have left."""
+        return self.sampler.start(logits, lengths + num_gone + 1)
 
     # Recomputing and truncation.
 
@@ -330,8 +416,7 @@ class Runner:
             self._last_logits(x, zero)
             for history in pasts:
                 for layer in self._kinds:
-                    prefill = Prefill(0, [0], 0, past={} if history is None else {layer: history})
-                    self._prefill_layer(prefill, layer, x, zero, 1, [])
+                    self._prefill_layer(layer, x, history, zero, 1)
                 done += 1
                 if progress is not None:
                     progress("compile", done, total)
@@ -388,9 +473,7 @@ class Runner:
         for layer in self._kinds:
             jax.block_until_ready((x, past))
             started_s = time.perf_counter()
-            out, _ = steps.prefill_layer(
-                self.config, self.layers[layer], x, past, zero, self.table, windows[layer], self.sharding, None
-            )
+            out = self._prefill_layer(layer, x, past, zero, x.shape[1])[0]
             out.block_until_ready()
             seconds += (time.perf_counter() - started_s) * windows.count(windows[layer])
         started_s = time.perf_counter()

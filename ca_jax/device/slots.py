@@ -1,14 +1,13 @@
-"""The decode slots: the running batch's working copy of KV, rotated, and everything that is done to it; their steps.
+"""The decode slots: the running batch's working copy of KV, rotated, and everything that is done to it.
 
-Slots are donated from step to step and never saved. Only `Decoder` waits for the device, unless something broke.
+Slots are donated from step to step and never saved. Nothing here waits for the device, unless something broke.
 
-Not here: prefill (runner), jitted code (steps), which job has which slot (scheduler).
+Not here: when (runner), jitted code (steps), which job has which slot (scheduler).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -16,13 +15,11 @@ import numpy as np
 
 from ca_jax.device import steps
 from ca_jax.device.buckets import pad_to
-from ca_jax.device.sampler import Draw, Sampler
-from ca_jax.device.transfer import to_device, to_host
+from ca_jax.device.transfer import to_device
 from ca_jax.models import rope
 from ca_jax.models.attention import SLOT_BLOCK, slot_attention
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.sharding import ModelSharding, bytes_per_device, replicated
-from ca_jax.session import Job
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,87 +169,3 @@ class DecodeSlots:
             self._sharding,
         )
         return logits, kv, received[0] if received else None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Flight:
-    """A step that has been dispatched."""
-
-    batch: tuple[tuple[int, int, int], ...]  # Slot, job, and tokens in the slot.
-    lengths: np.ndarray
-    num_gone: np.ndarray
-    logits: jax.Array
-    draw: Draw | None  # None: it depends on the last step's tokens.
-    kv: jax.Array
-    received: jax.Array | None
-
-
-class Decoder:
-    """Steps the decode slots by a token, one step ahead where it may. Belongs to the engine's thread.
-
-    A step is dispatched before the last one's tokens are read: the device computes while Python hands out text and
-    plans. Where an answer has penalties, which the host counts, a step's tokens are drawn once the last ones are read;
-    its logits are computed ahead all the same. A step that was dispatched and is not wanted, since the batch changed,
-    is thrown away: it wrote keys and values only behind its jobs' lengths, where they are never attended to and are
-    written again.
-
-    Args:
-      batch_buckets: numbers of slots that decoding is compiled for.
-    """
-
-    def __init__(self, slots: DecodeSlots, batch_buckets: tuple[int, ...], sampler: Sampler) -> None:
-        self._slots = slots
-        self._batch_buckets = batch_buckets
-        self._sampler = sampler
-        self._ahead: _Flight | None = None
-
-    def step(
-        self, jobs: Sequence[Job], run_ahead: bool, on_dispatched: Callable[[], None]
-    ) -> tuple[Draw, jax.Array, np.ndarray | None]:
-        """Decodes one token for each job, and waits for them.
-
-        Args:
-          jobs: at least one, each in a slot; the KV of its last token is computed, and is not in the slot yet.
-          run_ahead: whether all are likely to want another token, and no other job may begin before that.
-          on_dispatched: called once all is dispatched, before it is waited for.
-
-        Returns:
-          Drawn tokens by slot, the unrotated KV of the jobs' last tokens `[L, 2, n, K, H]`, and the
-          attention that tokens of each slot received, f32 `[n, C]`; None where the runner does not measure it.
-        """
-        rows = {job.slot: job for job in jobs if job.slot is not None}
-        batch = tuple((slot, job.job_id, job.num_tokens - 1) for slot, job in rows.items())
-        flight, self._ahead = self._ahead, None
-        if flight is None or flight.batch != batch:
-            num_rows = pad_to(self._batch_buckets, 1 + max(rows))
-            tokens, lengths, num_gone = (np.zeros(num_rows, np.int32) for _ in range(3))
-            for slot, job in rows.items():
-                tokens[slot], lengths[slot], num_gone[slot] = job.output_ids[-1], job.num_tokens - 1, job.num_gone
-            flight = self._dispatch(batch, tokens, lengths, num_gone)
-        draw = flight.draw or self._draw(flight.logits, flight.lengths, flight.num_gone)
-        if run_ahead:
-            lengths = flight.lengths.copy()
-            lengths[list(rows)] += 1
-            ahead = tuple((slot, job_id, length + 1) for slot, job_id, length in batch)
-            draws = not self._sampler.has_penalties
-            self._ahead = self._dispatch(ahead, draw.tokens, lengths, flight.num_gone, draws=draws)
-        on_dispatched()
-        received = None if flight.received is None else to_host(flight.received)
-        return draw.wait(), flight.kv, received
-
-    def _dispatch(
-        self,
-        batch: tuple[tuple[int, int, int], ...],
-        tokens: np.ndarray | jax.Array,
-        lengths: np.ndarray,
-        num_gone: np.ndarray,
-        *,
-        draws: bool = True,
-    ) -> _Flight:
-        logits, kv, received = self._slots.decode(tokens, lengths)
-        draw = self._draw(logits, lengths, num_gone) if draws else None
-        return _Flight(batch, lengths, num_gone, logits, draw, kv, received)
-
-    def _draw(self, logits: jax.Array, lengths: np.ndarray, num_gone: np.ndarray) -> Draw:
-        """By how many tokens there were: the same number must not come again when some have left."""
-        return self._sampler.start(logits, lengths + num_gone + 1)

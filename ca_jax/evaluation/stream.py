@@ -30,8 +30,7 @@ from ca_jax.errors import ContextWindowError
 from ca_jax.models import rope
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import KVCache, LayerKV
-from ca_jax.overflow.config import METHODS, OverflowConfig, num_leaving, oldest_first
-from ca_jax.overflow.discarding import DiscardContext, check_discarded
+from ca_jax.overflow.config import METHODS, DiscardContext, OverflowConfig, check_discarded, num_leaving, oldest_first
 from ca_jax.pretrained import LoadedModel, check_token_ids
 from ca_jax.recompute.drift import Drift, add_drift
 from ca_jax.recompute.plan import repair_plan

@@ -12,7 +12,7 @@ import dataclasses
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -134,12 +134,6 @@ class AsyncSaver:
         """Says that nothing more is added to a save: `poll` returns it then, with that error if there is one."""
         self._open[ticket.key] += 1
         self._work.put((ticket, error))
-
-    def submit(self, ticket: SaveTicket, parts: Iterable[Part]) -> None:
-        """Has all of a save written."""
-        for part in parts:
-            self.add(ticket, part)
-        self.end(ticket)
 
     def poll(self, wait: bool = False, key: str | None = None) -> list[SaveResult]:
         """Saves that ended since the last call, in the order they were ended.

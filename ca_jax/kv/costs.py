@@ -30,6 +30,8 @@ from typing import Any, Literal
 import numpy as np
 import scipy.optimize
 
+from ca_jax.errors import check
+
 _KEPT_SAMPLES = 64
 _REFIT_SAMPLES = 8  # New ones that make another fit worth its half millisecond.
 _ROUNDING = 1e-9  # Relative: closer than that, two times are the same.
@@ -180,12 +182,6 @@ def fit_times(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list
     scale = weighted.max(axis=0)
     best, _ = scipy.optimize.nnls(weighted / scale, np.ones(len(weighted)))
     return [float(value) for value in best / scale]
-
-
-def check(is_so: bool, name: str, wanted: str, found: float) -> None:
-    """Raises ValueError that says what was wanted of a number and what was found, if it is not so."""
-    if not is_so:
-        raise ValueError(f"{name} must be {wanted}, got {found}")
 
 
 class RateMeter:

@@ -22,7 +22,6 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -52,7 +51,7 @@ class ReadBuffer:
         Raises:
           ValueError: more than there is.
         """
-        size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        size = _aligned(num_bytes)
         if size > self.memory.nbytes:
             raise ValueError(f"a piece must be at most the {self.memory.nbytes} bytes of the read buffer, got {size}")
         if not self._regions:
@@ -77,6 +76,10 @@ class ReadBuffer:
         """A piece as an array of that shape and dtype, which fits in it."""
         num_bytes = int(np.prod(shape)) * dtype.itemsize
         return self.memory[region.start : region.start + num_bytes].view(dtype).reshape(shape)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 _LOOK_S = 5e-3
@@ -118,7 +121,8 @@ class _Stage:
 class LayerLoad:
     """One history on its way. Made by `LayerLoader.open`; belongs to the engine's thread.
 
-    Take `layer(0)`, `layer(1)`, … after `begin`; say of each when it is `computed` and `used`; `release` in any case.
+    Take `layer(0)`, `layer(1)`, … after `begin`; say of each when it is `computed`, and when it is `used`: before the
+    next one is taken, but for the last `num_held`. `release` in any case.
     """
 
     def __init__(
@@ -143,7 +147,7 @@ class LayerLoad:
         self._dtype = layout.numpy_dtype
         self._all_at_once = all_at_once
         self._has_begun = False
-        self._reclaim: Callable[[int], jax.Array] | None = None
+        self._start = 0  # Of the first layer's region.
         self._stages: list[_Stage] = []
 
     @property
@@ -173,15 +177,18 @@ class LayerLoad:
         ends = [stage.done_s for stage in self._stages if stage.done_s is not None]
         return (self._stages[0].issued_s, max(ends)) if ends else None
 
-    def begin(self, reclaim: Callable[[int], jax.Array]) -> None:
-        """Says that the device is free for the job.
+    @property
+    def num_held(self) -> int:
+        """How many layers, the last ones, may be in use when all are computed: later ones lie where the others did.
 
-        Args:
-          reclaim: called with a computed layer whose region is needed: has everything else that reads it dispatched,
-            and returns an array that is ready when that is done.
+        As many as fit the ring behind and before where the first one begins; known once that is taken.
         """
+        size, num_bytes = _aligned(self._num_bytes), self._loader.buffer.memory.nbytes
+        return min((num_bytes - self._start) // size + self._start // size, self.num_layers)
+
+    def begin(self) -> None:
+        """Says that the device is free for the job."""
         self._has_begun = True
-        self._reclaim = reclaim
         self._loader.pump()
 
     def layer(self, layer: int) -> jax.Array:
@@ -193,11 +200,6 @@ class LayerLoad:
           LoadError: they could not be read.
           StagingInUseError: there is no room for them.
         """
-        num_regions = self._loader.buffer.memory.nbytes // self._num_bytes
-        if layer and layer - 1 + num_regions < self.num_layers:
-            # A later layer is to lie where the last one does, and nothing is dispatched before it now: later on giving
-            # it up would wait for all that was dispatched meanwhile, and the link for that.
-            self.reclaim(layer - 1)
         self._loader.pump()
         last = self.num_layers - 1
         ahead = min(layer + min(self._loader.device_ahead, self.depth + 1), last)
@@ -253,13 +255,6 @@ class LayerLoad:
             self._put(self.num_issued)
         return self.num_issued == self.num_layers
 
-    def reclaim(self, layer: int) -> bool:
-        """Has a layer given up that is computed, if it is not; whether it is."""
-        stage = self._stages[layer]
-        if stage.used is None and stage.computed is not None and self._reclaim is not None:
-            self.used(layer, self._reclaim(layer))
-        return stage.used is not None
-
     @property
     def _num_bytes(self) -> int:
         return int(np.prod(self._shape)) * self._dtype.itemsize
@@ -300,10 +295,12 @@ class LayerLoad:
 
     def _issue(self, region: slice) -> None:
         layer = self.num_issued
+        if not layer:
+            self._start = region.start
         view = self._loader.buffer.view(region, self._shape, self._dtype)
         stage = _Stage(layer, view, None, time.perf_counter())
         self._stages.append(stage)
-        self._loader.staged.append((self, stage))
+        self._loader.staged.append(stage)
         try:
             stage.future = self.ticket.read(layer, view)
         except Exception as error:  # Raised where the layer is taken.
@@ -349,7 +346,7 @@ class LayerLoader:
         self.heads = heads
         self.timeline = timeline
         self.device_ahead = 0 if jax.default_backend() == "cpu" else _DEVICE_AHEAD
-        self.staged: collections.deque[tuple[LayerLoad, _Stage]] = collections.deque()  # All that hold a region.
+        self.staged: collections.deque[_Stage] = collections.deque()  # All that hold a region.
         self._loads: list[LayerLoad] = []
         self._is_pinned = False
         self._pinning = threading.Lock()  # Between the thread that touches and the one that closes.
@@ -419,11 +416,11 @@ class LayerLoader:
         """A free region, once whatever reads the oldest ones is done.
 
         Raises:
-          StagingInUseError: nothing is computed from the oldest one that would free it.
+          StagingInUseError: nothing is dispatched that would free the oldest one.
         """
         while (region := self.room(num_bytes)) is None:
-            load, stage = self.staged[0]
-            if not load.reclaim(stage.layer):
+            stage = self.staged[0]
+            if stage.used is None:
                 raise StagingInUseError(f"{num_bytes} bytes of staging must be free, and other loads hold all of it")
             jax.block_until_ready((stage.computed, stage.used))
         return region
@@ -435,6 +432,6 @@ class LayerLoader:
         self._free()
 
     def _free(self) -> None:
-        while self.staged and self.staged[0][1].is_idle():
+        while self.staged and self.staged[0].is_idle():
             self.staged.popleft()
             self.buffer.give_back()

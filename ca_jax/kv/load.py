@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import numpy as np
@@ -20,18 +20,20 @@ import numpy as np
 from ca_jax.device.processes import Processes, from_first, least
 from ca_jax.device.runner import Runner
 from ca_jax.device.runtime import Runtime
+from ca_jax.device.transfer import to_device
 from ca_jax.errors import ProcessesError
 from ca_jax.kv import costs
 from ca_jax.kv.chunk_kv import ChunkKV, FusedTicket
 from ca_jax.kv.costs import RateMeter
 from ca_jax.kv.layer_loader import LayerLoad, LayerLoader, LoadError
 from ca_jax.kv.layout import kept_window
-from ca_jax.session import Job
+from ca_jax.kv.save import owner_of
+from ca_jax.models.kv import KVCache, LayerKV
+from ca_jax.session import Job, Session
 from ca_jax.storage.config import GIB
 from ca_jax.storage.records import MissReason, Residency
 from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tickets import LoadTicket, TicketState
-from ca_jax.turns.conversations import Conversation
 from ca_jax.turns.text import ChunkSpan
 
 _LOG = logging.getLogger(__name__)
@@ -48,6 +50,8 @@ class History:
     """Of its session, in the store."""
     load: LayerLoad | None
     """On its way; None where nothing is loaded."""
+    source: LayerLoad | SharedLoad | None
+    """What its prefill takes layers from."""
     num_stored: int
     """Tokens whose KV is stored, and need not be saved again."""
     num_slid: int
@@ -101,6 +105,11 @@ class SharedLoad:
         self.error: Exception | None = None  # What broke it.
         self._load = load
         self._runner = runner
+
+    @property
+    def num_held(self) -> int:
+        """See `runner.LayerSource`."""
+        return self._load.num_held
 
     def layer(self, layer: int) -> jax.Array:
         """See `runner.LayerSource`; zeros from the layer on that broke."""
@@ -162,29 +171,33 @@ class Histories:
         self._metrics = runtime.metrics
         self._preloaded: tuple[Job, History] | None = None
 
-    @property
-    def may_preload(self) -> bool:
-        """Whether anything is loaded before its job begins."""
-        return self._config.read_buffer not in ("off", 0)
-
     def is_preloaded(self, job: Job) -> bool:
         """Whether a job's load has begun early."""
         return self._preloaded is not None and self._preloaded[0] is job
 
-    def preload(self, job: Job, key: str, kept: Conversation) -> None:
-        """Begins to load a job's history while others run; in place of another job's, which is not next any more."""
-        self.give_up_preloaded()
-        self._preloaded = job, self._open(job, key, kept)
-        self._metrics.preloads += self._preloaded[1].load is not None
+    def preload(self, job: Job, session: Session, is_at_hand: Callable[[Job], bool]) -> None:
+        """Begins to load the history of the job that comes next, while others run; or goes on with that.
 
-    def open(self, job: Job, key: str, kept: Conversation) -> History:
+        In place of another job's, which is not next any more.
+
+        Args:
+          is_at_hand: whether nothing stands in the way; not asked where nothing is loaded before its job begins.
+        """
+        if self.is_preloaded(job):
+            self.pump()
+        elif self._config.read_buffer not in ("off", 0) and is_at_hand(job):
+            self.give_up_preloaded()
+            self._preloaded = job, self._open(job, session)
+            self._metrics.preloads += self._preloaded[1].load is not None
+
+    def open(self, job: Job, session: Session) -> History:
         """A job's turn has come: begins to load its history, unless that has begun already.
 
         Says in `job` how many tokens' KV is loaded, and from where.
         """
         if self._preloaded is None or self._preloaded[0] is not job:
             self.give_up_preloaded()  # It would hold staging until after this one, whose turn has come first.
-            self._preloaded = job, self._open(job, key, kept)
+            self._preloaded = job, self._open(job, session)
         (_, history), self._preloaded = self._preloaded, None
         job.cached_tokens = history.num_loaded
         job.cached_tier = "ssd" if history.from_ssd else "dram"
@@ -197,10 +210,16 @@ class Histories:
         return history
 
     def complete(self, job: Job, history: History) -> None:
-        """All layers were taken: the store's blocks are let go, and the load is counted. Staging stays as it is."""
+        """All layers were taken: the store's blocks are let go, and the load is counted. Staging stays as it is.
+
+        Raises:
+          LoadError, ProcessesError: as `SharedLoad.check`.
+        """
         load = history.load
         if load is None:
             return
+        if isinstance(history.source, SharedLoad):
+            history.source.check(self._processes)
         for ticket in history.tickets:
             self._store.complete_load(ticket)
         times_s = load.layer_times_s
@@ -269,12 +288,53 @@ class Histories:
         load.release()
         self._store.complete_load(ticket)
 
-    def _open(self, job: Job, key: str, kept: Conversation) -> History:
+    def read(self, session: Session, token_ids: list[int]) -> KVCache:
+        """A session's stored KV, unrotated, as one pytree; for those who look at it. Waits for the copy.
+
+        Args:
+          token_ids: of its context, with those of a turn that runs.
+
+        Returns:
+          `[1, S, K, H]` a layer, S as many as there are tokens; `lengths [1]` says of how many the KV is in DRAM.
+        """
+        layout = self._layout
+        layers = np.zeros((layout.num_layers, 2, len(token_ids), *layout.block_shape[3:]), layout.numpy_dtype)
+        ticket = self._store.prepare_load(session.key, token_ids, num_dropped=session.conversation.kv_lineage)
+        if ticket is not None:
+            for read in [ticket.read(layer, kv) for layer, kv in enumerate(layers)]:
+                read.result()
+            self._store.abort_load(ticket, MissReason.CANCELLED)
+        lengths = np.array([0 if ticket is None else ticket.num_tokens], np.int32)
+        arrays = (LayerKV(kv[:1], kv[1:]) for kv in (self._runner.unpacked(to_device(kv)) for kv in layers))
+        return KVCache(tuple(arrays), to_device(lengths))
+
+    def may_share(self, job: Job, session: Session) -> bool:
+        """Whether a turn is of a session of which nothing is stored, and may begin with the KV of another."""
+        if not self._config.share_prefixes or session.conversation.num_slid:
+            return False
+        if self._store.residency(session.key) is not Residency.ABSENT:
+            return False
+        return len(job.prompt_ids) > 1 and (not job.context_tokens or self._config.blend.mode == "prefix")
+
+    def _share_prefix(self, job: Job, session: Session) -> None:
+        """Has a session of which nothing is stored share the KV of the one in DRAM that begins like it for longest.
+
+        That is the one that its turn was announced with, or one that got further meanwhile: its turn may run still.
+        """
+        source = self._store.find_prefix(session.tenant, job.prompt_ids[:-1], in_dram=True)
+        if source is not None:
+            lineage = session.conversation.kv_lineage
+            self._store.copy_prefix(source, session.key, job.prompt_ids[:-1], owner_of(session), num_dropped=lineage)
+
+    def _open(self, job: Job, session: Session) -> History:
         """Begins to load as much of what is stored of a prompt as is worth it: its first tokens, and chunks behind.
 
         Its last token is never part of it, since its logits are wanted. Where first tokens are not kept, since no
         layer looks back to them, all that a layer does look back to is loaded, or nothing.
         """
+        if self.may_share(job, session):
+            self._share_prefix(job, session)
+        key, kept = session.key, session.conversation
         prompt_ids, num_slid, lineage = packed_prompt(job)[kept.num_slid :], kept.num_slid, kept.kv_lineage
         spans = self._worth_loading(job)
         own_ids = prompt_ids[: spans[0].start - num_slid] if spans else prompt_ids[:-1]
@@ -356,6 +416,7 @@ class Histories:
         return History(
             key=key,
             load=load,
+            source=load if load is None or self._processes.count == 1 else SharedLoad(load, self._runner),
             num_stored=num_stored,
             num_slid=num_slid,
             predicted_s=None if found else self._predict(num_places, num_new, depth),

@@ -16,7 +16,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import numpy as np
@@ -24,7 +24,7 @@ import numpy as np
 from ca_jax.config import EngineConfig
 from ca_jax.device.transfer import own_part
 from ca_jax.kv.async_saver import AsyncSaver, DecodedPart, LayerPart, Part, SaveAbandonedError
-from ca_jax.session import SaveTimes
+from ca_jax.session import SaveTimes, Session
 from ca_jax.storage.config import GIB
 from ca_jax.storage.records import Owner
 from ca_jax.storage.store import AttentionStore
@@ -121,6 +121,13 @@ class TurnSaver:
         group, self._prefilling = self._prefilling, None
         if group is not None:
             self._complete(group)
+
+    def add_pass(self, token_ids: Sequence[int], start: int, layers: Iterable[jax.Array]) -> None:
+        """A pass over these tokens was dispatched, whose layers give these `[2, T, K, H]`."""
+        self.begin_pass(token_ids, start)
+        for layer, kv in enumerate(layers):
+            self.add_layer(layer, kv)
+        self.end_pass()
 
     # Decoding.
 
@@ -265,8 +272,28 @@ class WriteBuffer:
         """What is on the device and not in the store."""
         return self._saver.pending_bytes + self._held_bytes
 
+    def begin_turn(self, session: Session, start_token: int) -> TurnSaver | None:
+        """Opens the saving of a turn, behind the session's first `start_token` tokens; None where nothing is kept."""
+        lineage = session.conversation.kv_lineage
+        return self.begin(TurnKV(session.key, owner_of(session), start_token, lineage)) if session.is_kept else None
+
+    def begin_anew(self, session: Session, num_plain: int | None, num_fused: int = 0) -> TurnSaver:
+        """Opens the saving of a turn from the session's first token on, in place of what is stored of it.
+
+        What is on SSD stays there until the new KV is.
+
+        Args:
+          num_plain: its first tokens whose KV is what computing them would give, unless what is stored has fewer;
+            None: all.
+          num_fused: tokens whose KV is that of chunks: a mark, so that it is not taken for other KV of the session.
+        """
+        known = (self._store.leave_dram(session.key), num_plain)
+        num_plain = min((count for count in known if count is not None), default=None)
+        session.resume(session.conversation.with_kv_of(0).fused(num_fused))
+        return self.begin(TurnKV(session.key, owner_of(session), 0, session.conversation.kv_lineage, num_plain))
+
     def begin(self, turn: TurnKV) -> TurnSaver:
-        """Opens the saving of a turn."""
+        """Opens the saving of a turn, or of a chunk."""
         saver = TurnSaver(self._store, self._saver, turn, self._group_tokens, at_end=not self._is_async)
         self._store.pin(turn.key)  # What this turn builds on must not be evicted under it.
         self._turns[turn.key] = saver
@@ -399,3 +426,10 @@ class WriteBuffer:
             self._ending[saver.key] = saver
         else:
             saver.times.ended = True
+
+
+def owner_of(session: Session) -> Owner:
+    """Whose the stored KV of a session is. No listing shows what is loaded for one that is not kept."""
+    if not session.is_kept:
+        return Owner(tenant=session.tenant)
+    return Owner(tenant=session.tenant, session_id=session.session_id, ttl_s=session.ttl_s)

@@ -1,10 +1,9 @@
-"""The KV of sessions between turns: the store, its two ways to the device and back, and the queue that it looks at.
+"""The KV of sessions between turns: its keys, the queue of turns that the store looks at, and what is forgotten.
 
-Which keys sessions have, whether a queued turn's KV is at hand, and what is shortened and forgotten: also what no layer
-looks back to, where all layers of a model slide. What is left then is exactly what the next token sees. The way in is
-`Histories`, the way out `WriteBuffer`; a saved length moves only when `collect` finds the bytes in place.
+Also forgotten is what no layer looks back to, where all layers of a model slide. What is left then is exactly what the
+next token sees. A saved length moves only when `collect` finds the bytes in place.
 
-Not here: loads (load), saves (save), blocks and books (storage), computing (runner, prefilling).
+Not here: loads (load), saves (save), blocks and books (storage), computing (runner).
 """
 
 from __future__ import annotations
@@ -20,27 +19,25 @@ import numpy as np
 from ca_jax.device.processes import all_agree, least
 from ca_jax.device.runner import Runner
 from ca_jax.device.runtime import Runtime
-from ca_jax.device.transfer import held_heads, own_part, to_device
-from ca_jax.kv.async_saver import AsyncSaver, LayerPart
+from ca_jax.device.transfer import held_heads
+from ca_jax.kv.async_saver import AsyncSaver
 from ca_jax.kv.chunk_kv import ChunkKV, distinct_keys
 from ca_jax.kv.costs import RateMeter
 from ca_jax.kv.kept_conversations import KeptConversations
 from ca_jax.kv.layer_loader import LayerLoader
 from ca_jax.kv.layout import kept_window, staging_bytes
-from ca_jax.kv.load import Histories, History
-from ca_jax.kv.save import TurnKV, TurnSaver, WriteBuffer
-from ca_jax.models.kv import KVCache, LayerKV
+from ca_jax.kv.load import Histories
+from ca_jax.kv.save import WriteBuffer
 from ca_jax.session import Job, Session
 from ca_jax.storage.catalog.file import CatalogError
 from ca_jax.storage.catalog.notes import NoteLog, log_bytes
 from ca_jax.storage.config import shard_config
 from ca_jax.storage.layout import KVLayout
-from ca_jax.storage.records import MissReason, Owner, Residency, StoreRuntime
+from ca_jax.storage.records import Residency, StoreRuntime
 from ca_jax.storage.store import AttentionStore
 from ca_jax.turns.conversations import Conversation
 
 _LOG = logging.getLogger(__name__)
-_MEASURED_TOKENS = 1024  # Tokens of KV that rates are measured with.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +88,6 @@ class SessionKV:
             store.close()
             raise
         self.store = store if store_wrapper is None else store_wrapper(store)
-        self._layout = layout
-        self._runner = runner
         self._metrics = runtime.metrics
         self._processes = processes
         self._warn_of_small_caps(layout, max_tokens)
@@ -108,8 +103,6 @@ class SessionKV:
         # How far all layers look back, tokens, the one that looks among them; None: nothing is ever left behind.
         self._window = kept_window(runner.config, config, runner.window)
         self._to_slide: dict[str, Session] = {}  # By key, those with turns since they were looked at.
-        self._shares_prefixes = config.share_prefixes
-        self._reuses_prefixes = config.blend.mode == "prefix"  # Of prompts with chunks.
         # Of waiting jobs the key of the session, and of what they will load: what that begins with, and chunks.
         self._queued: dict[Job, tuple[str, tuple[str, ...]]] = {}
         self._closing = threading.Event()
@@ -125,7 +118,7 @@ class SessionKV:
         name = f"{len(tenant)}:{tenant}{session_id}"
         return hashlib.sha256(self._salt + name.encode("utf-8", "surrogatepass")).hexdigest()
 
-    # A turn, in order.
+    # The queue.
 
     def announce(self, job: Job, session: Session) -> None:
         """A turn is queued: from here on its KV is fetched early and evicted late.
@@ -134,7 +127,7 @@ class SessionKV:
         """
         source = session.key
         self._slide(session)
-        if self._may_share(job, session):
+        if self.histories.may_share(job, session):
             source = self.store.find_prefix(session.tenant, job.prompt_ids[:-1]) or source
         loaded = tuple(dict.fromkeys((source, *distinct_keys(job.spans))))
         self._queued[job] = session.key, loaded
@@ -176,60 +169,14 @@ class SessionKV:
         coming = (self.chunks.unasked(key) for key in distinct_keys(job.spans) if key not in wanted)
         return [job for job in coming if job is not None]
 
-    def preload(self, job: Job, session: Session) -> None:
-        """Begins to load the history of the job that comes next, while others run, if nothing stands in the way."""
-        if self.histories.is_preloaded(job):
-            self.histories.pump()
-            return
-        if not self.histories.may_preload:
-            return
+    def is_at_hand(self, job: Job) -> bool:
+        """Whether the KV of a queued turn is in DRAM and nothing of it is on its way, so that its load may begin."""
         key, loaded = self._queued.get(job, ("", ()))
         places = [self.store.residency(each) for each in loaded]
-        is_at_hand = Residency.DRAM in places[:1] or bool(job.spans)
-        is_at_hand = is_at_hand and not any(place in (Residency.PENDING, Residency.SSD) for place in places)
+        is_there = Residency.DRAM in places[:1] or bool(job.spans)
+        is_there = is_there and not any(place in (Residency.PENDING, Residency.SSD) for place in places)
         is_busy = self.write_buffer.is_running(key) or any(self._is_being_saved(each) for each in (key, *loaded))
-        if all_agree(self._processes, "preload", is_at_hand and not is_busy):
-            self._take_prefix(job, session)
-            self.histories.preload(job, key, session.conversation)
-
-    def open_history(self, job: Job, session: Session) -> History:
-        """See `Histories.open`; shares the KV of another session first, where that helps."""
-        if not self.histories.is_preloaded(job):
-            self._take_prefix(job, session)
-        history = self.histories.open(job, session.key, session.conversation)
-        self.withdraw(job)
-        return history
-
-    def fail_history(self, history: History) -> None:
-        """A load broke: what is stored of its session is forgotten, and its staging is free.
-
-        Of one of several parts only those that broke are forgotten.
-        """
-        broken = history.broken or {history.key}
-        self.histories.release(history)
-        for key in broken:
-            self.drop(key)
-        self._metrics.failed_loads += 1
-        self._metrics.lost_chunks += len(broken - {history.key})
-
-    def begin_saving(self, session: Session, start_token: int) -> TurnSaver | None:
-        """Opens the saving of a turn, behind the session's first `start_token` tokens; None where nothing is kept."""
-        return self._begin_saving(session, start_token) if session.is_kept else None
-
-    def begin_saving_anew(self, session: Session, num_plain: int | None, num_fused: int = 0) -> TurnSaver:
-        """Opens the saving of a turn from the session's first token on, in place of what is stored of it.
-
-        What is on SSD stays there until the new KV is.
-
-        Args:
-          num_plain: its first tokens whose KV is what computing them would give, unless what is stored has fewer;
-            None: all.
-          num_fused: tokens whose KV is that of chunks: a mark, so that it is not taken for other KV of the session.
-        """
-        known = (self.store.leave_dram(session.key), num_plain)
-        num_plain = min((count for count in known if count is not None), default=None)
-        session.resume(session.conversation.with_kv_of(0).fused(num_fused))
-        return self._begin_saving(session, 0, num_plain)
+        return all_agree(self._processes, "preload", is_there and not is_busy)
 
     def collect(self) -> None:
         """Publishes the saves that are done and gives up those that failed. Keeps the store's tiers going too."""
@@ -281,36 +228,6 @@ class SessionKV:
         note = self.conversations.pack(key, left) if session.is_kept else None
         self.write_buffer.when_saved(key, lambda: self.store.discard(key, stored, note=note))
 
-    def cut_running(self, session: Session, saver: TurnSaver, discarded: np.ndarray, left: Conversation) -> None:
-        """Forgets the KV of some tokens of a session whose turn decodes, bool `[T]`, and has the rest saved behind.
-
-        Waits for what was handed in so far to be in the store. `left` is what the conversation is without this turn.
-        """
-        self.write_buffer.finish_so_far(saver)
-        self.store.discard(saver.key, discarded, note=self.conversations.pack(saver.key, left))
-        saver.cut(discarded, left.kv_lineage)
-
-    def read(self, session: Session, token_ids: list[int]) -> KVCache:
-        """A session's stored KV, unrotated, as one pytree; for those who look at it. Waits for the copy.
-
-        Args:
-          token_ids: of its context, with those of a turn that runs.
-
-        Returns:
-          `[1, S, K, H]` a layer, S as many as there are tokens; `lengths [1]` says of how many the KV is in DRAM.
-        """
-        layout, num_tokens = self._layout, len(token_ids)
-        layers = np.zeros((layout.num_layers, 2, num_tokens, *layout.block_shape[3:]), layout.numpy_dtype)
-        ticket = self.store.prepare_load(session.key, token_ids, num_dropped=session.conversation.kv_lineage)
-        if ticket is not None:
-            reads = [ticket.read(layer, kv) for layer, kv in enumerate(layers)]
-            for read in reads:
-                read.result()
-            self.store.abort_load(ticket, MissReason.CANCELLED)
-        lengths = np.array([0 if ticket is None else ticket.num_tokens], np.int32)
-        arrays = (LayerKV(kv[:1], kv[1:]) for kv in (self._runner.unpacked(to_device(kv)) for kv in layers))
-        return KVCache(tuple(arrays), to_device(lengths))
-
     def drop(self, key: str) -> None:
         """Forgets all of a session, what is on its way to the store too. No turn of it may run."""
         self.histories.give_up_preloaded(key)
@@ -333,51 +250,11 @@ class SessionKV:
         self._loader.close()
         self.store.close()
 
-    def measure(self) -> None:
-        """Saves, loads and forgets made-up KV of two lengths, so that there are rates before there are turns."""
-        key = self.key("", "rates are measured with this")
-        longest = min(_MEASURED_TOKENS, self._runner.history_buckets[-1])
-        for num_tokens in (longest // 4, longest):
-            ticket = self.store.prepare_save(key, 0, np.zeros(num_tokens, np.int32))
-            if ticket is None:
-                return
-            kvs = (self._runner.at_rest(self._runner.empty_kv(num_tokens)) for _ in range(self._layout.num_layers))
-            self._saver.submit(ticket, (LayerPart(i, own_part(kv), num_tokens) for i, kv in enumerate(kvs)))
-            self.write_buffer.collect(wait=True, key=key)
-            loaded = self.store.prepare_load(key, ticket.token_ids)
-            if loaded is not None:
-                self.histories.measure(loaded)
-            self.store.drop(key)
-
-    def _begin_saving(self, session: Session, start_token: int, num_plain: int | None = None) -> TurnSaver:
-        lineage = session.conversation.kv_lineage
-        return self.write_buffer.begin(TurnKV(session.key, _owner(session), start_token, lineage, num_plain))
-
     def _is_being_saved(self, key: str) -> bool:
         """Whether KV is on its way to the store that a turn builds on: a chunk's, or that of turns that have ended."""
         if self.chunks.is_coming(key):
             return True
         return self.write_buffer.is_unsaved(key) and not self.write_buffer.is_running(key)
-
-    def _may_share(self, job: Job, session: Session) -> bool:
-        """Whether a turn is of a session of which nothing is stored, and may begin with the KV of another."""
-        if not self._shares_prefixes or session.conversation.num_slid:
-            return False
-        if self.store.residency(session.key) is not Residency.ABSENT:
-            return False
-        return len(job.prompt_ids) > 1 and (not job.context_tokens or self._reuses_prefixes)
-
-    def _take_prefix(self, job: Job, session: Session) -> None:
-        """Has a session of which nothing is stored share the KV of the one in DRAM that begins like it for longest.
-
-        That is the one that its turn was announced with, or one that got further meanwhile: its turn may run still.
-        """
-        if job not in self._queued or not self._may_share(job, session):
-            return
-        source = self.store.find_prefix(session.tenant, job.prompt_ids[:-1], in_dram=True)
-        if source is not None:
-            num_dropped = session.conversation.kv_lineage
-            self.store.copy_prefix(source, session.key, job.prompt_ids[:-1], _owner(session), num_dropped=num_dropped)
 
     def _slide_all(self) -> None:
         """Looks at all sessions whose turns have ended, but for those that have another one queued.
@@ -423,9 +300,3 @@ class SessionKV:
     def _touch(self) -> None:
         """Makes host memory resident in the background, so that no load or save pays for its first touch."""
         self._metrics.first_touch_s = self._loader.touch() + self.store.touch(self._closing.is_set)
-
-
-def _owner(session: Session) -> Owner:
-    if not session.is_kept:
-        return Owner(tenant=session.tenant)  # No listing shows what is loaded for it.
-    return Owner(tenant=session.tenant, session_id=session.session_id, ttl_s=session.ttl_s)

@@ -30,8 +30,7 @@ from absl import flags
 
 from ca_jax.config import BlendConfig
 from ca_jax.errors import CaJaxError
-from ca_jax.overflow.config import OverflowConfig
-from ca_jax.overflow.discarding import DISCARDERS
+from ca_jax.overflow.config import DISCARDERS, OverflowConfig
 
 flags.disclaim_key_flags()  # They are flags of the script that asks for them: its --help shows them.
 

@@ -178,6 +178,8 @@ class RecomputedHistory:
         repair: Repair | None = None,
         blend: Plan | None = None,
     ) -> None:
+        self.num_held = runner.config.num_layers
+        """See `LayerSource`: what is computed is not in staging."""
         self.layers: list[jax.Array] = []
         """What was computed so far, unrotated `[2, S, K, H]`, of no staging."""
         plans = [plan for plan in (None if repair is None else repair.plan, blend) if plan is not None]

@@ -6,7 +6,8 @@ prefill, and takes what was drawn. It ends jobs, gives back what they held, and 
 `Prefilling` is one job's prefill. A pass runs some of its new tokens through all layers. Each layer's history is taken
 from the load just before it is dispatched, and its new KV handed to be saved right after. Between passes others decode.
 
-Not here: who runs (scheduler), sessions and locks (engine), staging (kv.load), arrays (device).
+Not here: who runs (scheduler), sessions and locks (engine), what is loaded (kv.load), arrays and slots (device.runner),
+what is saved when (kv.save).
 """
 
 from __future__ import annotations
@@ -17,18 +18,16 @@ import time
 from collections.abc import Iterator
 
 import jax
-import numpy as np
 
 from ca_jax.device.processes import all_agree, least
 from ca_jax.device.runner import JOINED_TOKENS, Prefill, Runner
 from ca_jax.device.runtime import Runtime
-from ca_jax.device.sampler import Draw, Sampler
-from ca_jax.device.slots import Decoder
+from ca_jax.device.sampler import Draw
 from ca_jax.device.transfer import to_host_memory
 from ca_jax.errors import ProcessesError
 from ca_jax.kv import costs
-from ca_jax.kv.layer_loader import LayerLoad, LoadError
-from ca_jax.kv.load import History, SharedLoad
+from ca_jax.kv.layer_loader import LoadError
+from ca_jax.kv.load import History
 from ca_jax.kv.save import TurnSaver
 from ca_jax.kv.session_kv import SessionKV
 from ca_jax.recompute.plan import blend_plan
@@ -60,7 +59,6 @@ class Prefilling:
         self._blend_config = runtime.config.blend
         self._processes = runtime.processes
         self._history: History | None = None
-        self._load: LayerLoad | SharedLoad | None = None
         self._mended: RecomputedHistory | None = None  # What is read in place of what is loaded.
         self._was_alone = True
         self._computing_s = 0.0
@@ -73,24 +71,20 @@ class Prefilling:
         if job.chunk is not None:
             self.saver = self._kv.chunks.begin_saving(job.chunk, job.tenant)
         elif job.session is not None:
-            history = self._history = self._kv.open_history(job, job.session)
+            history = self._history = self._kv.histories.open(job, job.session)
+            self._kv.withdraw(job)
             self._forget_lost(job.session, history.num_stored, history.num_slid)
             job.skip(history.num_slid)
-            if history.load is not None:
-                self._load = SharedLoad(history.load, self._runner) if self._processes.count > 1 else history.load
-                self._mended = self._recomputed(job.session, history, self._load)
+            self._mended = self._recomputed(job.session, history)
             if self._mended is None:
-                self.saver = self._kv.begin_saving(job.session, history.num_stored)
+                self.saver = self._kv.write_buffer.begin_turn(job.session, history.num_stored)
             self._start(history.num_places)
 
-    def run_pass(self, num_tokens: int, is_alone: bool) -> jax.Array | None:
+    def run_pass(self, num_tokens: int, is_alone: bool) -> None:
         """Dispatches some of the tokens that are left.
 
         A load that breaks is a miss and a recompute of everything, never a failed turn. Whatever else breaks is raised,
         and costs nothing that is stored. `is_alone` says whether no other job computes in between.
-
-        Returns:
-          The last token's logits f32 `[1, V]`, once all tokens are dispatched; None before.
         """
         self._was_alone &= is_alone
         started_s = time.perf_counter()
@@ -99,10 +93,8 @@ class Prefilling:
             self._dispatch(num_tokens)
         else:
             try:
-                history.load.begin(lambda layer: self._runner.insert_past(self.prefill, layer))
+                history.load.begin()
                 self._dispatch(num_tokens)
-                if isinstance(self._load, SharedLoad):
-                    self._load.check(self._processes)
                 self._kv.histories.complete(self.job, history)
                 if self._mended is not None:
                     self._save_mended(session, self._mended)
@@ -114,15 +106,15 @@ class Prefilling:
             except LoadError:
                 _LOG.warning("the load of job %d broke: it begins anew without", self.job.job_id, exc_info=True)
                 self._begin_anew(session, history)
-                return self.run_pass(min(self.prefill.num_left, self._runner.chunk_tokens), is_alone)
+                self.run_pass(min(self.prefill.num_left, self._runner.chunk_tokens), is_alone)
+                return
         self._metrics.prefill_passes += 1
-        is_last = self.prefill.logits is not None
+        is_last = not self.prefill.num_left
         if is_last:
             self._wait()
         now_s = time.perf_counter()
         self._computing_s += now_s - started_s
         self._dispatched_s = None if is_last else now_s
-        return self.prefill.logits
 
     def await_pass(self) -> bool:
         """Waits for the last pass, unless that is done; whether it did: what is behind it computes from then on."""
@@ -153,10 +145,6 @@ class Prefilling:
         if history is not None and history.predicted_s is not None:
             self._metrics.prediction_errors.append(history.predicted_s / self._computing_s - 1)
 
-    def insert(self) -> None:
-        """Moves the KV into its decode slot. Does not wait."""
-        self._runner.insert(self.prefill)
-
     def release(self) -> None:
         """Lets go of staging, however far it is; waits for what reads it unless it was inserted."""
         if self._history is not None:
@@ -165,8 +153,10 @@ class Prefilling:
     def _start(self, num_loaded: int) -> None:
         self.prefill = Prefill(self.prefill.slot, self.job.prompt_ids[num_loaded:], num_loaded)
 
-    def _recomputed(self, session: Session, history: History, load: LayerLoad | SharedLoad) -> RecomputedHistory | None:
+    def _recomputed(self, session: Session, history: History) -> RecomputedHistory | None:
         """A history as its prefill should read it; None: as it is stored."""
+        if history.source is None:
+            return None
         num_places, blend = history.num_places, None
         num_own = history.num_stored if history.chunks else num_places
         repair = self._truncator.repair_of(session, num_own, num_places)
@@ -175,11 +165,14 @@ class Prefilling:
             blend = blend_plan(self._blend_config, num_layers, num_places, num_own, history.chunks, ratio)
         if repair is None and blend is None:
             return None
-        return RecomputedHistory(load, self.job.prompt_ids[:num_places], self._runner, repair=repair, blend=blend)
+        token_ids = self.job.prompt_ids[:num_places]
+        return RecomputedHistory(history.source, token_ids, self._runner, repair=repair, blend=blend)
 
     def _dispatch(self, num_tokens: int) -> None:
         prefill = self.prefill
-        history = None if prefill.num_done else self._mended or self._load
+        history = None
+        if self._history is not None and not prefill.num_done:
+            history = self._mended or self._history.source
         tokens = prefill.tokens[prefill.num_done : prefill.num_done + num_tokens]
         if self.saver is not None:
             self._kv.write_buffer.make_room(len(tokens))
@@ -206,14 +199,19 @@ class Prefilling:
         jax.block_until_ready(self.prefill.outputs)
         self._give_up_saving()
         has_others = bool(history.broken) and self._processes.count == 1
-        self._kv.fail_history(history)
-        self._history = self._load = self._mended = None
+        broken = history.broken or {history.key}
+        self._kv.histories.release(history)
+        for key in broken:
+            self._kv.drop(key)
+        self._metrics.failed_loads += 1
+        self._metrics.lost_chunks += len(broken - {history.key})
+        self._history = self._mended = None
         self.job.skip_none()
         if has_others:  # Fewer each time: what broke is forgotten.
             self.begin()
             return
         self._forget_lost(session, 0, 0)
-        self.saver = self._kv.begin_saving(session, 0)
+        self.saver = self._kv.write_buffer.begin_turn(session, 0)
         self.job.cached_tokens = 0
         self._start(0)
 
@@ -240,12 +238,9 @@ class Prefilling:
             history_ids, new_ids = self.job.prompt_ids[: prefill.history_length], prefill.tokens[: prefill.num_done]
             # All of it is packed before what is stored gives way to it.
             packed = [[self._runner.at_rest(kv) for kv in layers] for layers in (mended.layers, prefill.kv)]
-            self.saver = self._kv.begin_saving_anew(session, mended.num_plain, mended.num_fused)
-            for token_ids, start, layers in zip((history_ids, new_ids), (0, len(history_ids)), packed, strict=True):
-                self.saver.begin_pass(token_ids, start)
-                for layer, kv in enumerate(layers):
-                    self.saver.add_layer(layer, kv)
-                self.saver.end_pass()
+            self.saver = self._kv.write_buffer.begin_anew(session, mended.num_plain, mended.num_fused)
+            self.saver.add_pass(history_ids, 0, packed[0])
+            self.saver.add_pass(new_ids, len(history_ids), packed[1])
         self.job.repaired_tokens = round(mended.num_recomputed)
         self._metrics.repaired_tokens += self.job.repaired_tokens
         self._metrics.blended_turns += mended.is_blended
@@ -266,7 +261,6 @@ class Batch:
         self,
         scheduler: Scheduler,
         runner: Runner,
-        sampler: Sampler,
         kv: SessionKV,
         truncator: Truncator,
         runtime: Runtime,
@@ -275,27 +269,26 @@ class Batch:
         self._processes = runtime.processes
         self._scheduler = scheduler
         self._runner = runner
-        self._sampler = sampler
+        self._sampler = runner.sampler
         self._kv = kv
         self._max_tpot_ms = runtime.config.max_tpot_ms
         self._metrics = runtime.metrics
         self._timeline = runtime.timeline
         self._window = runner.window
         self._truncator = truncator
-        self._decoder = Decoder(runner.slots, runner.batch_buckets, sampler)
         self._savers: dict[Job, TurnSaver] = {}
         self._prefilling: Prefilling | None = None
         self._decode_s = 0.0  # What the last decode step took.
 
     def step(self) -> bool:
         """Plans a step and does it; whether there was anything to do."""
-        self.settle()
+        self._fill_slot()
         plan = self._scheduler.schedule(self._kv.ready, self._admits)
         if plan.prefill is not None:
             self._begin_prefill(plan.prefill)
         if plan.preload is not None and plan.preload.session is not None:
             with self._ending(plan.preload):  # Least of all may it end the job whose caller runs the engine now.
-                self._kv.preload(plan.preload, plan.preload.session)
+                self._kv.histories.preload(plan.preload, plan.preload.session, self._kv.is_at_hand)
         if plan.decode:
             self._decode(list(plan.decode))
         if plan.prefill is not None and not plan.prefill.done:  # Last, so that a first token goes out at once.
@@ -332,16 +325,15 @@ class Batch:
         if prefilling is None:
             raise RuntimeError(f"job {job.job_id} has no prefill to go on with")
         with self._ending(job):
-            logits = prefilling.run_pass(self._pass_tokens(prefilling.prefill, is_alone), is_alone)
-            if logits is None:
+            prefilling.run_pass(self._pass_tokens(prefilling.prefill, is_alone), is_alone)
+            if prefilling.prefill.num_left:
                 return
             if job.chunk is not None:  # It is on its way to the store, and that is all.
                 prefilling.finish()
                 self._metrics.computed_chunks += 1
                 self._finish(job, FinishReason.LENGTH)
                 return
-            num_before = np.array([len(job.prompt_ids) + job.num_gone])
-            drawn = self._sampler.draw(logits, num_before, prefilling.prefill.slot)
+            drawn = self._runner.draw(prefilling.prefill, len(job.prompt_ids) + job.num_gone)
             prefilling.finish()
             if prefilling.saver is not None:
                 self._savers[job] = prefilling.saver
@@ -363,12 +355,12 @@ class Batch:
             [most] = least(self._processes, "tokens of a pass", [most])
         return min(most, prefill.num_left)
 
-    def settle(self) -> None:
-        """Moves the last prefill into its decode slot: what was put off so that its first token did not wait."""
+    def _fill_slot(self) -> None:
+        """Has the last prefill moved into its decode slot: what was put off so that its first token did not wait."""
         prefilling = self._prefilling
-        if prefilling is not None and prefilling.prefill.logits is not None:
+        if prefilling is not None and not prefilling.prefill.num_left:
             with self._ending(prefilling.job):  # With its slot half filled it must not decode.
-                prefilling.insert()
+                self._runner.insert(prefilling.prefill)
                 self._prefilling = None
                 prefilling.release()
 
@@ -395,7 +387,7 @@ class Batch:
 
         try:
             with self._timeline.annotate("engine", "decode", rows=len(jobs)):
-                drawn, kv, received = self._decoder.step(jobs, may_run_ahead, await_pass)
+                drawn, kv, received = self._runner.decode(jobs, may_run_ahead, await_pass)
             if self._savers:
                 kv = to_host_memory(kv)  # Once for all of its rows.
         except Exception as error:  # Of all rows alike.
@@ -464,7 +456,7 @@ class Batch:
 
     def _fail(self, job: Job, error: Exception) -> None:
         """Ends a job that broke. Where the decode slots broke with it, all jobs that are in one."""
-        is_lost = self._runner.slots.remake_if_broken() | self._sampler.forget_if_broken()
+        is_lost = self._runner.remake_if_broken()
         for each in (job, *self._scheduler.running) if is_lost else (job,):
             if not each.done:
                 try:

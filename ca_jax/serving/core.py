@@ -21,10 +21,10 @@ from ca_jax.config import EngineConfig
 from ca_jax.device.processes import Processes, check_alike
 from ca_jax.device.runner import Runner
 from ca_jax.device.runtime import ComputeWatch, Runtime
-from ca_jax.device.sampler import Sampler
 from ca_jax.device.slots import RunnerSizes
 from ca_jax.errors import check
 from ca_jax.kv.layout import check_buffers, kept_window, kv_layout
+from ca_jax.kv.save import TurnKV
 from ca_jax.kv.session_kv import SessionKV
 from ca_jax.models.sharding import model_sharding
 from ca_jax.pretrained import Layout, LoadedModel, Progress
@@ -35,6 +35,7 @@ from ca_jax.serving.batch import Batch
 from ca_jax.serving.prompts import TurnBuilder
 from ca_jax.serving.scheduler import Scheduler
 from ca_jax.serving.truncator import Truncator
+from ca_jax.storage.records import Owner
 from ca_jax.storage.store import AttentionStore
 from ca_jax.telemetry.metrics import EngineMetrics
 from ca_jax.telemetry.timeline import Timeline
@@ -44,6 +45,7 @@ from ca_jax.turns.text import ChunkSpan
 DEFAULT_WINDOW_TOKENS = 4096
 """Largest context window taken unless a larger one is asked for."""
 _QUESTION_TOKENS = 64  # Behind a context that is warmed up for: rates say by them what ratio it will have.
+_MEASURED_TOKENS = 1024  # Tokens of KV that rates are measured with.
 _KEEP_S = 10.0  # How often times to live are looked at while nothing else happens.
 
 
@@ -85,7 +87,6 @@ class EngineCore:
                 overflow = dataclasses.replace(overflow, repair="none")
         self._config = config
         self.scheduler = Scheduler(config.max_batch_size, config.data_parallel_size)
-        self.sampler = Sampler(config.max_batch_size, model.config.vocab_size, model.sharding)
         sizes = RunnerSizes(
             window=window,
             num_slots=config.max_batch_size,
@@ -107,7 +108,7 @@ class EngineCore:
         self.kv = SessionKV(layout, self.runner, runtime, fingerprint=weights, store_wrapper=store_wrapper)
         self.truncator = Truncator(overflow, drift, self.kv, self.runner, self.metrics)
         self.turns = TurnBuilder(model, config, window, self.kv, self.truncator, processes)
-        self.batch = Batch(self.scheduler, self.runner, self.sampler, self.kv, self.truncator, runtime)
+        self.batch = Batch(self.scheduler, self.runner, self.kv, self.truncator, runtime)
 
     def warm_up(
         self,
@@ -117,16 +118,15 @@ class EngineCore:
         progress: Progress | None,
     ) -> None:
         """Compiles what turns need, by running it, and measures rates; see `Engine.warmup`. Nothing may run."""
-        self.batch.settle()
         history = self.window if max_history_tokens is None else min(max_history_tokens, self.window)
         new = self._config.prefill_chunk_tokens if max_new_tokens is None else max_new_tokens
         self.runner.warmup(history, new, progress)
         self.truncator.warmup()
-        self.sampler.warmup((1, *(size for size in self.runner.batch_buckets if size > 1)))
+        self.runner.sampler.warmup((1, *(size for size in self.runner.batch_buckets if size > 1)))
         self.kv.meter.forget()
         for sample in self.runner.measure_prefill(history, new):
             self.kv.meter.add_prefill(*sample)
-        self.kv.measure()
+        self._measure_transfers()
         for chunk_tokens in contexts if self._config.blend.reuses_chunks else ():
             num_tokens = sum(chunk_tokens)
             ratio = self.kv.histories.recompute_ratio(num_tokens, 0, _QUESTION_TOKENS)
@@ -134,6 +134,22 @@ class EngineCore:
             spans = [ChunkSpan("", start, size) for start, size in zip(starts, chunk_tokens, strict=False)]
             plan = blend_plan(self._config.blend, self.model.config.num_layers, num_tokens, 0, spans, ratio)
             warm_up(self.runner, num_tokens, plan)
+
+    def _measure_transfers(self) -> None:
+        """Saves, loads and forgets made-up KV of two lengths, so that there are rates before there are turns."""
+        kv, runner = self.kv, self.runner
+        key = kv.key("", "rates are measured with this")
+        longest = min(_MEASURED_TOKENS, runner.history_buckets[-1])
+        for num_tokens in (longest // 4, longest):
+            token_ids, layers = [0] * num_tokens, range(runner.config.num_layers)
+            saver = kv.write_buffer.begin(TurnKV(key, Owner(), 0))
+            saver.add_pass(token_ids, 0, (runner.at_rest(runner.empty_kv(num_tokens)) for _ in layers))
+            kv.write_buffer.end(saver)
+            kv.write_buffer.collect(wait=True, key=key)
+            loaded = kv.store.prepare_load(key, token_ids)
+            if loaded is not None:
+                kv.histories.measure(loaded)
+            kv.drop(key)
 
     def close(self) -> None:
         """Finishes saves and lets go of memory. No job may run."""

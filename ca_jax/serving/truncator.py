@@ -3,7 +3,7 @@
 Before a turn, and in the middle of an answer. Whichever way, tokens leave the session, the store and the slot alike,
 and nothing is computed again but what `OverflowConfig` asks for.
 
-Not here: how many tokens leave (overflow) and which (discarding), blocks (storage), jitted code (steps).
+Not here: how many tokens leave and which (overflow), blocks (storage), jitted code (steps).
 Source: CachedAttention (Gao et al., USENIX ATC 2024), section 3.4.
 """
 
@@ -17,8 +17,15 @@ from ca_jax.device.runner import Prefill, Runner
 from ca_jax.errors import InvalidRequestError
 from ca_jax.kv.save import TurnSaver
 from ca_jax.kv.session_kv import SessionKV
-from ca_jax.overflow.config import OverflowConfig, leaving_at_once, num_leaving, oldest_first
-from ca_jax.overflow.discarding import DiscardContext, OldestFirst, check_discarded
+from ca_jax.overflow.config import (
+    DiscardContext,
+    OldestFirst,
+    OverflowConfig,
+    check_discarded,
+    leaving_at_once,
+    num_leaving,
+    oldest_first,
+)
 from ca_jax.recompute.drift import Drift
 from ca_jax.recompute.plan import Plan, repair_plan
 from ca_jax.recompute.recomputer import Repair, warm_up
@@ -201,8 +208,9 @@ class Truncator:
         recomputes = overflow.method != "ca"
         self._metrics.invalidated_histories += overflow.method == "of"
         if saver is not None:
-            everything = np.ones_like(discarded)
-            self._kv.cut_running(session, saver, everything if recomputes else discarded, left)
+            forgotten = np.ones_like(discarded) if recomputes else discarded
+            self._kv.store.discard(saver.key, forgotten, note=self._kv.conversations.pack(saver.key, left))
+            saver.cut(forgotten, left.kv_lineage)
         session.resume(left)
         if job.attention is not None:
             job.attention = padded(job.attention, len(discarded))[kept]
@@ -245,7 +253,7 @@ class Truncator:
             num_leaving=count,
             keep_first=overflow.keep_first_tokens,
             attention=padded(attention, num_tokens) if discarder.needs_attention else None,
-            kv=self._kv.read(session, token_ids) if discarder.needs_kv else None,
+            kv=self._kv.histories.read(session, token_ids) if discarder.needs_kv else None,
         )
         discarded = check_discarded(discarder.choose(context), num_tokens)
         if discarded.sum() < num_needed:
