@@ -166,7 +166,8 @@ class SsdIndex:
             note=entry.note,
         )
         entry.waits_for_flush = False
-        self._begin(entry.flush, Move(entry, ssd_blocks=[*shared_ids, *new_ids], read_blocks=frozenset(dram_ids)))
+        self._dram_blocks.share(dram_ids)  # So nobody writes to them: who would, goes on in a copy.
+        self._begin(entry.flush, Move(entry, dram_blocks=dram_ids, ssd_blocks=[*shared_ids, *new_ids]))
         return True
 
     def poll(self) -> tuple[list[Entry], list[Entry]]:
@@ -210,21 +211,12 @@ class SsdIndex:
         failed, self._failed = self._failed, []
         return lost, failed
 
-    def free_dram(self, entry: Entry, block_ids: Sequence[int]) -> None:
-        """Frees a session's blocks of DRAM, those that a flush still reads once it has settled."""
-        if entry.flush is not None:
-            move = self._moves[entry.flush]
-            move.dram_blocks += [block for block in block_ids if block in move.read_blocks]
-            block_ids = [block for block in block_ids if block not in move.read_blocks]
-        self._dram_blocks.free(entry.owner.tenant, block_ids)
-
     # Forgetting.
 
     def discard(self, entry: Entry, kept: np.ndarray, lineage: Lineage, note: bytes | None) -> None:
         """Forgets tokens of a session on SSD, or on their way. DRAM is cut already.
 
-        A flush that is under way goes on, if none of what it reads will be written: it is published as it began, and
-        cut then. Otherwise it is given up.
+        A flush that is under way is published as it began, and cut then.
 
         Args:
           entry: of the session.
@@ -237,9 +229,7 @@ class SsdIndex:
             self._cancel_fetch(entry)
         if entry.flush is not None:
             move = self._moves[entry.flush]
-            num_flushed = move.cuts[-1].num_flushed if move.cuts else entry.flush.record.num_tokens
-            if not move.detached and (not num_flushed or kept[num_flushed - 1 :].any()):
-                cut.num_flushed = int(np.count_nonzero(kept[:num_flushed]))
+            if not move.detached:
                 move.cuts.append(cut)
                 return
             self.cancel(entry)

@@ -306,7 +306,7 @@ class Transfers:
     # Entries and blocks.
 
     def _would_write_to_others(self, entry: Entry) -> bool:
-        """Whether the next token goes to a block that other sessions hold too: one that was full, and was cut."""
+        """Whether the next token goes to a block that others hold too: sessions, of one that was cut, or a flush."""
         has_part = entry.num_reserved_places % self._layout.block_tokens
         return bool(has_part) and self._blocks.is_shared(entry.block_ids[-1])
 
@@ -319,7 +319,7 @@ class Transfers:
         if entry.num_open_loads:
             entry.replaced_blocks.append(shared)
         else:
-            self._placement.free_dram(entry, [shared])
+            self._blocks.free(entry.owner.tenant, [shared])
 
     def _copy_rows(self, source: int, block: int, num_rows: int) -> None:
         """Copies the first rows of a block of DRAM to another. Those behind may be written meanwhile."""
@@ -356,7 +356,7 @@ class Transfers:
         entry.num_open_loads -= 1
         if not entry.num_open_loads and entry.replaced_blocks:
             replaced, entry.replaced_blocks = entry.replaced_blocks, []
-            self._placement.free_dram(entry, replaced)
+            self._blocks.free(entry.owner.tenant, replaced)
         self._index.place(entry)
         self._placement.used(entry)
 

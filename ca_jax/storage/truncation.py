@@ -222,7 +222,7 @@ class Truncation:
         entry.block_ids = [entry.block_ids[index] for index in table.tolist()]
         entry.token_ids = entry.token_ids[kept]
         entry.places, entry.lineage = places, lineage
-        self._placement.free_dram(entry, gone)
+        self._blocks.free(entry.owner.tenant, gone)
 
     def _begin(self, entry: Entry) -> None:
         """Begins to copy a session to fresh blocks, if it wastes some and there is room: no published block is written.
@@ -251,7 +251,7 @@ class Truncation:
         is_same = entry.block_ids == copy.block_ids and entry.places == copy.places and not entry.in_use
         if error is None and is_same:
             entry.block_ids, entry.places = list(copy.fresh_ids), TokenPlaces.dense(entry.num_tokens)
-            self._placement.free_dram(entry, copy.block_ids)
+            self._blocks.free(entry.owner.tenant, copy.block_ids)
             self._placement.changed(entry)
             return
         self._blocks.free(entry.owner.tenant, copy.fresh_ids)

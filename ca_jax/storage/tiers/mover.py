@@ -45,7 +45,6 @@ from ca_jax.storage.catalog.records import Contents, DamagedRecordError, Session
 from ca_jax.storage.layout import KVLayout, layer_sums
 from ca_jax.storage.records import BlockIoError, IoFailure, StoreRuntime
 from ca_jax.storage.tiers.disk import DiskTier
-from ca_jax.storage.tiers.dram import host_array
 from ca_jax.storage.tiers.io import BusyPeriods, IoHandle, StepThread
 from ca_jax.storage.tokens import Lineage, SsdCopy
 from ca_jax.telemetry.timeline import ArgValue, Track
@@ -87,8 +86,7 @@ class FlushTask:
     num_shared_blocks: int = 0
     """Full blocks behind them that are published already as another session's: they are not written."""
     sources: Sequence[np.ndarray]
-    """Memory of the blocks that are not kept, in order: not to be rewritten until the task has settled, but for the
-    last one, of which only tokens behind the session's may change."""
+    """Memory of the blocks that are not kept, in order: not to be rewritten until the task has settled."""
     note: bytes | None
     """What to keep with the session; None keeps what is kept."""
     cancelled: bool = False
@@ -227,7 +225,6 @@ class SsdWorker:
         self._timeline = runtime.timeline
         self._began_s: dict[FetchTask | FlushTask, float] = {}  # Not on the timeline yet.
         self._ended: collections.deque[TaskEnd | Changed] = collections.deque()
-        self._bounces: list[np.ndarray] = []
         self._deadline_s = tier.deadline_s
         self._was_late = False
         self._fetches: dict[FetchTask, None] = {}  # Not ended, nor told to be late.
@@ -366,20 +363,13 @@ class SsdWorker:
     def _begin_flush(self, task: FlushTask) -> None:
         self._settle()
         self._began_s[task] = time.perf_counter()
-        num_shared, sources = task.num_shared_blocks, list(task.sources)
-        sums = np.empty((len(sources), self.layout.num_layers), np.uint32)
+        num_shared = task.num_shared_blocks
+        sums = np.empty((len(task.sources), self.layout.num_layers), np.uint32)
         for index in range(num_shared):
-            sums[index] = layer_sums(sources[index])
+            sums[index] = layer_sums(task.sources[index])
         self._writes.progressed()
-        bounce = None
-        if len(sources) > num_shared:  # More tokens may come to the last one; what is written stands still.
-            bounce = self._bounces.pop() if self._bounces else host_array(sources[-1].shape, sources[-1].dtype)
-            np.copyto(bounce, sources[-1])
-            sources[-1] = bounce
         block_ids = task.record.block_ids[task.num_kept_blocks + num_shared :].tolist()
-        handle = self._tier.write_blocks(block_ids, sources[num_shared:], sums[num_shared:])
-        if bounce is not None:
-            handle.add_settled_callback(lambda _: self._bounces.append(bounce))
+        handle = self._tier.write_blocks(block_ids, task.sources[num_shared:], sums[num_shared:])
         self._move(handle, task, self._writes, lambda: self._publish(task, sums))
 
     def _publish(self, task: FlushTask, new_sums: np.ndarray) -> None:
