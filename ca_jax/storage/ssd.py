@@ -122,7 +122,7 @@ class SsdIndex:
         """
         if entry.ssd is None or entry.fetch is not None:
             raise RuntimeError(f"session {entry.key!r} was to be fetched, and is not on SSD or on its way already")
-        dram_block_ids = self._dram_blocks.alloc_room(entry.owner.tenant, entry.ssd.num_blocks)
+        dram_block_ids = self._dram_blocks.alloc(entry.owner.tenant, entry.ssd.num_blocks)
         into = [self._dram.slab[block] for block in dram_block_ids]
         entry.fetch = FetchTask(key=entry.key, copy=entry.ssd, into=into)
         self._begin(entry.fetch, Move(entry, dram_blocks=list(dram_block_ids)))
@@ -154,7 +154,7 @@ class SsdIndex:
         if failure is not None:
             self._blocks.free(entry.owner.tenant, shared_ids)
             return self._skip_flush(entry, failure)
-        new_ids = self._blocks.alloc_room(entry.owner.tenant, num_blocks - num_kept - len(shared_ids))
+        new_ids = self._blocks.alloc(entry.owner.tenant, num_blocks - num_kept - len(shared_ids))
         kept_ids = [] if entry.ssd is None else entry.ssd.block_ids[:num_kept].tolist()
         dram_ids = entry.block_ids[num_kept:num_blocks]
         entry.flush = FlushTask(

@@ -85,7 +85,7 @@ class Transfers:
             return None
         if self._would_write_to_others(entry):  # A session that shared it may have made the room.
             self._own_last_block(entry)
-        entry.block_ids.extend(self._blocks.alloc_room(entry.owner.tenant, num_blocks))
+        entry.block_ids.extend(self._blocks.alloc(entry.owner.tenant, num_blocks))
         if not start_token:
             entry.lineage = Lineage(num_dropped, num_plain)
         ticket = SaveTicket(self._dram, key, start_token, token_ids, np.array(entry.block_ids), start_place)
@@ -279,7 +279,7 @@ class Transfers:
         if not num_tokens:
             return 0
         if num_rows:
-            (own,) = self._blocks.alloc_room(entry.owner.tenant, 1)
+            (own,) = self._blocks.alloc(entry.owner.tenant, 1)
             self._copy_rows(from_entry.block_ids[num_shared], own, num_rows)
             entry.block_ids.append(own)
         entry.token_ids = from_entry.token_ids[:num_tokens].copy()
@@ -313,7 +313,7 @@ class Transfers:
     def _own_last_block(self, entry: Entry) -> None:
         """Has a session copy its last block: no block that others hold is ever written to. There is room."""
         shared = entry.block_ids.pop()
-        (own,) = self._blocks.alloc_room(entry.owner.tenant, 1)
+        (own,) = self._blocks.alloc(entry.owner.tenant, 1)
         self._copy_rows(shared, own, entry.num_reserved_places % self._layout.block_tokens)
         entry.block_ids.append(own)
         if entry.num_open_loads:

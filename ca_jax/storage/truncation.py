@@ -232,9 +232,9 @@ class Truncation:
         num_blocks, tenant = self._layout.num_blocks(entry.num_tokens), entry.owner.tenant
         if next(self._blocks.frees([entry.block_ids])) <= num_blocks + _MAX_SPARE_BLOCKS:
             return
-        fresh = None if self._blocks.excess(tenant, num_blocks) > 0 else self._blocks.alloc(tenant, num_blocks)
-        if fresh is None:
+        if self._blocks.excess(tenant, num_blocks) > 0 or self._blocks.lacking(num_blocks) > 0:
             return
+        fresh = self._blocks.alloc(tenant, num_blocks)
         table, places = list(entry.block_ids), entry.places
         self._blocks.share(table)  # Whatever becomes of the session, they are not written while they are read.
         entry.num_pins += 1
