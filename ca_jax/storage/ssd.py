@@ -166,7 +166,7 @@ class SsdIndex:
             note=entry.note,
         )
         entry.waits_for_flush = False
-        self._dram_blocks.share(dram_ids)  # So nobody writes to them: who would, goes on in a copy.
+        self._dram_blocks.share(dram_ids)  # Nothing is written to a block with two holders: saves go on in a copy.
         self._begin(entry.flush, Move(entry, dram_blocks=dram_ids, ssd_blocks=[*shared_ids, *new_ids]))
         return True
 
@@ -405,7 +405,8 @@ class SsdIndex:
             entry.ssd, table = entry.ssd.keep(kept, cut.lineage, self._layout.block_tokens)
             entry.num_same_tokens = int(np.count_nonzero(kept[: entry.num_same_tokens]))
             self._blocks.free(entry.owner.tenant, np.delete(block_ids, table).tolist())
-            self._mover.cut(entry.key, kept, cut.lineage, cut.note)
+            key, lineage, note = entry.key, cut.lineage, cut.note
+            self._mover.change(key, lambda catalog: catalog.cut(key, kept, lineage, note) is not None, note, cuts=True)
 
     def _cancel_fetch(self, entry: Entry) -> None:
         if entry.fetch is not None:

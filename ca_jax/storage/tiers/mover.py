@@ -9,9 +9,9 @@ makes earlier changes of the catalog durable, writes the blocks that are not on 
 the checksums of its blocks, once they are durable. No block that a published session refers to is ever written: what
 changes goes to other blocks, so that a process that dies at any moment leaves the old state or the new one.
 
-Changes of the catalog that free blocks (`forget`, `cut`) are carried out in the order of their submission, before
-any later write. One that cannot be made durable is tried again before the next write, and until it is made nothing is
-written at all.
+Changes of the catalog that free blocks (`forget`, and a `change` that cuts) are carried out in the order of their
+submission, before any later write. One that cannot be made durable is tried again before the next write, and until it
+is made nothing is written at all.
 
 Tasks belong to the caller; what became of them comes back by `take_ended`. Nothing here raises for what a disk or
 catalog does, but `contents`, which reads the catalog for a thread that must not wait for a disk.
@@ -46,7 +46,7 @@ from ca_jax.storage.layout import KVLayout, layer_sums
 from ca_jax.storage.records import BlockIoError, IoFailure, StoreRuntime
 from ca_jax.storage.tiers.disk import DiskTier
 from ca_jax.storage.tiers.io import BusyPeriods, IoHandle, StepThread
-from ca_jax.storage.tokens import Lineage, SsdCopy
+from ca_jax.storage.tokens import SsdCopy
 from ca_jax.telemetry.timeline import ArgValue, Track
 
 _LOG = logging.getLogger(__name__)
@@ -151,25 +151,17 @@ class SsdMover(Protocol):
     def forget(self, keys: Sequence[str]) -> None:
         """Has sessions forgotten. Their blocks may be given to later flushes at once."""
 
-    def cut(self, key: str, kept: np.ndarray, lineage: Lineage, note: bytes | None) -> None:
-        """Has tokens of a session forgotten. Blocks that have none left may be given to later flushes at once.
-
-        Where the catalog cannot be changed so, the session is forgotten, which `take_ended` says.
-
-        Args:
-          key: of the session.
-          kept: bool `[num_tokens]`, which of its tokens on SSD stay.
-          lineage: what has been dropped then.
-          note: what is kept with it, in the same change; None keeps what is kept.
-        """
-
-    def change(self, key: str, change: Callable[[Catalog], bool], note: bytes | None = None) -> None:
+    def change(
+        self, key: str, change: Callable[[Catalog], bool], note: bytes | None = None, *, cuts: bool = False
+    ) -> None:
         """Has a change made to what the catalog says of a session; `take_ended` says what became of it.
 
         Args:
           key: of the session.
           change: makes it, on a thread of the mover's; says whether the catalog knows the session.
           note: what is kept with the session then; None: what is kept.
+          cuts: whether it takes blocks from the session, which may be given to later flushes at once. Where it cannot
+            be made, the session is forgotten, which `take_ended` says.
         """
 
     def contents(self, key: str) -> Contents | None:
@@ -254,13 +246,11 @@ class SsdWorker:
         """See `SsdMover`."""
         self._put_change(functools.partial(self._forget, tuple(keys)))
 
-    def cut(self, key: str, kept: np.ndarray, lineage: Lineage, note: bytes | None) -> None:
+    def change(
+        self, key: str, change: Callable[[Catalog], bool], note: bytes | None = None, *, cuts: bool = False
+    ) -> None:
         """See `SsdMover`."""
-        self._put_change(functools.partial(self._cut, key, kept, lineage, note))
-
-    def change(self, key: str, change: Callable[[Catalog], bool], note: bytes | None = None) -> None:
-        """See `SsdMover`."""
-        self._put_change(functools.partial(self._change, key, change, note))
+        self._put_change(functools.partial(self._change, key, change, note, cuts))
 
     def contents(self, key: str) -> Contents | None:
         """See `SsdMover`. Until its last question is answered no other is asked."""
@@ -404,26 +394,21 @@ class SsdWorker:
             self._failure(error, writes=True)
             _LOG.warning("%d sessions are to be forgotten before anything is written: %s", len(keys), error)
 
-    def _cut(self, key: str, kept: np.ndarray, lineage: Lineage, note: bytes | None) -> None:
-        """Forgets some of a session's tokens; all of it, where that cannot be written down."""
+    def _change(self, key: str, change: Callable[[Catalog], bool], note: bytes | None, cuts: bool) -> None:
+        """Makes a change to a session in the catalog, which says whether it knows the session."""
         if key in self._unforgotten:
             return
-        try:
-            found = self._catalog.cut(key, kept, lineage, note)
-            self._ended.append(Changed(key=key, note=note, is_lost=found is None))
-        except (CatalogError, ValueError) as error:  # ValueError: the catalog has another state than the index.
-            _LOG.warning("a session cannot be cut, and is forgotten: %s", error)
-            self._ended.append(Changed(key=key, is_lost=True))
-            self._forget((key,))
-
-    def _change(self, key: str, change: Callable[[Catalog], bool], note: bytes | None) -> None:
-        """Makes a change to a session in the catalog, which says whether it knows the session."""
         error, is_known = None, True
         try:
             is_known = change(self._catalog)
-        except CatalogError as failure:
-            _LOG.warning("a session's pin, note or time to live is not written down yet: %s", failure)
-            error = self._failure(failure, writes=True)
+        except (CatalogError, ValueError) as failure:  # ValueError: the catalog has another state than the index.
+            if cuts:
+                _LOG.warning("a session cannot be cut, and is forgotten: %s", failure)
+                is_known = False
+                self._forget((key,))
+            else:
+                _LOG.warning("a session's pin, note or time to live is not written down yet: %s", failure)
+                error = self._failure(failure, writes=True)
         self._ended.append(Changed(key=key, note=note, error=error, is_lost=not is_known))
 
     def _use(self, times_s: Mapping[str, float]) -> None:
@@ -442,7 +427,7 @@ class SsdWorker:
         except (BlockIoError, CatalogError) as error:
             self._end(TaskEnd(task=task, error=self._failure(error, writes=isinstance(task, FlushTask))))
 
-    def _failure(self, error: BlockIoError | CatalogError, *, writes: bool) -> BlockIoError:
+    def _failure(self, error: BlockIoError | CatalogError | ValueError, *, writes: bool) -> BlockIoError:
         if isinstance(error, BlockIoError):
             return error
         self._is_beyond_use |= writes and isinstance(error, CatalogCorruptError)
