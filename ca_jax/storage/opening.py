@@ -182,7 +182,8 @@ def _why_refused(record: SessionRecord, tier: DiskTier, holders: np.ndarray, ten
         return "what the catalog says of them cannot be"
     if record.block_ids.max() >= tier.num_blocks:
         return "their blocks lie beyond the cap"
-    if not np.isin(holders[record.block_ids], (-1, tenant)).all():
+    held_by = holders[record.block_ids]
+    if ((held_by != tenant) & (held_by >= 0)).any():
         return "their blocks belong to others"
     return None
 
