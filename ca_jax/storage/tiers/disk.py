@@ -177,7 +177,8 @@ class DiskTier(abc.ABC):
     def stored_but(self, tables: Iterable[np.ndarray]) -> list[int]:
         """Those of `stored_block_ids` that are in none of these block tables, int64 `[n]` each."""
         held = np.concatenate([np.zeros(0, np.int64), *tables])
-        return np.setdiff1d(np.array(self.stored_block_ids(), np.int64), held).tolist()
+        unheld: list[int] = np.setdiff1d(np.array(self.stored_block_ids(), np.int64), held).tolist()
+        return unheld
 
     def sweep(self) -> int:
         """Removes what writes cut short by a crash left behind. Before the first write, by the only user of the store.
