@@ -38,7 +38,6 @@ from ca_jax.storage.placement.policy import (
     Room,
     look_ahead_window,
     make_policy,
-    plan_fetches,
 )
 from ca_jax.storage.placement.returns import ReturnTimes
 from ca_jax.storage.records import Owner
@@ -48,6 +47,7 @@ from ca_jax.storage.tokens import SsdCopy, TokenPlaces, prefix_hashes
 
 _DRAM_SHARE = 10  # One of so many sessions is in DRAM too.
 _MAX_BLOCKS = 31  # Of a session; sizes are even between 1 and this: 2,000 tokens on average.
+_MAX_FETCHES = 8  # Of a plan.
 _PARTS = ("queue", "lookup", "plan", "victims")
 
 # The smallest blocks there are: of the start-up only the catalog is real, and its size does not depend on them.
@@ -294,12 +294,7 @@ class _Books:
                 raise BenchError(f"session {each!r} must be stored, got none")
             self._table.use(entry, queued_s)
         found_s = time.perf_counter()
-        fetch, _ = plan_fetches(
-            self._table.to_fetch.view(),
-            lambda num_blocks, needed_at: self._rooms[0].choose(num_blocks, needed_at=needed_at),
-            window_jobs=self._window_jobs,
-            lacking=0,
-        )
+        fetch, _ = self._rooms[0].plan_fetches(self._table.to_fetch.view(), self._window_jobs, _MAX_FETCHES)
         planned_s = time.perf_counter()
         for room in self._rooms:
             room.choose(round(self._mean_blocks))

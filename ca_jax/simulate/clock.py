@@ -11,6 +11,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -128,12 +129,15 @@ class SimulatedSsd:
         for key in keys:
             self._token_ids.pop(key, None)
 
-    def cut(self, key: str, kept: np.ndarray, lineage: Lineage, note: bytes | None) -> None:
-        """See `SsdMover`."""
-        self._token_ids[key] = self._token_ids[key][kept]
+    def change(self, key: str, change: Callable[[Any], bool], note: bytes | None = None, *, cuts: bool = False) -> None:
+        """See `SsdMover`. Of pins, notes and times to live this catalog keeps none."""
+        if cuts:
+            change(self)
 
-    def change(self, key: str, change: object, note: bytes | None = None) -> None:
-        """See `SsdMover`."""
+    def cut(self, key: str, kept: np.ndarray, lineage: Lineage, note: bytes | None) -> bool:
+        """A change of the catalog that cuts: tokens of a session are forgotten."""
+        self._token_ids[key] = self._token_ids[key][kept]
+        return True
 
     def take_ended(self) -> TaskEnd | Changed | None:
         """See `SsdMover`."""

@@ -276,9 +276,9 @@ def _delete_unheld(
     if tier is None:
         return garbage
     gone = {each.key for each in garbage.forgotten}
-    records = [each.record for each in inspector.sessions(None, garbage.namespace).sound]
-    held = {block for record in records if record.key not in gone for block in record.block_ids.tolist()}
-    unheld = [block for block in tier.stored_block_ids() if block not in held and (among is None or block in among)]
+    records = (each.record for each in inspector.sessions(None, garbage.namespace).sound)
+    unheld = tier.stored_but(record.block_ids for record in records if record.key not in gone)
+    unheld = [block for block in unheld if among is None or block in among]
     num_leftovers = None
     if not dry_run:
         tier.delete_blocks(unheld).result()

@@ -27,8 +27,6 @@ class Cut:
     """What has been dropped then."""
     note: bytes | None
     """What to keep with the session from then on; None keeps what is kept."""
-    num_flushed: int = 0
-    """How many of the tokens of that flush are left by this cut and those before."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -38,11 +36,9 @@ class Move:
     entry: Entry
     """Of the session."""
     dram_blocks: list[int] = dataclasses.field(default_factory=list)
-    """Blocks of DRAM that are the move's."""
+    """Blocks of DRAM that it holds: a fetch fills them, a flush reads blocks that are the session's too."""
     ssd_blocks: list[int] = dataclasses.field(default_factory=list)
-    """Blocks of SSD, likewise."""
-    read_blocks: frozenset[int] = frozenset()
-    """Blocks of DRAM that it reads, and that are the session's."""
+    """Blocks of SSD that it holds."""
     cuts: list[Cut] = dataclasses.field(default_factory=list)
     """Of the session meanwhile: what a flush brings to SSD is cut so when it has ended."""
     detached: bool = False

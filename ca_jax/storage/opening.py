@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import gc
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -67,18 +67,17 @@ class OpenedSsd:
         try:
             if self.leaves is None:
                 self.tier.sweep()
-            stored = np.array(self.tier.stored_block_ids(), np.int64)
+            orphans = self.tier.stored_but(record.block_ids for record in self.records)
         except (OSError, ValueError) as error:  # ValueError: TensorStore's.
             _LOG.warning("what no session refers to stays on disk, since it cannot be listed: %s", error)
             return 0
-        orphans = np.setdiff1d(stored, _all_block_ids(self.records))
         if self.leaves is not None:
-            if len(orphans):
+            if orphans:
                 gc_command = "`python -m ca_jax.launch.store gc` removes them"
                 _LOG.warning("%d blocks stay on disk, since %s; %s", len(orphans), self.leaves, gc_command)
             return 0
         for first in range(0, len(orphans), _DELETED_AT_ONCE):
-            handle = self.tier.delete_blocks(orphans[first : first + _DELETED_AT_ONCE].tolist())
+            handle = self.tier.delete_blocks(orphans[first : first + _DELETED_AT_ONCE])
             handle.wait()
             handle.wait_settled()
             if handle.error is not None:
@@ -150,16 +149,18 @@ def _take_in(catalog: Catalog, tier: DiskTier) -> tuple[tuple[SessionRecord, ...
     damaged: list[str] = []
     reasons: collections.Counter[str] = collections.Counter()
     refused, sound = [], []
-    holders: dict[int, str] = {}  # Of each block: the tenant that published it first.
+    holders = np.full(tier.num_blocks, -1, np.int32)  # By block: the tenant that published it first; -1: none.
+    tenants: dict[str, int] = {}  # Their numbers in `holders`.
     with catalog.batch():
         records = list(catalog.load_all(lambda key, reason: damaged.append(key)))
         if damaged or len({record.key for record in records}) < len(records):
             reasons["their rows in the catalog are damaged"] = catalog.forget_damaged()
             records = list(catalog.load_all(lambda key, reason: None))
         for record in records:
-            reason = _why_refused(record, tier, holders)
+            tenant = tenants.setdefault(record.tenant, len(tenants))
+            reason = _why_refused(record, tier, holders, tenant)
             if reason is None:
-                holders.update(dict.fromkeys(record.block_ids.tolist(), record.tenant))
+                holders[record.block_ids] = tenant
                 sound.append(record)
             else:
                 reasons[reason] += 1
@@ -173,23 +174,18 @@ def _take_in(catalog: Catalog, tier: DiskTier) -> tuple[tuple[SessionRecord, ...
     return tuple(sound), num_lost
 
 
-def _why_refused(record: SessionRecord, tier: DiskTier, holders: Mapping[int, str]) -> str | None:
+def _why_refused(record: SessionRecord, tier: DiskTier, holders: np.ndarray, tenant: int) -> str | None:
     """Why a session cannot be served, beside those that hold blocks already; None: it can."""
     try:
         record.check(tier.layout)
     except ValueError:
         return "what the catalog says of them cannot be"
-    table = record.block_ids.tolist()
-    if max(table) >= tier.num_blocks:
+    if record.block_ids.max() >= tier.num_blocks:
         return "their blocks lie beyond the cap"
-    if any(holders.get(block, record.tenant) != record.tenant for block in table):
+    held_by = holders[record.block_ids]
+    if ((held_by != tenant) & (held_by >= 0)).any():
         return "their blocks belong to others"
     return None
-
-
-def _all_block_ids(records: Iterable[SessionRecord]) -> np.ndarray:
-    """The block tables of sessions, one behind the other: int64 `[n]`."""
-    return np.concatenate([np.zeros(0, np.int64), *(record.block_ids for record in records)])
 
 
 def open_ssd_index(config: StoreConfig, namespace: Namespace, parts: StoreParts) -> SsdIndex:

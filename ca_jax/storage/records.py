@@ -121,7 +121,7 @@ class FlushFailure(enum.StrEnum):
     """It needs more blocks than the tier has, or than its tenant may hold."""
     NO_ROOM = "no_room"
     """What is not pinned or in use on SSD does not hold enough blocks."""
-    # The write failed, see `IoFailure`; it is cancelled where the session was shortened or dropped meanwhile.
+    # The write failed, see `IoFailure`; it is cancelled where the session was dropped or saved anew meanwhile.
     NO_SPACE = "no_space"
     DEADLINE = "deadline"
     DEVICE = "device"

@@ -391,6 +391,7 @@ class SessionIndex:
             rate = self._returns.rate(self._returns.group(entry.key), entry.last_used_s)
         return StoredEntry(
             key=entry.key,
+            tenant=entry.owner.tenant,
             num_blocks=len(entry.block_ids) if num_blocks is None else num_blocks,
             last_used_s=entry.last_used_s,
             created_s=entry.created_s,

@@ -122,7 +122,7 @@ class SsdIndex:
         """
         if entry.ssd is None or entry.fetch is not None:
             raise RuntimeError(f"session {entry.key!r} was to be fetched, and is not on SSD or on its way already")
-        dram_block_ids = self._dram_blocks.alloc_room(entry.owner.tenant, entry.ssd.num_blocks)
+        dram_block_ids = self._dram_blocks.alloc(entry.owner.tenant, entry.ssd.num_blocks)
         into = [self._dram.slab[block] for block in dram_block_ids]
         entry.fetch = FetchTask(key=entry.key, copy=entry.ssd, into=into)
         self._begin(entry.fetch, Move(entry, dram_blocks=list(dram_block_ids)))
@@ -154,7 +154,7 @@ class SsdIndex:
         if failure is not None:
             self._blocks.free(entry.owner.tenant, shared_ids)
             return self._skip_flush(entry, failure)
-        new_ids = self._blocks.alloc_room(entry.owner.tenant, num_blocks - num_kept - len(shared_ids))
+        new_ids = self._blocks.alloc(entry.owner.tenant, num_blocks - num_kept - len(shared_ids))
         kept_ids = [] if entry.ssd is None else entry.ssd.block_ids[:num_kept].tolist()
         dram_ids = entry.block_ids[num_kept:num_blocks]
         entry.flush = FlushTask(
@@ -166,7 +166,8 @@ class SsdIndex:
             note=entry.note,
         )
         entry.waits_for_flush = False
-        self._begin(entry.flush, Move(entry, ssd_blocks=[*shared_ids, *new_ids], read_blocks=frozenset(dram_ids)))
+        self._dram_blocks.share(dram_ids)  # Nothing is written to a block with two holders: saves go on in a copy.
+        self._begin(entry.flush, Move(entry, dram_blocks=dram_ids, ssd_blocks=[*shared_ids, *new_ids]))
         return True
 
     def poll(self) -> tuple[list[Entry], list[Entry]]:
@@ -210,21 +211,12 @@ class SsdIndex:
         failed, self._failed = self._failed, []
         return lost, failed
 
-    def free_dram(self, entry: Entry, block_ids: Sequence[int]) -> None:
-        """Frees a session's blocks of DRAM, those that a flush still reads once it has settled."""
-        if entry.flush is not None:
-            move = self._moves[entry.flush]
-            move.dram_blocks += [block for block in block_ids if block in move.read_blocks]
-            block_ids = [block for block in block_ids if block not in move.read_blocks]
-        self._dram_blocks.free(entry.owner.tenant, block_ids)
-
     # Forgetting.
 
     def discard(self, entry: Entry, kept: np.ndarray, lineage: Lineage, note: bytes | None) -> None:
         """Forgets tokens of a session on SSD, or on their way. DRAM is cut already.
 
-        A flush that is under way goes on, if none of what it reads will be written: it is published as it began, and
-        cut then. Otherwise it is given up.
+        A flush that is under way is published as it began, and cut then.
 
         Args:
           entry: of the session.
@@ -237,9 +229,7 @@ class SsdIndex:
             self._cancel_fetch(entry)
         if entry.flush is not None:
             move = self._moves[entry.flush]
-            num_flushed = move.cuts[-1].num_flushed if move.cuts else entry.flush.record.num_tokens
-            if not move.detached and (not num_flushed or kept[num_flushed - 1 :].any()):
-                cut.num_flushed = int(np.count_nonzero(kept[:num_flushed]))
+            if not move.detached:
                 move.cuts.append(cut)
                 return
             self.cancel(entry)
@@ -415,7 +405,8 @@ class SsdIndex:
             entry.ssd, table = entry.ssd.keep(kept, cut.lineage, self._layout.block_tokens)
             entry.num_same_tokens = int(np.count_nonzero(kept[: entry.num_same_tokens]))
             self._blocks.free(entry.owner.tenant, np.delete(block_ids, table).tolist())
-            self._mover.cut(entry.key, kept, cut.lineage, cut.note)
+            key, lineage, note = entry.key, cut.lineage, cut.note
+            self._mover.change(key, lambda catalog: catalog.cut(key, kept, lineage, note) is not None, note, cuts=True)
 
     def _cancel_fetch(self, entry: Entry) -> None:
         if entry.fetch is not None:

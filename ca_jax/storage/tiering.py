@@ -14,12 +14,11 @@ Source: CachedAttention (Gao et al., USENIX ATC 2024), section 3.3.
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Hashable, Iterator, Sequence
 
 import numpy as np
 
-from ca_jax.storage.placement.policy import FifoPolicy, LruPolicy, Room, StoredEntry, look_ahead_window, plan_fetches
+from ca_jax.storage.placement.policy import FifoPolicy, LruPolicy, Room, look_ahead_window
 from ca_jax.storage.records import LookAheadWindows, MissReason, Residency, SkipReason
 from ca_jax.storage.sessions import Entry, StoreParts
 from ca_jax.storage.ssd import SsdIndex
@@ -225,19 +224,11 @@ class Placement:
             self._ssd.cancel(entry)
             self._index.place(entry)
 
-    def free_dram(self, entry: Entry, block_ids: Sequence[int]) -> None:
-        """Frees blocks of DRAM that were a session's; those that a flush still reads, once it has settled."""
-        if self._ssd is not None:
-            self._ssd.free_dram(entry, block_ids)
-        else:
-            self._blocks.free(entry.owner.tenant, block_ids)
-
     def free_unused(self, entry: Entry) -> None:
         """Frees a session's blocks of DRAM behind its last token, published or being saved: all, if there is none."""
         num_blocks = self._layout.num_blocks(entry.num_reserved_places)
-        block_ids = entry.block_ids[num_blocks:]
+        self._blocks.free(entry.owner.tenant, entry.block_ids[num_blocks:])
         del entry.block_ids[num_blocks:]
-        self.free_dram(entry, block_ids)
         if not num_blocks:
             if entry.share_group is not None:
                 del entry.share_group[entry.key]
@@ -259,8 +250,6 @@ class Placement:
     def forget(self, entry: Entry) -> None:
         """Forgets a session in both tiers, and what is on its way; it must not be in use."""
         if self._ssd is not None:
-            block_ids, entry.block_ids = entry.block_ids, []
-            self._ssd.free_dram(entry, block_ids)
             self._ssd.cancel(entry)
             self._ssd.forget(entry)
         entry.miss = entry.note = None
@@ -347,24 +336,8 @@ class Placement:
         num_fetches = _MAX_FETCHES - self._ssd.num_fetching
         if num_fetches <= 0 or not len(self._index.on_ssd):
             return
-        planned: collections.Counter[str] = collections.Counter()  # Blocks by tenant.
-
-        def admits(stored: StoredEntry) -> bool:
-            """Whether all planned of its tenant fits the quota: behind the first that does not, none is admitted."""
-            entry = self._index.get(stored.key)
-            if entry is None:
-                return False
-            planned[entry.owner.tenant] += stored.num_blocks
-            return not self._blocks.excess(entry.owner.tenant, planned[entry.owner.tenant])
-
-        fetch, evict = plan_fetches(
-            self._index.to_fetch.view(),
-            lambda num_blocks, needed_at: self.room.choose(num_blocks, needed_at=needed_at),
-            window_jobs=self._prefetch_window(),
-            lacking=self._reserve_blocks - self._blocks.num_free,
-            max_fetches=num_fetches,
-            admits=admits,
-        )
+        waiting, window_jobs = self._index.to_fetch.view(), self._prefetch_window()
+        fetch, evict = self.room.plan_fetches(waiting, window_jobs, num_fetches, self._reserve_blocks)
         self._evict(evict)
         for entry in filter(None, map(self._index.get, fetch)):
             if entry.ssd is not None and self._blocks.lacking(len(entry.ssd.block_ids)) <= 0:

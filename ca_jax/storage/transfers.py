@@ -85,7 +85,7 @@ class Transfers:
             return None
         if self._would_write_to_others(entry):  # A session that shared it may have made the room.
             self._own_last_block(entry)
-        entry.block_ids.extend(self._blocks.alloc_room(entry.owner.tenant, num_blocks))
+        entry.block_ids.extend(self._blocks.alloc(entry.owner.tenant, num_blocks))
         if not start_token:
             entry.lineage = Lineage(num_dropped, num_plain)
         ticket = SaveTicket(self._dram, key, start_token, token_ids, np.array(entry.block_ids), start_place)
@@ -279,7 +279,7 @@ class Transfers:
         if not num_tokens:
             return 0
         if num_rows:
-            (own,) = self._blocks.alloc_room(entry.owner.tenant, 1)
+            (own,) = self._blocks.alloc(entry.owner.tenant, 1)
             self._copy_rows(from_entry.block_ids[num_shared], own, num_rows)
             entry.block_ids.append(own)
         entry.token_ids = from_entry.token_ids[:num_tokens].copy()
@@ -306,20 +306,20 @@ class Transfers:
     # Entries and blocks.
 
     def _would_write_to_others(self, entry: Entry) -> bool:
-        """Whether the next token goes to a block that other sessions hold too: one that was full, and was cut."""
+        """Whether the next token goes to a block that others hold too: sessions, of one that was cut, or a flush."""
         has_part = entry.num_reserved_places % self._layout.block_tokens
         return bool(has_part) and self._blocks.is_shared(entry.block_ids[-1])
 
     def _own_last_block(self, entry: Entry) -> None:
         """Has a session copy its last block: no block that others hold is ever written to. There is room."""
         shared = entry.block_ids.pop()
-        (own,) = self._blocks.alloc_room(entry.owner.tenant, 1)
+        (own,) = self._blocks.alloc(entry.owner.tenant, 1)
         self._copy_rows(shared, own, entry.num_reserved_places % self._layout.block_tokens)
         entry.block_ids.append(own)
         if entry.num_open_loads:
             entry.replaced_blocks.append(shared)
         else:
-            self._placement.free_dram(entry, [shared])
+            self._blocks.free(entry.owner.tenant, [shared])
 
     def _copy_rows(self, source: int, block: int, num_rows: int) -> None:
         """Copies the first rows of a block of DRAM to another. Those behind may be written meanwhile."""
@@ -356,7 +356,7 @@ class Transfers:
         entry.num_open_loads -= 1
         if not entry.num_open_loads and entry.replaced_blocks:
             replaced, entry.replaced_blocks = entry.replaced_blocks, []
-            self._placement.free_dram(entry, replaced)
+            self._blocks.free(entry.owner.tenant, replaced)
         self._index.place(entry)
         self._placement.used(entry)
 

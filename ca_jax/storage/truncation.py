@@ -222,7 +222,7 @@ class Truncation:
         entry.block_ids = [entry.block_ids[index] for index in table.tolist()]
         entry.token_ids = entry.token_ids[kept]
         entry.places, entry.lineage = places, lineage
-        self._placement.free_dram(entry, gone)
+        self._blocks.free(entry.owner.tenant, gone)
 
     def _begin(self, entry: Entry) -> None:
         """Begins to copy a session to fresh blocks, if it wastes some and there is room: no published block is written.
@@ -232,9 +232,9 @@ class Truncation:
         num_blocks, tenant = self._layout.num_blocks(entry.num_tokens), entry.owner.tenant
         if next(self._blocks.frees([entry.block_ids])) <= num_blocks + _MAX_SPARE_BLOCKS:
             return
-        fresh = None if self._blocks.excess(tenant, num_blocks) > 0 else self._blocks.alloc(tenant, num_blocks)
-        if fresh is None:
+        if self._blocks.excess(tenant, num_blocks) > 0 or self._blocks.lacking(num_blocks) > 0:
             return
+        fresh = self._blocks.alloc(tenant, num_blocks)
         table, places = list(entry.block_ids), entry.places
         self._blocks.share(table)  # Whatever becomes of the session, they are not written while they are read.
         entry.num_pins += 1
@@ -251,7 +251,7 @@ class Truncation:
         is_same = entry.block_ids == copy.block_ids and entry.places == copy.places and not entry.in_use
         if error is None and is_same:
             entry.block_ids, entry.places = list(copy.fresh_ids), TokenPlaces.dense(entry.num_tokens)
-            self._placement.free_dram(entry, copy.block_ids)
+            self._blocks.free(entry.owner.tenant, copy.block_ids)
             self._placement.changed(entry)
             return
         self._blocks.free(entry.owner.tenant, copy.fresh_ids)

@@ -60,10 +60,12 @@ def test_accounting_is_exact_whatever_comes(data):
         else:
             taken = {block for ids in held for block in ids}
             wanted = data.draw(st.integers(1, 6))
-            ids = blocks.alloc("x", wanted)
-            if ids is None:
+            if blocks.lacking(wanted) > 0:
                 assert wanted > 12 - len(taken)
+                with pytest.raises(RuntimeError, match=f"{wanted} blocks for 'x' must be free"):
+                    blocks.alloc("x", wanted)
                 continue
+            ids = blocks.alloc("x", wanted)
             assert list(ids) == sorted(set(range(12)) - taken)[:wanted]
             held.append(ids)
         assert blocks.num_free == 12 - sum(map(len, held))

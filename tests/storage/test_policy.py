@@ -25,7 +25,6 @@ from ca_jax.storage.placement.policy import (
     StoreView,
     look_ahead_window,
     make_policy,
-    plan_fetches,
 )
 
 NAMES = ["scheduler_aware", "return_aware", "lru", "fifo"]
@@ -61,11 +60,6 @@ def choose(policy, stored: StoreView, num_blocks: int, needed_at: int | None = N
     return make_room(policy, stored).choose(num_blocks, needed_at=needed_at)
 
 
-def plan(on_ssd: StoreView, in_dram: StoreView, policy, **options) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    room = make_room(policy, in_dram)
-    return plan_fetches(on_ssd, lambda num_blocks, at: room.choose(num_blocks, needed_at=at), **options)
-
-
 # Scheduler-aware eviction.
 
 
@@ -82,7 +76,7 @@ def test_figure_9_of_the_paper():
 
     dram, ssd = stored(2, 4), stored(3, 5, 6, 7, 8, 9)  # And 1, which is in use.
     window_jobs = look_ahead_window(2.0, 1.0)
-    assert plan(ssd, dram, SchedulerAwarePolicy(), window_jobs=window_jobs, lacking=0) == (("3",), ("4",))
+    assert make_room(SchedulerAwarePolicy(), dram).plan_fetches(ssd, window_jobs, 8) == (("3",), ("4",))
     assert choose(SchedulerAwarePolicy(), ssd, 1) == ("9",)
 
 
@@ -156,13 +150,14 @@ def test_where_worth_rises_and_then_falls_with_time_the_order_is_that_of_all(rat
     on_ssd=entries("ssd"),
     in_dram=entries("dram"),
     window_jobs=st.integers(0, 24),
-    lacking=st.integers(-8, 4),
+    num_free=st.integers(0, 8),
+    reserve=st.integers(0, 4),
     max_fetches=st.integers(0, 9),
     name=st.sampled_from(NAMES),
 )
-def test_a_plan_has_room_for_what_it_fetches(on_ssd, in_dram, window_jobs, lacking, max_fetches, name):
-    options = {"window_jobs": window_jobs, "lacking": lacking, "max_fetches": max_fetches}
-    fetch, evict = plan(make_view(on_ssd), make_view(in_dram), make_policy(name), **options)
+def test_a_plan_has_room_for_what_it_fetches(on_ssd, in_dram, window_jobs, num_free, reserve, max_fetches, name):
+    room = make_room(make_policy(name), make_view(in_dram), num_free)
+    fetch, evict = room.plan_fetches(make_view(on_ssd), window_jobs, max_fetches, reserve)
     by_key = {entry.key: entry for entry in (*on_ssd, *in_dram)}
     fetched = [by_key[key] for key in fetch]
     evicted = [by_key[key] for key in evict]
@@ -174,7 +169,8 @@ def test_a_plan_has_room_for_what_it_fetches(on_ssd, in_dram, window_jobs, lacki
     assert not evicted or fetched
     assert len(fetched) <= max_fetches
     if fetched:
-        assert sum(entry.num_blocks for entry in fetched) + lacking <= sum(entry.num_blocks for entry in evicted)
+        num_needed = sum(entry.num_blocks for entry in fetched) + reserve
+        assert num_needed <= num_free + sum(entry.num_blocks for entry in evicted)
         last = fetched[-1].queue_position
         assert all(entry.queue_position is None or entry.queue_position > last for entry in evicted)
 

@@ -289,10 +289,10 @@ def test_a_truncation_while_a_flush_is_under_way(open_store, gates, driver, is_k
     begin_flush(store, gates[0])
     assert store.truncate("a", 6) == 6
     assert save(store, "a", ids(5, 900), other, start_token=6)
-    assert ssd_tokens(store, "a") == 0
+    assert ssd_tokens(store, "a") == (5 if is_known else 0)
     gates[0].writes.open()
     store.settle()
-    assert store.stats().ssd.failed_flushes[FlushFailure.CANCELLED] == 1
+    assert set(store.stats().ssd.failed_flushes.values()) == {0}
     assert store.stats().ssd.used_bytes == 3 * SLOT_BYTES
     store.close()
     wanted = np.concatenate([kv[:, :, :6], other], axis=2)

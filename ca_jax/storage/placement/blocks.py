@@ -76,19 +76,20 @@ class ChargedBlocks:
         """Blocks of its own that a tenant has to give up before it may take so many more; 0 for none."""
         return int(max(0, self._used[tenant] + num_blocks - self._quota(tenant)))
 
-    def alloc(self, tenant: str, num_blocks: int) -> tuple[int, ...] | None:
-        """Takes blocks, all or nothing.
+    def alloc(self, tenant: str, num_blocks: int) -> tuple[int, ...]:
+        """Takes blocks, all or nothing. Whether they fit the tenant's quota is not looked at.
 
         Returns:
-          Their ids, in the order in which they should be filled; None if fewer are free.
+          Their ids, in the order in which they should be filled.
 
         Raises:
           ValueError: num_blocks is negative.
+          RuntimeError: fewer are free, so what the caller counted is wrong: room is made first.
         """
         if num_blocks < 0:
             raise ValueError(f"num_blocks must be at least 0, got {num_blocks}")
         if num_blocks > self.num_free:
-            return None
+            raise RuntimeError(f"{num_blocks} blocks for {tenant!r} must be free, got {self.num_free}")
         ids = [heapq.heappop(self._returned) for _ in range(min(num_blocks, len(self._returned)))]
         unused = range(self._first_unused, self._first_unused + num_blocks - len(ids))
         self._first_unused = unused.stop
@@ -98,17 +99,6 @@ class ChargedBlocks:
         self.num_free -= num_blocks
         self._charge(tenant, num_blocks)
         return tuple(ids)
-
-    def alloc_room(self, tenant: str, num_blocks: int) -> tuple[int, ...]:
-        """Takes blocks for which room was made.
-
-        Raises:
-          RuntimeError: the room is not there, so what is counted is wrong.
-        """
-        ids = self.alloc(tenant, num_blocks)
-        if ids is None:
-            raise RuntimeError(f"room for {num_blocks} blocks of {tenant!r} was made, and {self.num_free} are free")
-        return ids
 
     def adopt(self, tables: Iterable[tuple[str, np.ndarray]]) -> None:
         """Takes the blocks that a catalog says are held, before any other: a second or so for millions.

@@ -13,6 +13,7 @@ Source: CachedAttention (Gao et al., USENIX ATC 2024), section 3.3.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import heapq
 import itertools
@@ -30,6 +31,8 @@ class StoredEntry:
 
     key: str
     """Session id."""
+    tenant: str = ""
+    """Whose it is."""
     num_blocks: int
     """Blocks of the tier that it holds: that its eviction frees where no other does, or that fetching it takes."""
     last_used_s: float
@@ -216,6 +219,51 @@ class Room:
         goes = self._blocks.held_by_none_but(tables.values())
         return tuple(key for key, table in tables.items() if not goes.isdisjoint(table))
 
+    def plan_fetches(
+        self, on_ssd: StoreView, window_jobs: int, max_fetches: int, reserve_blocks: int = 0
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Plans fetches for the first `window_jobs` waiting jobs, before they run, in queue order, while room lasts.
+
+        A fetch may start at once in blocks that are free, the reserve's among them; what is evicted for it brings the
+        reserve back. A session is fetched only where less urgent ones can make that room, so a fetch never undoes an
+        eviction, nor the other way round.
+
+        Args:
+          on_ssd: what may be fetched to this tier: sessions on SSD that are neither in DRAM nor on their way. Pins do
+            not matter.
+          window_jobs: the look-ahead prefetch window `L_pw`, of `look_ahead_window`.
+          max_fetches: most sessions in one plan. The next plan knows the queue better: more than the disk can work on
+            is a guess.
+          reserve_blocks: blocks that should be free when the plan is carried out (the host buffer).
+
+        Returns:
+          Sessions to fetch, in queue order, and sessions to evict for them, in the order in which they should go. The
+          first that lacks room ends the plan, so that a small one does not take the room of one that is needed sooner;
+          one that could not have it even in an otherwise empty DRAM is the caller's to leave out of `on_ssd`. The first
+          that does not fit its tenant's quota ends the plan for this tenant: no room is made for its sessions.
+
+        Source: CachedAttention, section 3.3.1.
+        """
+        fetch: list[str] = []
+        evict: tuple[str, ...] = ()
+        lacking = self._blocks.lacking(reserve_blocks)
+        wanted: collections.Counter[str] = collections.Counter()  # Blocks by tenant.
+        for entry in on_ssd.by_next_job:
+            position = entry.queue_position
+            if position is None or position >= window_jobs or len(fetch) >= max_fetches:
+                break
+            wanted[entry.tenant] += entry.num_blocks
+            if self._blocks.excess(entry.tenant, wanted[entry.tenant]):
+                continue
+            lacking += entry.num_blocks
+            if lacking > 0:
+                victims = self.choose(lacking, needed_at=position)
+                if not victims:
+                    break
+                evict = victims
+            fetch.append(entry.key)
+        return tuple(fetch), evict
+
     def frees(self, keys: Sequence[str]) -> int:
         """How many blocks the eviction of sessions frees."""
         return max(self._blocks.frees(map(self._table_of, keys)), default=0)
@@ -244,57 +292,6 @@ class Room:
             "evicted_bytes": self._num_evicted_blocks * block_bytes,
             "evict_to_reuse": self.gaps.histogram(),
         }
-
-
-def plan_fetches(
-    on_ssd: StoreView,
-    choose: Callable[[int, int], tuple[str, ...]],
-    *,
-    window_jobs: int,
-    lacking: int,
-    max_fetches: int = 8,
-    admits: Callable[[StoredEntry], bool] = lambda entry: True,
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Plans fetches for the first `window_jobs` waiting jobs, before they run, in queue order, while room lasts.
-
-    A fetch may start at once in blocks that are free, the reserve's among them; what is evicted for it brings the
-    reserve back. A session is fetched only where less urgent ones can make that room, so a fetch never undoes an
-    eviction, nor the other way round.
-
-    Args:
-      on_ssd: what may be fetched: sessions on SSD that are neither in DRAM nor on their way. Pins do not matter.
-      choose: names sessions in DRAM whose eviction frees so many blocks, for the job at a queue position; none if it
-        cannot be.
-      window_jobs: the look-ahead prefetch window `L_pw`, of `look_ahead_window`.
-      lacking: blocks of DRAM that should be free when the plan is carried out (the host buffer), beyond those that are.
-      max_fetches: most sessions in one plan. The next plan knows the queue better: more than the disk can work on is a
-        guess.
-      admits: whether a session may be fetched beside those that it admitted before. One that may not takes no place in
-        the plan, and no room is made for it.
-
-    Returns:
-      Sessions to fetch, in queue order, and sessions to evict for them, in the order in which they should go. The first
-      that lacks room ends the plan, so that a small one does not take the room of one that is needed sooner; one that
-      could not have it even in an otherwise empty DRAM is the caller's to leave out of `on_ssd`.
-
-    Source: CachedAttention, section 3.3.1.
-    """
-    fetch: list[str] = []
-    evict: tuple[str, ...] = ()
-    for entry in on_ssd.by_next_job:
-        position = entry.queue_position
-        if position is None or position >= window_jobs or len(fetch) >= max_fetches:
-            break
-        if not admits(entry):
-            continue
-        lacking += entry.num_blocks
-        if lacking > 0:
-            victims = choose(lacking, position)
-            if not victims:
-                break
-            evict = victims
-        fetch.append(entry.key)
-    return tuple(fetch), evict
 
 
 def look_ahead_window(available_bytes: float, mean_session_bytes: float) -> int:

@@ -11,7 +11,7 @@ import functools
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -173,6 +173,12 @@ class DiskTier(abc.ABC):
     @abc.abstractmethod
     def stored_block_ids(self) -> list[int]:
         """Which blocks have bytes on disk, ascending, also beyond the cap. Blocks, for seconds at a million blocks."""
+
+    def stored_but(self, tables: Iterable[np.ndarray]) -> list[int]:
+        """Those of `stored_block_ids` that are in none of these block tables, int64 `[n]` each."""
+        held = np.concatenate([np.zeros(0, np.int64), *tables])
+        unheld: list[int] = np.setdiff1d(np.array(self.stored_block_ids(), np.int64), held).tolist()
+        return unheld
 
     def sweep(self) -> int:
         """Removes what writes cut short by a crash left behind. Before the first write, by the only user of the store.

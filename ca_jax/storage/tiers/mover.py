@@ -9,9 +9,9 @@ makes earlier changes of the catalog durable, writes the blocks that are not on 
 the checksums of its blocks, once they are durable. No block that a published session refers to is ever written: what
 changes goes to other blocks, so that a process that dies at any moment leaves the old state or the new one.
 
-Changes of the catalog that free blocks (`forget`, `cut`) are carried out in the order of their submission, before
-any later write. One that cannot be made durable is tried again before the next write, and until it is made nothing is
-written at all.
+Changes of the catalog that free blocks (`forget`, and a `change` that cuts) are carried out in the order of their
+submission, before any later write. One that cannot be made durable is tried again before the next write, and until it
+is made nothing is written at all.
 
 Tasks belong to the caller; what became of them comes back by `take_ended`. Nothing here raises for what a disk or
 catalog does, but `contents`, which reads the catalog for a thread that must not wait for a disk.
@@ -45,9 +45,8 @@ from ca_jax.storage.catalog.records import Contents, DamagedRecordError, Session
 from ca_jax.storage.layout import KVLayout, layer_sums
 from ca_jax.storage.records import BlockIoError, IoFailure, StoreRuntime
 from ca_jax.storage.tiers.disk import DiskTier
-from ca_jax.storage.tiers.dram import host_array
 from ca_jax.storage.tiers.io import BusyPeriods, IoHandle, StepThread
-from ca_jax.storage.tokens import Lineage, SsdCopy
+from ca_jax.storage.tokens import SsdCopy
 from ca_jax.telemetry.timeline import ArgValue, Track
 
 _LOG = logging.getLogger(__name__)
@@ -87,8 +86,7 @@ class FlushTask:
     num_shared_blocks: int = 0
     """Full blocks behind them that are published already as another session's: they are not written."""
     sources: Sequence[np.ndarray]
-    """Memory of the blocks that are not kept, in order: not to be rewritten until the task has settled, but for the
-    last one, of which only tokens behind the session's may change."""
+    """Memory of the blocks that are not kept, in order: not to be rewritten until the task has settled."""
     note: bytes | None
     """What to keep with the session; None keeps what is kept."""
     cancelled: bool = False
@@ -153,25 +151,17 @@ class SsdMover(Protocol):
     def forget(self, keys: Sequence[str]) -> None:
         """Has sessions forgotten. Their blocks may be given to later flushes at once."""
 
-    def cut(self, key: str, kept: np.ndarray, lineage: Lineage, note: bytes | None) -> None:
-        """Has tokens of a session forgotten. Blocks that have none left may be given to later flushes at once.
-
-        Where the catalog cannot be changed so, the session is forgotten, which `take_ended` says.
-
-        Args:
-          key: of the session.
-          kept: bool `[num_tokens]`, which of its tokens on SSD stay.
-          lineage: what has been dropped then.
-          note: what is kept with it, in the same change; None keeps what is kept.
-        """
-
-    def change(self, key: str, change: Callable[[Catalog], bool], note: bytes | None = None) -> None:
+    def change(
+        self, key: str, change: Callable[[Catalog], bool], note: bytes | None = None, *, cuts: bool = False
+    ) -> None:
         """Has a change made to what the catalog says of a session; `take_ended` says what became of it.
 
         Args:
           key: of the session.
           change: makes it, on a thread of the mover's; says whether the catalog knows the session.
           note: what is kept with the session then; None: what is kept.
+          cuts: whether it takes blocks from the session, which may be given to later flushes at once. Where it cannot
+            be made, the session is forgotten, which `take_ended` says.
         """
 
     def contents(self, key: str) -> Contents | None:
@@ -227,7 +217,6 @@ class SsdWorker:
         self._timeline = runtime.timeline
         self._began_s: dict[FetchTask | FlushTask, float] = {}  # Not on the timeline yet.
         self._ended: collections.deque[TaskEnd | Changed] = collections.deque()
-        self._bounces: list[np.ndarray] = []
         self._deadline_s = tier.deadline_s
         self._was_late = False
         self._fetches: dict[FetchTask, None] = {}  # Not ended, nor told to be late.
@@ -257,13 +246,11 @@ class SsdWorker:
         """See `SsdMover`."""
         self._put_change(functools.partial(self._forget, tuple(keys)))
 
-    def cut(self, key: str, kept: np.ndarray, lineage: Lineage, note: bytes | None) -> None:
+    def change(
+        self, key: str, change: Callable[[Catalog], bool], note: bytes | None = None, *, cuts: bool = False
+    ) -> None:
         """See `SsdMover`."""
-        self._put_change(functools.partial(self._cut, key, kept, lineage, note))
-
-    def change(self, key: str, change: Callable[[Catalog], bool], note: bytes | None = None) -> None:
-        """See `SsdMover`."""
-        self._put_change(functools.partial(self._change, key, change, note))
+        self._put_change(functools.partial(self._change, key, change, note, cuts))
 
     def contents(self, key: str) -> Contents | None:
         """See `SsdMover`. Until its last question is answered no other is asked."""
@@ -366,20 +353,13 @@ class SsdWorker:
     def _begin_flush(self, task: FlushTask) -> None:
         self._settle()
         self._began_s[task] = time.perf_counter()
-        num_shared, sources = task.num_shared_blocks, list(task.sources)
-        sums = np.empty((len(sources), self.layout.num_layers), np.uint32)
+        num_shared = task.num_shared_blocks
+        sums = np.empty((len(task.sources), self.layout.num_layers), np.uint32)
         for index in range(num_shared):
-            sums[index] = layer_sums(sources[index])
+            sums[index] = layer_sums(task.sources[index])
         self._writes.progressed()
-        bounce = None
-        if len(sources) > num_shared:  # More tokens may come to the last one; what is written stands still.
-            bounce = self._bounces.pop() if self._bounces else host_array(sources[-1].shape, sources[-1].dtype)
-            np.copyto(bounce, sources[-1])
-            sources[-1] = bounce
         block_ids = task.record.block_ids[task.num_kept_blocks + num_shared :].tolist()
-        handle = self._tier.write_blocks(block_ids, sources[num_shared:], sums[num_shared:])
-        if bounce is not None:
-            handle.add_settled_callback(lambda _: self._bounces.append(bounce))
+        handle = self._tier.write_blocks(block_ids, task.sources[num_shared:], sums[num_shared:])
         self._move(handle, task, self._writes, lambda: self._publish(task, sums))
 
     def _publish(self, task: FlushTask, new_sums: np.ndarray) -> None:
@@ -414,26 +394,21 @@ class SsdWorker:
             self._failure(error, writes=True)
             _LOG.warning("%d sessions are to be forgotten before anything is written: %s", len(keys), error)
 
-    def _cut(self, key: str, kept: np.ndarray, lineage: Lineage, note: bytes | None) -> None:
-        """Forgets some of a session's tokens; all of it, where that cannot be written down."""
+    def _change(self, key: str, change: Callable[[Catalog], bool], note: bytes | None, cuts: bool) -> None:
+        """Makes a change to a session in the catalog, which says whether it knows the session."""
         if key in self._unforgotten:
             return
-        try:
-            found = self._catalog.cut(key, kept, lineage, note)
-            self._ended.append(Changed(key=key, note=note, is_lost=found is None))
-        except (CatalogError, ValueError) as error:  # ValueError: the catalog has another state than the index.
-            _LOG.warning("a session cannot be cut, and is forgotten: %s", error)
-            self._ended.append(Changed(key=key, is_lost=True))
-            self._forget((key,))
-
-    def _change(self, key: str, change: Callable[[Catalog], bool], note: bytes | None) -> None:
-        """Makes a change to a session in the catalog, which says whether it knows the session."""
         error, is_known = None, True
         try:
             is_known = change(self._catalog)
-        except CatalogError as failure:
-            _LOG.warning("a session's pin, note or time to live is not written down yet: %s", failure)
-            error = self._failure(failure, writes=True)
+        except (CatalogError, ValueError) as failure:  # ValueError: the catalog has another state than the index.
+            if cuts:
+                _LOG.warning("a session cannot be cut, and is forgotten: %s", failure)
+                is_known = False
+                self._forget((key,))
+            else:
+                _LOG.warning("a session's pin, note or time to live is not written down yet: %s", failure)
+                error = self._failure(failure, writes=True)
         self._ended.append(Changed(key=key, note=note, error=error, is_lost=not is_known))
 
     def _use(self, times_s: Mapping[str, float]) -> None:
@@ -452,7 +427,7 @@ class SsdWorker:
         except (BlockIoError, CatalogError) as error:
             self._end(TaskEnd(task=task, error=self._failure(error, writes=isinstance(task, FlushTask))))
 
-    def _failure(self, error: BlockIoError | CatalogError, *, writes: bool) -> BlockIoError:
+    def _failure(self, error: BlockIoError | CatalogError | ValueError, *, writes: bool) -> BlockIoError:
         if isinstance(error, BlockIoError):
             return error
         self._is_beyond_use |= writes and isinstance(error, CatalogCorruptError)
