@@ -55,13 +55,8 @@ class Feed:
         """Of the engine, once they are queued; each is only read, and once it has ended."""
         self.num_prompt_tokens: list[int] = []
         """Of each, when it was queued."""
-        self._parts: collections.deque[Part] = collections.deque()
-        self._came = asyncio.Event()
-
-    def add(self, part: Part) -> None:
-        """Takes in what a step gave; for the loop."""
-        self._parts.append(part)
-        self._came.set()
+        self.came: asyncio.Queue[Part] = asyncio.Queue()
+        """What steps gave that no listener has taken yet."""
 
     async def parts(self, until_s: float | None = None) -> AsyncIterator[Part]:
         """What each step gave to each job, until all have ended; for one listener.
@@ -76,15 +71,12 @@ class Feed:
         num_jobs = len(self.jobs)
         while num_jobs:
             async with asyncio.timeout_at(until_s):  # Not around a yield: it would end what its taker does.
-                await self._came.wait()
-            self._came.clear()
-            while self._parts:
-                part = self._parts.popleft()
-                error = self.jobs[part.index].error if part.done else None
-                if error is not None:
-                    raise error
-                num_jobs -= part.done
-                yield part
+                part = await self.came.get()
+            error = self.jobs[part.index].error if part.done else None
+            if error is not None:
+                raise error
+            num_jobs -= part.done
+            yield part
 
 
 @dataclasses.dataclass
@@ -109,8 +101,7 @@ class EngineLoop:
         self._engine = engine
         self._events = asyncio.get_running_loop()
         self._commands: collections.deque[Callable[[], object]] = collections.deque()
-        self._asked = threading.Event()
-        self._lock = threading.Lock()  # Nothing is asked for once the thread has looked for the last time.
+        self._asked = threading.Condition()  # Nothing is asked for once the thread has looked for the last time.
         self._stopping = False
         self.failure: Exception | None = None
         """What broke the engine, if something did: then nothing is served any more."""
@@ -200,19 +191,19 @@ class EngineLoop:
 
     async def stop(self) -> None:
         """Ends the thread; jobs that run are cancelled, and their listeners told so."""
-        with self._lock:
+        with self._asked:
             self._stopping = True
-        self._asked.set()
+            self._asked.notify()
         self._engine.wake()
         await asyncio.to_thread(self._thread.join)
 
     def _ask(self, command: Callable[[], object]) -> None:
-        with self._lock:
+        with self._asked:
             if self._stopping:
                 raise SessionClosedError("the engine is broken" if self.failure else "the server is shutting down")
             self._commands.append(command)
             self._since_s = self._since_s or time.monotonic()
-        self._asked.set()
+            self._asked.notify()
         self._engine.wake()
 
     # The engine's thread.
@@ -221,19 +212,18 @@ class EngineLoop:
         try:
             while not self._stopping:
                 self._since_s = time.monotonic()
-                self._asked.clear()
                 for _ in range(len(self._commands)):  # What is asked meanwhile comes behind the next step.
                     self._commands.popleft()()
                 ran = self._engine.step()
                 self._num_jobs = sum(self._engine.num_jobs)
                 self._deliver()
                 if not ran:
-                    with self._lock:
+                    with self._asked:
                         self._since_s = self._since_s if self._commands else None
-                    self._asked.wait()
+                        self._asked.wait_for(lambda: self._commands or self._stopping)
         except Exception as error:  # Jobs' own errors do not come here: the engine itself is broken.
             _LOG.exception("the engine broke: nothing is served any more")
-            with self._lock:
+            with self._asked:
                 self.failure = error
                 self._stopping = True
         self._end()
@@ -277,4 +267,4 @@ class EngineLoop:
     def _hand_out(self, parts: list[tuple[Feed, Part]]) -> None:
         for feed, part in parts:
             self._num_ended += part.done
-            feed.add(part)
+            feed.came.put_nowait(part)
