@@ -253,12 +253,7 @@ def define() -> None:
 
 
 def main(_: Sequence[str] = ()) -> None:
-    """Makes the plan that parsed flags ask for, and prints it.
-
-    Raises:
-      absl.app.UsageError: no model is named.
-      ValueError: as of `make_plan`, or a flag that changes nothing of a plan.
-    """
+    """Makes the plan that parsed flags ask for, and prints it."""
     values = flags.FLAGS
     if values.model_preset is None:
         raise app.UsageError(f"--model_preset must be one of {', '.join(sorted(PRESETS))}; got none")

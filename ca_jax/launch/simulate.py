@@ -151,12 +151,7 @@ class SimulateConfig(TraceConfig):
         return round(len(text) / self.chars_per_token)
 
     def lengths(self) -> Lengths:
-        """How long ShareGPT's conversations are.
-
-        Raises:
-          FileNotFoundError: there is no such file, or the package is not installed.
-          ValueError: it is malformed.
-        """
+        """How long ShareGPT's conversations are. Raises as `load_sharegpt` does."""
         return conversation_lengths(load_sharegpt(self.path), self.num_tokens, max_turns=self.max_turns or None)
 
     def drawn_sessions(self, lengths: Lengths) -> list[SimSession]:
@@ -226,11 +221,7 @@ class SimulateConfig(TraceConfig):
         )
 
     def store(self, working_set_bytes: float) -> StoreSizes:
-        """The store of a trace.
-
-        Raises:
-          ValueError: a size or rate outside its range.
-        """
+        """The store of a trace."""
         by_share = self.capacity_share is not None
         return StoreSizes(
             dram_bytes=(self.capacity_share or 0.0) * working_set_bytes if by_share else self.dram_gb * GB,

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What a step gave to one job of a request."""
+    """What a step gave to one job of a request: new text, its end, or both."""
 
     index: int
     """Which of its request's."""
@@ -79,15 +79,6 @@ class Feed:
             yield part
 
 
-@dataclasses.dataclass
-class _Live:
-    """Where the parts of a job go. The engine's thread's."""
-
-    feed: Feed
-    index: int
-    num_delivered: int = 0
-
-
 class EngineLoop:
     """Runs an engine on a thread of its own. Made and called in the event loop, until `stop`.
 
@@ -106,7 +97,7 @@ class EngineLoop:
         self.failure: Exception | None = None
         """What broke the engine, if something did: then nothing is served any more."""
         self._on_ended = on_ended
-        self._live: dict[Job, _Live] = {}  # The engine's thread's.
+        self._live: dict[Job, Feed] = {}  # Where parts of a job go; the engine's thread's.
         self._num_begun = 0  # Jobs; the engine's thread's.
         self._num_ended = 0  # The event loop's.
         self._num_jobs = 0  # Of the engine, as its thread saw them last.
@@ -132,7 +123,6 @@ class EngineLoop:
 
         Raises:
           SessionClosedError: the loop was stopped.
-          Exception: whatever the function raises.
         """
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         asked = asyncio.wrap_future(future)  # It hands a cancellation on an iteration of the event loop later.
@@ -148,21 +138,17 @@ class EngineLoop:
         return await asked
 
     async def submit(self, function: Callable[[Engine], Sequence[Job]]) -> Feed:
-        """Has the engine's thread run a function that queues jobs; what comes of them.
+        """Has the engine's thread run a function that queues jobs, as `call` does; what comes of them.
 
         A caller that is cancelled while it waits for this leaves no job behind.
-
-        Raises:
-          SessionClosedError: the loop was stopped.
-          Exception: whatever the function raises.
         """
         feed = Feed()
 
         def begin(engine: Engine) -> None:
-            for index, job in enumerate(function(engine)):
+            for job in function(engine):
                 feed.jobs.append(job)
                 feed.num_prompt_tokens.append(job.num_prompt_tokens)
-                self._live[job] = _Live(feed, index)
+                self._live[job] = feed
             self._num_begun += len(feed.jobs)
             self._num_jobs = sum(engine.num_jobs)
 
@@ -249,17 +235,14 @@ class EngineLoop:
     def _deliver(self) -> None:
         """Hands out what the jobs have got since the last time."""
         parts: list[tuple[Feed, Part]] = []
-        for job, live in tuple(self._live.items()):
-            num_tokens = len(job.output_ids)
-            if num_tokens == live.num_delivered and not job.done:
-                continue
-            live.num_delivered = num_tokens
+        for job, feed in tuple(self._live.items()):
             done = job.done  # Before its text is taken.
             text = "".join(job.pieces.popleft() for _ in range(len(job.pieces)))
             if done:
                 del self._live[job]
-            state = self._on_ended(job) if done else None
-            parts.append((live.feed, Part(live.index, text, num_tokens, done, state)))
+            if text or done:
+                state = self._on_ended(job) if done else None
+                parts.append((feed, Part(feed.jobs.index(job), text, len(job.output_ids), done, state)))
         if parts:
             with contextlib.suppress(RuntimeError):  # The event loop is closed: nobody listens any more.
                 self._events.call_soon_threadsafe(self._hand_out, parts)
