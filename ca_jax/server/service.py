@@ -1,6 +1,6 @@
 """Turns requests into jobs: admission, the conversations they go on with, deadlines, and their answers.
 
-Not here: HTTP (`app`, the routes), bodies (`bodies`, `answers`), the engine's thread (`engine_loop`).
+Not here: HTTP (`app`, the routes), bodies (`bodies`), the engine's thread (`engine_loop`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 What computing takes follows from data sheets, or is fitted to rows of `ca_jax.launch.bench` or to a replay.
 
-Not here: serving (server), measured rates themselves (`ca_jax.kv.costs`), the paper's set-ups (paper).
+Not here: serving (server), measured rates themselves (`ca_jax.kv.costs`), the paper's set-ups (benchmarks).
 """
 
 from __future__ import annotations
