@@ -151,7 +151,7 @@ def load_requests(
 def _request_parser(trace_format: str) -> Callable[[_Row], Request]:
     """Parses the rows of a file of `mooncake` or `arrivals`, which must come in order of time."""
     is_hashed = trace_format == "mooncake"
-    time, num_in, num_out = ("timestamp", "input_length", "output_length") if is_hashed else _COLUMNS
+    time, num_in, num_out = ("timestamp", "input_length", "output_length") if is_hashed else tuple(_COLUMNS)
     first_s, last_s = (0.0, 0.0) if is_hashed else (math.nan, -math.inf)
 
     def parse(row: _Row) -> Request:
