@@ -4,7 +4,7 @@ Hit rates are of all turns behind the warm-up, first ones included, but for figu
 98 % of figure 23 cannot be of all turns, and its 86 to 90 % elsewhere are what is left of all turns where every history
 is X
 
-Not here: the server (`ca_jax.simulate`), flags that traces have too (`ca_jax.launch.simulate_flags`).
+Not here: the server (`ca_jax.simulate`), flags that traces have too (`ca_jax.launch.simulate`).
 Source: CachedAttention (Gao et al., USENIX ATC 2024), sections 4.1 to 4.3, figures 13 to 17 and 21 to 25.
 """
 
@@ -24,7 +24,7 @@ from absl import flags
 from ca_jax.launch.flags import NAMES, ConfigFlags, FlagError
 from ca_jax.launch.plots import BLUE, VERMILION, new_figure, write_figure
 from ca_jax.launch.script import format_number, make_table, note
-from ca_jax.launch.simulate_flags import GB, SimulateConfig
+from ca_jax.launch.simulate import GB, SimulateConfig
 from ca_jax.launch.terminal import progress_bars
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.simulate.config import BELADY, MODELS, StoreSizes

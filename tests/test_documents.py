@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import ca_jax
-from ca_jax.launch.command import COMMANDS
+from ca_jax.__main__ import COMMANDS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TOP = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "WORKSPACE.md")]

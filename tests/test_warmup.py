@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import threading
 
 import numpy as np
 import pytest
-import rich.console
 
 from benchmarks.paced import ControlledStore
-from ca_jax.launch import serve
+from ca_jax.engine import Engine
 from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tiers import dram
 from tests import engine_kit as kit
@@ -135,8 +133,7 @@ def test_what_is_stored_before_its_memory_was_touched_stays_as_it_is(gate):
 
 def test_a_server_is_ready_before_its_memory_is(gate, tmp_path):
     kit.write_tiny_model(tmp_path)
-    console = rich.console.Console(file=io.StringIO())
-    with sk.starting(lambda: serve.load_engine(str(tmp_path), kit.SMALL, console=console)) as started:
+    with sk.starting(lambda: Engine.from_pretrained(str(tmp_path), kit.SMALL)) as started:
         sk.wait_for(lambda: started.state.status == "ok", DEADLINE_S)
         assert sk.is_ready(started.url)
         assert not gate.ended.is_set()

@@ -15,7 +15,7 @@ conversations, and used wherever in a prompt they come (CacheBlend, `--blend_mod
 With `--ssd_dir=DIR` conversations outlive the process, and `--session_id=NAME` begins or goes on with the one of that
 name. Leaving forgets none of them; /drop does.
 
-Not here: serving (`ca_jax.engine`), lines, files and Ctrl-C (`chat_input`).
+Not here: serving (`ca_jax.engine`), what processes agree upon (`ca_jax.device.processes`), tables (`terminal`).
 """
 
 from __future__ import annotations
@@ -24,23 +24,32 @@ import contextlib
 import dataclasses
 import functools
 import shlex
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TextIO
 
+import jax
+import prompt_toolkit
+import prompt_toolkit.completion
 import rich.console
 from absl import flags
 
 from ca_jax.config import EngineConfig
-from ca_jax.device.processes import Processes, any_agrees
+from ca_jax.device.processes import JaxProcesses, Processes, any_agrees, from_first
 from ca_jax.engine import Engine
 from ca_jax.errors import CaJaxError, InvalidRequestError
-from ca_jax.launch import chat_input, terminal
+from ca_jax.launch import terminal
 from ca_jax.launch.flags import ConfigFlags, define_model
 from ca_jax.launch.script import make_table, note, run
 from ca_jax.overflow.config import OverflowConfig
+from ca_jax.pretrained import LoadedModel
 from ca_jax.session import Session
 from ca_jax.turns.requests import FinishReason, SamplingParams
+from ca_jax.turns.text import split_text, split_tokens
 
 FLAGS = flags.FLAGS
 
@@ -59,6 +68,9 @@ COMMANDS = {
 }
 """What lines that begin with / may be: name to argument and meaning."""
 
+SEPARATOR = "\n---\n"
+"""Between the chunks of a file, unless a flag says otherwise: a line of three dashes."""
+
 _ENGINE = ConfigFlags(EngineConfig(max_batch_size=1))  # One user waits for one answer.
 _SAMPLING = ConfigFlags(
     SamplingParams(max_tokens=512),
@@ -69,6 +81,9 @@ _KEPT = {
     "unpin": "not pinned: goes like others when the store is full",
     "drop": "nothing is stored of this conversation; its next turn is stored again",
 }  # What is said of what the store did with a conversation.
+_PROMPT = "> "
+_START_S = 300  # How long processes wait for each other.
+_USER_S = 7 * 24 * 3600.0  # How long a user's next line may take. A process that died ends the others long before.
 _WARM_TOKENS = 32  # A first message is short; other lengths are compiled when they come.
 
 
@@ -99,18 +114,13 @@ class Chat:
     ) -> None:
         self._engine = engine
         self._processes = processes or Processes()
-        self._read_line = chat_input.shared_lines(read_line, self._processes)
+        self._read_line = _shared_lines(read_line, self._processes)
         self._console = console
         self._sampling = sampling
         self._context = context  # Until a turn has taken it.
         self._system: str | None = None
         self._sessions: list[Session] = []
         self._current = 0
-        listing = (self._new, self._list, self._switch, self._forget)
-        actions: list[Callable[[str], None]] = [*listing, self._stored]
-        actions += [functools.partial(self._keep, verb) for verb in _KEPT]
-        actions += [self._stats, self._help, self._quit]
-        self._actions: dict[str, Callable[[str], None]] = dict(zip(COMMANDS, actions, strict=True))
 
     def begin(self, session_id: str | None = None, system: str | None = None) -> None:
         """Opens the first conversation, new or gone on with; one that has begun keeps the system message it has.
@@ -197,16 +207,16 @@ class Chat:
 
     def _command(self, line: str) -> None:
         name, _, argument = line.partition(" ")
-        if name not in self._actions:
+        if name not in COMMANDS:
             raise UnknownCommandError(f"a command must be one of {', '.join(COMMANDS)}; got {name}")
-        self._actions[name](argument.strip())
+        getattr(self, f"_do_{name[1:]}")(argument.strip())
 
     def _answer(self, message: str) -> None:
         session = self.session
         num_turns = len(session.conversation.turn_starts)
         answer = session.send(message, context=self._context or None, sampling=self._sampling)
         self._context = ()
-        with chat_input.interrupts() as interrupted, contextlib.closing(answer):
+        with _interrupts() as interrupted, contextlib.closing(answer):
             for piece in answer:
                 terminal.write_piece(self._console, piece)
                 if any_agrees(self._processes, "stop", interrupted.is_set()):
@@ -220,19 +230,19 @@ class Chat:
             line = " · ".join(part for part in (terminal.describe_usage(session.usage), dropped) if part)
             self._note(ended.get(session.finish_reason, "") + line)
 
-    def _new(self, system: str) -> None:
+    def _do_new(self, system: str) -> None:
         self._sessions.append(self._engine.session(system=system or self._system))
         self._current = len(self._sessions) - 1
         self._note(f"conversation {len(self._sessions)}")
 
-    def _list(self, _: str) -> None:
+    def _do_sessions(self, _: str) -> None:
         self._console.print(terminal.sessions_table(self._sessions, self.session))
 
-    def _switch(self, argument: str) -> None:
+    def _do_switch(self, argument: str) -> None:
         self._current = _number("/switch", "the number of a conversation", argument, len(self._sessions)) - 1
         self._note(f"conversation {argument}: {terminal.title_of(self.session)}")
 
-    def _forget(self, argument: str) -> None:
+    def _do_forget(self, argument: str) -> None:
         """What never leaves by itself stays here too."""
         session, first = self.session, self._overflow.keep_first_tokens
         ends = [start for start, _ in session.conversation.turn_starts[1:] if start > first]
@@ -242,7 +252,7 @@ class Chat:
         num_left = session.discard(range(first, stop))
         self._note(f"dropped {stop - first:,} tokens, {num_left:,} are left")
 
-    def _stored(self, _: str) -> None:
+    def _do_stored(self, _: str) -> None:
         infos = self._engine.stored.list(tenant=self.session.tenant)
         if infos:
             self._console.print(terminal.stored_table(infos, self.session))
@@ -253,15 +263,19 @@ class Chat:
         getattr(self._engine.stored, verb)(self.session.session_id, tenant=self.session.tenant)
         self._note(_KEPT[verb])
 
-    def _stats(self, _: str) -> None:
+    _do_pin = functools.partialmethod(_keep, "pin")
+    _do_unpin = functools.partialmethod(_keep, "unpin")
+    _do_drop = functools.partialmethod(_keep, "drop")
+
+    def _do_stats(self, _: str) -> None:
         self._console.print(terminal.stats_table(self._engine.store_stats(), self._engine.metrics))
 
-    def _help(self, _: str) -> None:
+    def _do_help(self, _: str) -> None:
         commands = [(f"{name} {argument}", meaning) for name, (argument, meaning) in COMMANDS.items()]
         commands.append(("Ctrl-C", "stop the answer; what was said so far stays"))
         self._console.print(make_table(("", ""), commands, header=False, ruled=False))
 
-    def _quit(self, _: str) -> None:
+    def _do_quit(self, _: str) -> None:
         raise _LeaveChat
 
     def _note(self, text: str, style: str = "dim") -> None:
@@ -279,20 +293,145 @@ def _number(command: str, what: str, argument: str, most: int) -> int:
     return int(argument)
 
 
+def context_chunks(
+    model: LoadedModel, path: str | None, separator: str | None = None, num_tokens: int | None = None
+) -> list[str] | list[list[int]]:
+    """The chunks of a text file, as text or as token ids; none where no file is given.
+
+    Args:
+      model: whose tokenizer counts tokens.
+      path: of the file.
+      separator: what is between two chunks, `\\n` for a line break; None: `SEPARATOR`.
+      num_tokens: of each chunk but the last, instead of a separator.
+
+    Raises:
+      ValueError: arguments that exclude each other or need a file, or a file that is no text.
+      OSError: the file cannot be read.
+      EmptyMessageError: it is blank.
+      InvalidRequestError: an empty separator, or tokens of a model without tokenizer.
+    """
+    if path is None:
+        if separator is not None or num_tokens is not None:
+            raise ValueError("chunk_separator and chunk_tokens must come with a context_file to cut, got none")
+        return []
+    if separator is not None and num_tokens is not None:
+        raise ValueError("a context_file must be cut by chunk_separator or by chunk_tokens, got both")
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"context_file must be text in UTF-8, got other bytes in {path}: {error}") from error
+    if num_tokens is None:
+        return split_text(text, SEPARATOR if separator is None else separator.replace("\\n", "\n"))
+    if model.tokenizer is None:
+        raise InvalidRequestError(f"chunk_tokens must come with a model that has a tokenizer, got {model.name}")
+    return split_tokens(model.tokenizer.encode(text, add_bos=False) if text.strip() else [], num_tokens)
+
+
+def join_processes(address: str | None, count: int | None, index: int | None) -> Processes:
+    """Joins the other processes, if flags say that there are any. Must be called before jax is used.
+
+    Args:
+      address: of the first process, HOST:PORT.
+      count: number of processes.
+      index: of this one.
+
+    Raises:
+      ValueError: only some of the flags are given, or no such process.
+      RuntimeError: the others do not come.
+    """
+    group = {"coordinator_address": address, "num_processes": count, "process_id": index}
+    given = [name for name, value in group.items() if value is not None]
+    if address is None or count is None or index is None:
+        if given:
+            raise ValueError(f"{', '.join(group)} must be given together, got {', '.join(given)} alone")
+        return Processes()
+    if count < 1:
+        raise ValueError(f"num_processes must be at least 1, got {count}")
+    if not 0 <= index < count:
+        raise ValueError(f"process_id must be a number from 0 to {count - 1}, got {index}")
+    jax.distributed.initialize(address, count, index, initialization_timeout=_START_S)
+    return JaxProcesses("chat", _USER_S) if count > 1 else Processes()
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[threading.Event]:
+    """Notes Ctrl-C in an event instead of raising KeyboardInterrupt, which could leave the engine within a step."""
+    pressed = threading.Event()
+    before = signal.signal(signal.SIGINT, lambda *_: pressed.set())
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _lines_of(stream: TextIO, console: rich.console.Console) -> Callable[[], str]:
+    """A `read_line` over a stream that is no terminal; echoes each line, so that the output reads as a transcript."""
+
+    def read_line() -> str:
+        line = stream.readline()
+        if not line:
+            raise EOFError
+        note(console, _PROMPT + line.rstrip("\n"), None)
+        return line
+
+    return read_line
+
+
+def _prompt_lines() -> Callable[[], str]:
+    """A `read_line` on a terminal, with line editing, history and completion of commands."""
+    completer = prompt_toolkit.completion.WordCompleter(list(COMMANDS), sentence=True)
+    prompt: prompt_toolkit.PromptSession[str] = prompt_toolkit.PromptSession(
+        _PROMPT, completer=completer, complete_while_typing=False
+    )
+    return prompt.prompt
+
+
+def _shared_lines(read_line: Callable[[], str], processes: Processes) -> Callable[[], str]:
+    """A `read_line` that gives all processes what the first one's gives; the others' are not asked."""
+    if processes.count == 1:
+        return read_line
+
+    def read_first() -> str:
+        said = None
+        if processes.index == 0:
+            try:
+                said = ["line", read_line()]
+            except EOFError:
+                said = ["end", ""]
+            except KeyboardInterrupt:
+                said = ["interrupt", ""]
+        kind, line = from_first(processes, "a line", said)
+        if kind == "end":
+            raise EOFError
+        if kind == "interrupt":
+            raise KeyboardInterrupt
+        return line
+
+    return read_first
+
+
 def _define_flags() -> None:
     """Only where this is the program: scripts share names of flags, and a test imports several of them."""
     define_model()
     flags.DEFINE_string("system", None, "System message of new conversations; the model's own if not given.")
     named = "Name of the conversation to go on with, or to begin; made up if not given."
     flags.DEFINE_string("session_id", None, named)
-    chat_input.define_flags()
+    flags.DEFINE_string("context_file", None, "Text file whose chunks are the context of the first question.")
+    text = "What is between two chunks of context_file, \\n for a line break; by default ---."
+    flags.DEFINE_string("chunk_separator", None, text)
+    text = "Cut context_file into chunks of so many tokens instead, the last one shorter."
+    flags.DEFINE_integer("chunk_tokens", None, text, 1)
+    text = "HOST:PORT of the first process, where several serve as one; each has some devices."
+    flags.DEFINE_string("coordinator_address", None, text)
+    flags.DEFINE_integer("num_processes", None, "Number of processes.")
+    flags.DEFINE_integer("process_id", None, "Which of them this is, from 0.")
     _SAMPLING.define()
     _ENGINE.define()
 
 
 def main(_: Sequence[str]) -> None:
     """Runs from the command line."""
-    processes = chat_input.join_processes("chat")
+    processes = join_processes(FLAGS.coordinator_address, FLAGS.num_processes, FLAGS.process_id)
     console = rich.console.Console(quiet=processes.index > 0)
     sampling, config = _SAMPLING.read(), _ENGINE.read()
     with contextlib.ExitStack() as stack:
@@ -305,8 +444,9 @@ def main(_: Sequence[str]) -> None:
         loaded = f"{engine.model.name}, loaded in {engine.metrics.model_load_s:.1f} s"
         note(console, f"{loaded}. /help lists the commands, Ctrl-C stops an answer.", None)
         typed = sys.stdin.isatty()
-        read_line = chat_input.prompt_lines(tuple(COMMANDS)) if typed else chat_input.lines_of(sys.stdin, console)
-        chat = Chat(engine, read_line, console, sampling, processes, chat_input.context_chunks(engine.model))
+        read_line = _prompt_lines() if typed else _lines_of(sys.stdin, console)
+        context = context_chunks(engine.model, FLAGS.context_file, FLAGS.chunk_separator, FLAGS.chunk_tokens)
+        chat = Chat(engine, read_line, console, sampling, processes, context)
         chat.begin(FLAGS.session_id, FLAGS.system)
         chat.run()
 

@@ -58,7 +58,7 @@ def main(_: Sequence[str]) -> None:
         refuse(("model", "output_dir"), "a dry run")
         plan.main()
         return
-    refuse(set(plan.flag_names()) - {"dtype"}, "a conversion")
+    refuse(set(plan.FLAG_NAMES) - {"dtype"}, "a conversion")
     if FLAGS.model is None or FLAGS.output_dir is None:
         raise app.UsageError("flags must be --model and --output_dir, or --dry_run and --model_preset")
     convert(FLAGS.model, Path(FLAGS.output_dir).expanduser(), FLAGS.dtype or "float32")

@@ -93,11 +93,7 @@ class ConfigFlags(Generic[T]):
     """Flags that are left out, and fields that are configs whose flags all are; their values are the default's."""
 
     def define(self, flag_values: flags.FlagValues = flags.FLAGS) -> None:
-        """Defines the flags.
-
-        Raises:
-          absl.flags.DuplicateFlagError: another flag has such a name.
-        """
+        """Defines the flags."""
         for name, described in self._flags().items():
             define_flag(name, *described, flag_values=flag_values)
 
@@ -196,9 +192,6 @@ def define_flag(
       text: the help.
       choices: what the flag may be; None: anything.
       flag_values: where it is defined.
-
-    Raises:
-      absl.flags.DuplicateFlagError: another flag has the name.
     """
     here: dict[str, Any] = {"flag_values": flag_values}
     kinds, also = _kinds(hint), [alias for alias, flag in ALIASES.items() if flag == name]

@@ -10,7 +10,7 @@ import importlib.metadata
 import os
 import platform
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +40,14 @@ def describe_machine() -> dict[str, Any]:
     return {
         "cpu": _cpu_model(),
         "cores": _num_cores(),
-        "memory_gib": _memory_gib(),
+        "memory_gib": _if_told(lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB, 1),
         "os": platform.platform(),
         "device": devices[0].device_kind,
         "platform": devices[0].platform,
         "num_devices": len(devices),
         "cpu_kernels": cpu_kernels.kind(),
         "environment": {name: os.environ[name] for name in _THREAD_VARIABLES if name in os.environ},
-        "load_1m": _load(),
+        "load_1m": _if_told(lambda: os.getloadavg()[0], 2),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
@@ -89,15 +89,9 @@ def _num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _memory_gib() -> float | None:
+def _if_told(ask: Callable[[], float], digits: int) -> float | None:
+    """What the system says, rounded; None where it does not say."""
     try:
-        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB, 1)
+        return round(ask(), digits)
     except (AttributeError, ValueError, OSError):
-        return None
-
-
-def _load() -> float | None:
-    try:
-        return round(os.getloadavg()[0], 2)
-    except (AttributeError, OSError):
         return None

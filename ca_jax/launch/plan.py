@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import rich.console
 from absl import app, flags
@@ -42,6 +41,9 @@ _READ = frozenset(
     }
 )  # Flags that sizes depend on.
 _ENGINE = ConfigFlags(EngineConfig(), without=("dtype",))  # A plan may be of a dtype that no engine computes in.
+
+FLAG_NAMES = ("model_preset", "dtype", "device_gib", "session_tokens", *_ENGINE.names())
+"""Flags that `define` defines."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,22 +78,15 @@ class Plan:
     """KV of one token in all layers, each counted once, as it is computed."""
     stored_token_bytes: int
     """The same as it is stored."""
-    weight_bytes: int
-    """On each device: its shards, and whatever is whole on each."""
-    slot_bytes: int
-    """Decode slots on each device."""
-    read_buffer_bytes: int
-    """Staging of stored KV on each device."""
-    write_buffer_bytes: int
-    """New KV on each device that waits to be saved, at most."""
+    parts: Mapping[str, int]
+    """What is taken of each device, by what it is for: see `kv.layout.wanted_bytes`."""
     tiers: tuple[Tier, ...]
     """HBM (the decode slots and what is left), DRAM and SSD."""
 
     @property
     def left_bytes(self) -> int:
         """What is left of each device: activations and compiled code come out of it, and it would hold more slots."""
-        taken = self.weight_bytes + self.slot_bytes + self.read_buffer_bytes + self.write_buffer_bytes
-        return self.device_bytes - taken
+        return self.device_bytes - sum(self.parts.values())
 
 
 def make_plan(
@@ -161,10 +156,7 @@ def make_plan(
         total_weight_bytes=_weight_bytes(config, dtype, None),
         token_bytes=token_bytes,
         stored_token_bytes=layout.token_bytes,
-        weight_bytes=wanted["the weights"],
-        slot_bytes=wanted["the decode slots"],
-        read_buffer_bytes=wanted["the read buffer"],
-        write_buffer_bytes=wanted["write_buffer_gib"],
+        parts=wanted,
         tiers=tiers,
     )
 
@@ -232,10 +224,10 @@ def print_plan(plan: Plan, title: str, console: rich.console.Console) -> None:
         None,
     )
     parts = {
-        "weights": plan.weight_bytes,
-        f"decode slots, {plan.window:,} tokens each": plan.slot_bytes,
-        "read buffer": plan.read_buffer_bytes,
-        "write buffer": plan.write_buffer_bytes,
+        "weights": plan.parts["the weights"],
+        f"decode slots, {plan.window:,} tokens each": plan.parts["the decode slots"],
+        "read buffer": plan.parts["the read buffer"],
+        "write buffer": plan.parts["write_buffer_gib"],
         "left, activations included": plan.left_bytes,
     }
     of_device = [(name, f"{num_bytes:,}", f"{num_bytes / GIB:.2f}") for name, num_bytes in parts.items()]
@@ -249,40 +241,23 @@ def print_plan(plan: Plan, title: str, console: rich.console.Console) -> None:
     note(console, "HBM: the decode slots, and as many more as what is left would hold.", None)
 
 
-def define(flag_values: flags.FlagValues = flags.FLAGS) -> None:
-    """Defines the flags.
-
-    Raises:
-      absl.flags.DuplicateFlagError: another flag has such a name.
-    """
-    here: dict[str, Any] = {"flag_values": flag_values}
-    flags.DEFINE_enum("model_preset", None, sorted(PRESETS), "Architecture that a plan is made for.", **here)
+def define() -> None:
+    """Defines the flags."""
+    flags.DEFINE_enum("model_preset", None, sorted(PRESETS), "Architecture that a plan is made for.")
     text = "Of weights and KV in a plan, by default bfloat16; of weights that are converted, by default float32."
-    flags.DEFINE_enum("dtype", None, [*DTYPES, "float16"], text, **here)
-    flags.DEFINE_float("device_gib", 80.0, "Memory of each device, GiB.", lower_bound=0.0, **here)
+    flags.DEFINE_enum("dtype", None, [*DTYPES, "float16"], text)
+    flags.DEFINE_float("device_gib", 80.0, "Memory of each device, GiB.", lower_bound=0.0)
     text = "Tokens of the sessions that tiers are counted in; by default a full context window."
-    flags.DEFINE_integer("session_tokens", None, text, **here)
-    _ENGINE.define(flag_values)
-
-
-def flag_names() -> list[str]:
-    """The names of the flags that `define` defines."""
-    values = flags.FlagValues()
-    define(values)
-    return list(values)
+    flags.DEFINE_integer("session_tokens", None, text)
+    _ENGINE.define()
 
 
 def main(_: Sequence[str] = ()) -> None:
-    """Makes the plan that parsed flags ask for, and prints it.
-
-    Raises:
-      absl.app.UsageError: no model is named.
-      ValueError: as of `make_plan`, or a flag that changes nothing of a plan.
-    """
+    """Makes the plan that parsed flags ask for, and prints it."""
     values = flags.FLAGS
     if values.model_preset is None:
         raise app.UsageError(f"--model_preset must be one of {', '.join(sorted(PRESETS))}; got none")
-    refuse(set(flag_names()) - _READ, "a plan")
+    refuse(set(FLAG_NAMES) - _READ, "a plan")
     dtype = values.dtype or "bfloat16"
     plan = make_plan(
         PRESETS[values.model_preset],

@@ -43,11 +43,7 @@ def require_matplotlib() -> None:
 
 
 def new_figure(width_in: float, height_in: float) -> Figure:
-    """An empty figure of that size, inches.
-
-    Raises:
-      PlotError: matplotlib is not installed.
-    """
+    """An empty figure of that size, inches. Raises as `require_matplotlib` does."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

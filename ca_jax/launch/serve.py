@@ -31,7 +31,6 @@ from absl import flags
 
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
-from ca_jax.errors import CaJaxError
 from ca_jax.launch.flags import ConfigFlags, define_model
 from ca_jax.launch.script import note, run
 from ca_jax.launch.terminal import progress_bars
@@ -69,29 +68,6 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def load_engine(model: str, config: EngineConfig, *, warmup: bool = False, console: rich.console.Console) -> Engine:
-    """The engine of a model, which may serve at once; its host memory is made resident in the background.
-
-    Args:
-      model: as `load_model` takes it.
-      config: of the engine.
-      warmup: whether to compile what turns need.
-      console: is told how far it is, and why it failed.
-
-    Raises:
-      CaJaxError, ValueError, OSError, MemoryError: as `Engine.from_pretrained` does.
-    """
-    try:
-        with progress_bars(console) as progress:
-            engine = Engine.from_pretrained(model, config, progress=progress)
-            if warmup:
-                engine.warmup(progress=progress)
-    except (CaJaxError, ValueError, OSError, MemoryError) as error:
-        note(console, f"serve: {error}", "red")
-        raise
-    return engine
-
-
 def main(_: Sequence[str]) -> None:
     """Runs from the command line."""
     console = rich.console.Console(stderr=True)
@@ -109,11 +85,15 @@ def main(_: Sequence[str]) -> None:
     failed = threading.Event()
 
     def make_engine() -> Engine:
-        engine = load_engine(FLAGS.model, engine_config, warmup=FLAGS.warmup, console=console)
+        with progress_bars(console) as progress:
+            engine = Engine.from_pretrained(FLAGS.model, engine_config, progress=progress)
+            if FLAGS.warmup:
+                engine.warmup(progress=progress)
         note(console, f"ready: {engine.model.name} on {url}", None)
         return engine
 
-    def fail() -> None:
+    def fail(error: Exception) -> None:
+        note(console, f"serve: {error}", "red")
         failed.set()
         signal.raise_signal(signal.SIGTERM)
 

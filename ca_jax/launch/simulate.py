@@ -15,6 +15,7 @@ on a trace (`replay`).
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any
 import rich.console
 from absl import flags
 
-from ca_jax.launch.flags import out_path, refuse
+from ca_jax.launch.flags import ConfigFlags, out_path, refuse
 from ca_jax.launch.machine import describe_machine, describe_versions
 from ca_jax.launch.plots import plot_policies, require_matplotlib
 from ca_jax.launch.script import (
@@ -37,13 +38,34 @@ from ca_jax.launch.script import (
     run,
     write_json,
 )
-from ca_jax.launch.simulate_flags import CONFIG, SimulateConfig, define_flags, read_trace
 from ca_jax.launch.terminal import progress_bars
+from ca_jax.simulate.config import (
+    DEVICES,
+    FITTED_SUITES,
+    MODELS,
+    FittedCost,
+    RooflineCost,
+    ServerConfig,
+    SimModel,
+    StoreSizes,
+)
 from ca_jax.simulate.results import PolicyResult
-from ca_jax.simulate.server import compare_policies, working_set_bytes
-from ca_jax.simulate.workload import num_turns, stored_tokens
+from ca_jax.simulate.server import POLICIES, compare_policies, working_set_bytes
+from ca_jax.simulate.traces.requests import BadRows, TraceConfig, load_requests, share_of_seen_blocks
+from ca_jax.simulate.traces.sharegpt import load_sharegpt
+from ca_jax.simulate.workload import (
+    Lengths,
+    SimSession,
+    conversation_lengths,
+    num_turns,
+    poisson_sessions,
+    stored_tokens,
+    trace_sessions,
+)
 
 FLAGS = flags.FLAGS
+GB = 1e9
+_USABLE_HBM = 0.9  # Of a device's memory, for weights and KV.
 _FIGURES = "paper_figures"  # Of `benchmarks`.
 _OF_TRACES = (
     *("model", "window", "num_devices", "cost", "policy", "dram_gb", "ssd_gb", "capacity_share", "ttl_s"),
@@ -53,11 +75,213 @@ _OF_SHAREGPT = ("chars_per_token", "max_turns", "arrival_rate", "think_time_s", 
 _OF_FIGURES = ("price_device", "price_dram_gb", "price_ssd_gb")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SimulateConfig(TraceConfig):
+    """What is simulated. Every field is a flag of its name.
+
+    Raises:
+      ValueError: an unknown format, no file where one is needed, or a number outside its range.
+    """
+
+    chars_per_token: float = 2.27
+    """Characters of a text that make a token: with 2.27 as many recorded conversations outgrow 2,048 and 4,096 tokens
+    (47 and 29 %) as in the paper (47 and 30 %, section 2.4)."""
+    max_turns: int = 40
+    """ShareGPT: most turns of a conversation, as in the paper; later ones are left out. 0 for all."""
+    num_sessions: int | None = None
+    """Sessions that come; None: all of a trace, 9,000 for figures."""
+    arrival_rate: float = 1.0
+    """ShareGPT: conversations a second, Poisson."""
+    think_time_s: float = 0.0
+    """ShareGPT: mean time before a further turn, exponential. The paper gives none."""
+    wait_for_answers: bool = True
+    """ShareGPT: turns come after answers, not at times of their own."""
+    warmup_share: float | None = None
+    """Share of the turns that come first and do not count; None: none of a trace, 10 of 52 for figures."""
+    seed: int = 0
+    """Of arrivals and the order of conversations."""
+    device: str = "a100-80"
+    """Accelerator, one of `DEVICES`."""
+    flops_share: float = 0.085
+    """Share of its operations a second that a prefill reaches. The paper's TTFT come to so small a share; its 360 ms
+    for 2,048 tokens would be 0.6."""
+    bytes_share: float = 0.7
+    """Share of its memory's bandwidth that a step reaches."""
+    step_ms: float = 0.0
+    """Of every prefill and decode step, however small."""
+    ssd_gb_per_s: float = 5.0
+    """Bandwidth of the SSD, each way."""
+    max_batch_size: int = 24
+    """Decode slots."""
+    model: str = "llama-13b"
+    """Without figures: the model, one of `MODELS`."""
+    window: int | None = None
+    """Without figures: context window; None: the model's."""
+    num_devices: int = 2
+    """Without figures: how many share the model."""
+    dram_gb: float = 128.0
+    """Without figures: DRAM for KV."""
+    ssd_gb: float = 10_000.0
+    """Without figures: SSD for KV; 0 for none."""
+    capacity_share: float | None = None
+    """Without figures: DRAM as this share of the KV of all sessions, and no SSD."""
+    ttl_s: float | None = None
+    """Without figures: how long KV is kept after its last use; None: while room lasts."""
+    block_tokens: int = StoreSizes.block_tokens
+    """Without figures: tokens of a block of the store."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, least in (("num_sessions", 1), ("max_batch_size", 1), ("max_turns", 0), ("window", 2)):
+            if (value := getattr(self, name)) is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        for name in ("chars_per_token", "capacity_share"):
+            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be a number above 0, got {value}")
+        if not 0 <= (self.warmup_share or 0) < 1:
+            raise ValueError(f"warmup_share must be a share in [0, 1), got {self.warmup_share}")
+
+    @property
+    def path(self) -> Path | None:
+        """Of the trace; None for the installed ShareGPT."""
+        return None if self.trace is None else Path(self.trace).expanduser()
+
+    def num_tokens(self, text: str) -> int:
+        """Of a text, about."""
+        return round(len(text) / self.chars_per_token)
+
+    def lengths(self) -> Lengths:
+        """How long ShareGPT's conversations are. Raises as `load_sharegpt` does."""
+        return conversation_lengths(load_sharegpt(self.path), self.num_tokens, max_turns=self.max_turns or None)
+
+    def drawn_sessions(self, lengths: Lengths) -> list[SimSession]:
+        """Conversations of those lengths, which come at random; without `num_sessions` each once."""
+        drawn = poisson_sessions(
+            lengths,
+            num_sessions=self.num_sessions or len(lengths),
+            arrival_rate=self.arrival_rate,
+            think_s=self.think_time_s,
+            waits_for_answers=self.wait_for_answers,
+            seed=self.seed,
+        )
+        return list(drawn)
+
+    def server(self, model: SimModel, num_devices: int, **others: Any) -> ServerConfig:
+        """A server of so many devices, by their data sheet, and of `others` of its fields.
+
+        Raises:
+          ValueError: the devices do not hold the weights.
+        """
+        device = DEVICES[self.device]
+        free_bytes = num_devices * device.hbm_bytes * _USABLE_HBM - model.weight_bytes
+        if free_bytes <= 0:
+            raise ValueError(
+                f"num_devices must be as many {device.name} as hold the {model.weight_bytes / GB:.3g} GB of "
+                f"weights of {model.name}, got {num_devices}"
+            )
+        return ServerConfig(
+            model=model,
+            cost=RooflineCost(
+                model=model,
+                device=device,
+                num_devices=num_devices,
+                flops_share=self.flops_share,
+                bytes_share=self.bytes_share,
+                step_s=self.step_ms / 1e3,
+            ),
+            link_bytes_per_s=device.link_bytes_per_s,
+            hbm_tokens=free_bytes / model.token_bytes,
+            max_batch_size=self.max_batch_size,
+            **others,
+        )
+
+    def trace_server(self, num_turns: int, largest_tokens: int, cost: Sequence[str] = ()) -> ServerConfig:
+        """The server of a trace, but for its store.
+
+        Args:
+          num_turns: of all sessions.
+          largest_tokens: of the largest session: a window for traces of other models, unless one is given.
+          cost: benches that say what computing takes, see `FittedCost.from_bench`; none: data sheets do.
+
+        Raises:
+          ValueError: the devices do not hold the weights, or there are no measurements to fit to.
+        """
+        model = MODELS[self.model]
+        longest = model.window if self.trace_format == "sharegpt" else max(model.window, largest_tokens)
+        model = dataclasses.replace(model, window=self.window or longest)
+        warmup_turns = int((self.warmup_share or 0.0) * num_turns)
+        if not cost:
+            return self.server(model, self.num_devices, warmup_turns=warmup_turns)
+        return ServerConfig(  # A measured machine is not in the data sheets, nor what it has room for.
+            model=model,
+            cost=FittedCost.from_bench(cost),
+            link_bytes_per_s=DEVICES[self.device].link_bytes_per_s,
+            max_batch_size=self.max_batch_size,
+            warmup_turns=warmup_turns,
+        )
+
+    def store(self, working_set_bytes: float) -> StoreSizes:
+        """The store of a trace."""
+        by_share = self.capacity_share is not None
+        return StoreSizes(
+            dram_bytes=(self.capacity_share or 0.0) * working_set_bytes if by_share else self.dram_gb * GB,
+            ssd_bytes=0.0 if by_share else self.ssd_gb * GB,
+            ssd_read_bytes_per_s=self.ssd_gb_per_s * GB,
+            ssd_write_bytes_per_s=self.ssd_gb_per_s * GB,
+            ttl_s=self.ttl_s,
+            block_tokens=self.block_tokens,
+        )
+
+
+_CONFIG = ConfigFlags(SimulateConfig(), without=("length_scale",))
+"""The flags that are fields."""
+
+
+def define_flags() -> None:
+    """Defines all flags but those of figures alone."""
+    _CONFIG.define()
+    flags.DEFINE_multi_string(
+        "figure", [], "Figure of the paper to simulate, or all; may be given more than once. In a checkout alone."
+    )
+    flags.DEFINE_multi_string(
+        "cost",
+        [],
+        "Without figures: what computing takes as measured: the JSON of a bench, of the suites "
+        f"{', '.join(FITTED_SUITES)}; give one of prefills and one of decoding at least. By default data sheets say.",
+    )
+    flags.DEFINE_multi_enum("policy", ["scheduler_aware", "lru", "fifo"], POLICIES, "Without figures: who is evicted.")
+    flags.DEFINE_string("json_out", None, "File to write the result to.")
+    flags.DEFINE_string("plot_dir", None, "Directory to write plots to: figure_13.png and so on, or policies.png.")
+
+
+def read_trace(config: SimulateConfig, bad_rows: BadRows | None = None) -> tuple[list[SimSession], float | None]:
+    """Reads a trace. Conversations of ShareGPT, which has no times, come at random; other traces say when.
+
+    Args:
+      config: which trace.
+      bad_rows: what happens to rows that cannot be used; by default the first is an error.
+
+    Returns:
+      The sessions in order of arrival; of a trace with hashes, the share of all blocks that lead their prompt and were
+      seen before.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: it is malformed (`TraceError` where rows have lines).
+    """
+    if config.path is None or config.trace_format == "sharegpt":
+        return config.drawn_sessions(config.lengths()), None
+    requests = load_requests(config.trace_format, config.path, config.num_tokens, bad_rows)
+    hashed = [request for request in requests if request.hash_ids]
+    seen_share = share_of_seen_blocks(hashed) if hashed else None
+    return trace_sessions(requests)[: config.num_sessions], seen_share
+
+
 def simulate_trace(config: SimulateConfig, console: rich.console.Console, plot_dir: Path | None) -> dict[str, Any]:
     """Simulates a trace under several policies, prints and draws what came of it; what goes into the JSON."""
     began_s = time.perf_counter()
-    trace = read_trace(config)
-    sessions = trace.sessions
+    bad_rows = BadRows(config.skip_bad_rows)
+    sessions, seen_share = read_trace(config, bad_rows)
     if not sessions:
         raise ValueError("trace must have at least one session, got none")
     total = num_turns(sessions)
@@ -74,10 +298,10 @@ def simulate_trace(config: SimulateConfig, console: rich.console.Console, plot_d
         f"{capacity / 1e9:,.4g} GB of room ({100 * capacity / working_set:.3g} %)",
         None,
     )
-    if trace.seen_blocks_share is not None:
-        note(console, f"leading blocks that were seen before: {trace.seen_blocks_share:.3f}", None)
-    if trace.skipped_rows:
-        note(console, f"{trace.skipped_rows:,} rows skipped, the first: {trace.first_skipped}", None)
+    if seen_share is not None:
+        note(console, f"leading blocks that were seen before: {seen_share:.3f}", None)
+    if bad_rows.num_skipped:
+        note(console, f"{bad_rows.num_skipped:,} rows skipped, the first: {bad_rows.first}", None)
     print_policies(results, console)
     note(console, f"{total * len(results):,} turns simulated in {elapsed_s:.0f} s", None)
     if plot_dir is not None:
@@ -86,8 +310,8 @@ def simulate_trace(config: SimulateConfig, console: rich.console.Console, plot_d
         "num_sessions": len(sessions),
         "num_turns": total,
         "working_set_bytes": working_set,
-        "seen_blocks_share": trace.seen_blocks_share,
-        "skipped_rows": trace.skipped_rows,
+        "seen_blocks_share": seen_share,
+        "skipped_rows": bad_rows.num_skipped,
         "store": dataclasses.asdict(store),
         "rows": [result.row() for result in results],
         "elapsed_s": elapsed_s,
@@ -120,7 +344,7 @@ def main(_: Sequence[str]) -> None:
     refuse(*((_OF_TRACES, "figures") if FLAGS.figure else (_OF_FIGURES, "a trace")))
     if FLAGS.trace_format != "sharegpt":
         refuse(_OF_SHAREGPT, f"a trace of {FLAGS.trace_format}")
-    config, json_out = CONFIG.read(), out_path("json_out")
+    config, json_out = _CONFIG.read(), out_path("json_out")
     plot_dir = None if FLAGS.plot_dir is None else Path(FLAGS.plot_dir).expanduser()
     if plot_dir is not None:
         require_matplotlib()

@@ -1,6 +1,6 @@
 """What scripts show while they run: answers, what a turn took, progress bars, conversations and what is stored of them.
 
-Not here: reading the user's lines (`chat_input`), making tables (`script`).
+Not here: reading the user's lines (`chat`), making tables (`script`).
 """
 
 from __future__ import annotations

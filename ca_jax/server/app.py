@@ -58,7 +58,7 @@ def make_app(
     config: ServerConfig | None = None,
     tenants: Tenants | None = None,
     *,
-    on_failure: Callable[[], None] = lambda: None,
+    on_failure: Callable[[Exception], None] = lambda error: None,
 ) -> fastapi.FastAPI:
     """The application. It makes the engine when it starts and closes it when it ends.
 
@@ -66,7 +66,7 @@ def make_app(
       make_engine: loads, warms up and returns the engine; called on a thread of its own.
       config: how requests are taken.
       tenants: whose they are; without, everybody's, and keys are not asked for.
-      on_failure: called when the engine cannot be made: nothing will ever be served.
+      on_failure: called with the error when the engine cannot be made: nothing will ever be served.
     """
     config, tenants = config or ServerConfig(), tenants or Tenants()
     state = ServerState(config=config, tenants=tenants)
@@ -107,7 +107,9 @@ def _is_request_id(text: str) -> bool:
     return _REQUEST_ID.fullmatch(text) is not None
 
 
-async def _start(state: ServerState, make_engine: Callable[[], Engine], on_failure: Callable[[], None]) -> None:
+async def _start(
+    state: ServerState, make_engine: Callable[[], Engine], on_failure: Callable[[Exception], None]
+) -> None:
     try:
         state.engine = await asyncio.to_thread(make_engine)
         service = Service(state.engine, state.config, state.tenants)
@@ -118,7 +120,7 @@ async def _start(state: ServerState, make_engine: Callable[[], Engine], on_failu
     except Exception as error:
         state.failure = error
         _LOG.exception("the engine could not be made")
-        on_failure()
+        on_failure(error)
 
 
 def _describe(app: fastapi.FastAPI, asks_for_keys: bool) -> None:

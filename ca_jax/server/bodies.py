@@ -3,7 +3,7 @@
 A field that is not served is named in the error, unless its value asks for nothing. Fields that say nothing about the
 answer (who asks, how it is billed) are taken and not looked at.
 
-Not here: bodies of answers (`answers`), what a request does (`service`).
+Not here: bodies of answers (`openai_routes`, `session_routes`), what a request does (`service`).
 Source: OpenAI's API reference (createChatCompletion, createCompletion).
 """
 

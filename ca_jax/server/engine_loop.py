@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What a step gave to one job of a request."""
+    """What a step gave to one job of a request: new text, its end, or both."""
 
     index: int
     """Which of its request's."""
@@ -55,13 +55,8 @@ class Feed:
         """Of the engine, once they are queued; each is only read, and once it has ended."""
         self.num_prompt_tokens: list[int] = []
         """Of each, when it was queued."""
-        self._parts: collections.deque[Part] = collections.deque()
-        self._came = asyncio.Event()
-
-    def add(self, part: Part) -> None:
-        """Takes in what a step gave; for the loop."""
-        self._parts.append(part)
-        self._came.set()
+        self.came: asyncio.Queue[Part] = asyncio.Queue()
+        """What steps gave that no listener has taken yet."""
 
     async def parts(self, until_s: float | None = None) -> AsyncIterator[Part]:
         """What each step gave to each job, until all have ended; for one listener.
@@ -76,24 +71,12 @@ class Feed:
         num_jobs = len(self.jobs)
         while num_jobs:
             async with asyncio.timeout_at(until_s):  # Not around a yield: it would end what its taker does.
-                await self._came.wait()
-            self._came.clear()
-            while self._parts:
-                part = self._parts.popleft()
-                error = self.jobs[part.index].error if part.done else None
-                if error is not None:
-                    raise error
-                num_jobs -= part.done
-                yield part
-
-
-@dataclasses.dataclass
-class _Live:
-    """Where the parts of a job go. The engine's thread's."""
-
-    feed: Feed
-    index: int
-    num_delivered: int = 0
+                part = await self.came.get()
+            error = self.jobs[part.index].error if part.done else None
+            if error is not None:
+                raise error
+            num_jobs -= part.done
+            yield part
 
 
 class EngineLoop:
@@ -109,13 +92,12 @@ class EngineLoop:
         self._engine = engine
         self._events = asyncio.get_running_loop()
         self._commands: collections.deque[Callable[[], object]] = collections.deque()
-        self._asked = threading.Event()
-        self._lock = threading.Lock()  # Nothing is asked for once the thread has looked for the last time.
+        self._asked = threading.Condition()  # Nothing is asked for once the thread has looked for the last time.
         self._stopping = False
         self.failure: Exception | None = None
         """What broke the engine, if something did: then nothing is served any more."""
         self._on_ended = on_ended
-        self._live: dict[Job, _Live] = {}  # The engine's thread's.
+        self._live: dict[Job, Feed] = {}  # Where parts of a job go; the engine's thread's.
         self._num_begun = 0  # Jobs; the engine's thread's.
         self._num_ended = 0  # The event loop's.
         self._num_jobs = 0  # Of the engine, as its thread saw them last.
@@ -141,7 +123,6 @@ class EngineLoop:
 
         Raises:
           SessionClosedError: the loop was stopped.
-          Exception: whatever the function raises.
         """
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         asked = asyncio.wrap_future(future)  # It hands a cancellation on an iteration of the event loop later.
@@ -157,21 +138,17 @@ class EngineLoop:
         return await asked
 
     async def submit(self, function: Callable[[Engine], Sequence[Job]]) -> Feed:
-        """Has the engine's thread run a function that queues jobs; what comes of them.
+        """Has the engine's thread run a function that queues jobs, as `call` does; what comes of them.
 
         A caller that is cancelled while it waits for this leaves no job behind.
-
-        Raises:
-          SessionClosedError: the loop was stopped.
-          Exception: whatever the function raises.
         """
         feed = Feed()
 
         def begin(engine: Engine) -> None:
-            for index, job in enumerate(function(engine)):
+            for job in function(engine):
                 feed.jobs.append(job)
                 feed.num_prompt_tokens.append(job.num_prompt_tokens)
-                self._live[job] = _Live(feed, index)
+                self._live[job] = feed
             self._num_begun += len(feed.jobs)
             self._num_jobs = sum(engine.num_jobs)
 
@@ -200,19 +177,19 @@ class EngineLoop:
 
     async def stop(self) -> None:
         """Ends the thread; jobs that run are cancelled, and their listeners told so."""
-        with self._lock:
+        with self._asked:
             self._stopping = True
-        self._asked.set()
+            self._asked.notify()
         self._engine.wake()
         await asyncio.to_thread(self._thread.join)
 
     def _ask(self, command: Callable[[], object]) -> None:
-        with self._lock:
+        with self._asked:
             if self._stopping:
                 raise SessionClosedError("the engine is broken" if self.failure else "the server is shutting down")
             self._commands.append(command)
             self._since_s = self._since_s or time.monotonic()
-        self._asked.set()
+            self._asked.notify()
         self._engine.wake()
 
     # The engine's thread.
@@ -221,19 +198,18 @@ class EngineLoop:
         try:
             while not self._stopping:
                 self._since_s = time.monotonic()
-                self._asked.clear()
                 for _ in range(len(self._commands)):  # What is asked meanwhile comes behind the next step.
                     self._commands.popleft()()
                 ran = self._engine.step()
                 self._num_jobs = sum(self._engine.num_jobs)
                 self._deliver()
                 if not ran:
-                    with self._lock:
+                    with self._asked:
                         self._since_s = self._since_s if self._commands else None
-                    self._asked.wait()
+                        self._asked.wait_for(lambda: self._commands or self._stopping)
         except Exception as error:  # Jobs' own errors do not come here: the engine itself is broken.
             _LOG.exception("the engine broke: nothing is served any more")
-            with self._lock:
+            with self._asked:
                 self.failure = error
                 self._stopping = True
         self._end()
@@ -259,17 +235,14 @@ class EngineLoop:
     def _deliver(self) -> None:
         """Hands out what the jobs have got since the last time."""
         parts: list[tuple[Feed, Part]] = []
-        for job, live in tuple(self._live.items()):
-            num_tokens = len(job.output_ids)
-            if num_tokens == live.num_delivered and not job.done:
-                continue
-            live.num_delivered = num_tokens
+        for job, feed in tuple(self._live.items()):
             done = job.done  # Before its text is taken.
             text = "".join(job.pieces.popleft() for _ in range(len(job.pieces)))
             if done:
                 del self._live[job]
-            state = self._on_ended(job) if done else None
-            parts.append((live.feed, Part(live.index, text, num_tokens, done, state)))
+            if text or done:
+                state = self._on_ended(job) if done else None
+                parts.append((feed, Part(feed.jobs.index(job), text, len(job.output_ids), done, state)))
         if parts:
             with contextlib.suppress(RuntimeError):  # The event loop is closed: nobody listens any more.
                 self._events.call_soon_threadsafe(self._hand_out, parts)
@@ -277,4 +250,4 @@ class EngineLoop:
     def _hand_out(self, parts: list[tuple[Feed, Part]]) -> None:
         for feed, part in parts:
             self._num_ended += part.done
-            feed.add(part)
+            feed.came.put_nowait(part)

@@ -356,9 +356,7 @@ _SessionId = Annotated[
 async def _read(service: Service, tenant: Tenant, session_id: str | None) -> bytes:
     """A snapshot as JSON, no older than the shortest interval; those who look at the same share it.
 
-    Raises:
-      ApiError, TimeoutError: as of `Service.ask`.
-      SessionClosedError: the server is shutting down.
+    Raises as `Service.ask` does.
     """
 
     async def ask() -> bytes:

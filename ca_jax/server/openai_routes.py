@@ -149,8 +149,6 @@ class _Answering:
                 yield self._chunk(feed, Part(index, "", 0, done=False), said, None, session)
             sent = [0] * len(jobs)
             async for part in feed.parts(until_s):
-                if not (part.text or part.done):
-                    continue
                 said, logprobs = {"text": part.text}, None
                 if self._is_chat:
                     said = {"delta": {"content": part.text} if part.text else {}}

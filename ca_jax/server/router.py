@@ -51,9 +51,8 @@ class Found:
     messages: list[Message]
     """Of the request, what is new to it."""
     reached: str
-    """What the conversation's `reached` is from this request on."""
-    is_new: bool
-    """Whether it was begun or forked for this request: then it is closed if the request fails."""
+    """What the conversation's `reached` is from this request on; empty for one that was begun or forked for it, and
+    that is closed if the request fails."""
 
 
 class Router:
@@ -116,7 +115,7 @@ class Router:
                 f"messages must be what is new to session {session_id!r}, of the user alone, or all of it and that; "
                 f"got messages of {', '.join(others)} that are not the session's"
             )
-        return Found(session, list(messages[num_known:]), reached, is_new=False)
+        return Found(session, list(messages[num_known:]), reached)
 
     def by_history(self, tenant: str, messages: Sequence[Message], texts: Texts, *, may_drop: bool = True) -> Found:
         """A conversation that stands where a history ends, and what of it is new: it is found, forked or begun.
@@ -134,9 +133,8 @@ class Router:
         name = self._states.get((tenant, chain))
         session = None if name is None else self._at(tenant, name, chain, may_drop)
         if session is not None:
-            is_new = session.session_id != name
-            return Found(session, list(messages[num_known:]), "" if is_new else _BY_HISTORY, is_new)
-        return Found(self.begin(tenant), list(messages), "", is_new=True)
+            return Found(session, list(messages[num_known:]), _BY_HISTORY if session.session_id == name else "")
+        return Found(self.begin(tenant), list(messages), "")
 
     def begin(
         self, tenant: str, session_id: str | None = None, *, system: str | None = None, ttl_s: float | None = None

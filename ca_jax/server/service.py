@@ -1,6 +1,6 @@
 """Turns requests into jobs: admission, the conversations they go on with, deadlines, and their answers.
 
-Not here: HTTP (`app`, the routes), bodies (`bodies`, `answers`), the engine's thread (`engine_loop`).
+Not here: HTTP (`app`, the routes), bodies (`bodies`), the engine's thread (`engine_loop`).
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Service:
             else:
                 may_drop = request.truncation != "disabled"
                 found = self.router.by_history(tenant.domain, messages, texts, may_drop=may_drop)
-            begun = [found.session] if found.is_new else []
+            begun = [] if found.reached else [found.session]
             if request.store is False:
                 sessions = [engine.fork(found.session, is_kept=False) for _ in range(request.num_choices)]
                 self.router.let_go(begun)

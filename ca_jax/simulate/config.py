@@ -2,7 +2,7 @@
 
 What computing takes follows from data sheets, or is fitted to rows of `ca_jax.launch.bench` or to a replay.
 
-Not here: serving (server), measured rates themselves (`ca_jax.kv.costs`), the paper's set-ups (paper).
+Not here: serving (server), measured rates themselves (`ca_jax.kv.costs`), the paper's set-ups (benchmarks).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ca_jax.kv.costs import PrefillRate, PrefillSample, fit_times
 from ca_jax.overflow.config import OverflowConfig
@@ -92,21 +92,9 @@ DEVICES = {
 """Data sheets; links as PCIe of their generation delivers it, 26 GB/s for 16 lanes of the fourth (the paper, 2.3)."""
 
 
-class CostModel(Protocol):
-    """What computing takes."""
-
-    def prefill_s(self, history_tokens: int, new_tokens: int) -> float:
-        """Seconds of a prefill of one job, its history on the device."""
-        ...
-
-    def decode_s(self, num_jobs: int, context_tokens: int) -> float:
-        """Seconds of a decode step of `num_jobs` jobs, with `context_tokens` in all their contexts together."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RooflineCost:
-    """A `CostModel` of data sheets: operations and bytes over what devices do of them; the slower of the two counts.
+    """What computing takes by data sheets: operations and bytes over what devices do of them, the slower of both.
 
     Raises:
       ValueError: a share outside (0, 1], or no device.
@@ -134,12 +122,12 @@ class RooflineCost:
             raise ValueError(f"step_s must be seconds of at least 0, got {self.step_s}")
 
     def prefill_s(self, history_tokens: int, new_tokens: int) -> float:
-        """See `CostModel`."""
+        """Seconds of a prefill of one job, its history on the device."""
         pairs = new_tokens * (history_tokens + new_tokens / 2)
         return self._step_s(new_tokens, pairs, history_tokens + new_tokens)
 
     def decode_s(self, num_jobs: int, context_tokens: int) -> float:
-        """See `CostModel`."""
+        """Seconds of a decode step of `num_jobs` jobs, with `context_tokens` in all their contexts together."""
         return self._step_s(num_jobs, context_tokens, context_tokens)
 
     def _step_s(self, num_tokens: int, num_pairs: float, kv_tokens: int) -> float:
@@ -189,7 +177,8 @@ class ServerConfig:
     """A simulated server."""
 
     model: SimModel
-    cost: CostModel
+    cost: RooflineCost | FittedCost
+    """What computing takes."""
     link_bytes_per_s: float
     """Bandwidth between DRAM and the devices, each way."""
     hbm_tokens: float = math.inf
@@ -224,7 +213,7 @@ class DecodeSample:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FittedCost:
-    """A `CostModel` of measured rates."""
+    """What computing takes by measured rates."""
 
     prefill: PrefillRate
     decode_step_s: float
@@ -300,11 +289,11 @@ class FittedCost:
         )
 
     def prefill_s(self, history_tokens: int, new_tokens: int) -> float:
-        """See `CostModel`."""
+        """Seconds of a prefill of one job, its history on the device."""
         return self.prefill.seconds(history_tokens, new_tokens)
 
     def decode_s(self, num_jobs: int, context_tokens: int) -> float:
-        """See `CostModel`."""
+        """Seconds of a decode step of `num_jobs` jobs, with `context_tokens` in all their contexts together."""
         return self.decode_step_s + self.decode_job_s * num_jobs + self.decode_token_s * context_tokens
 
 

@@ -1,9 +1,9 @@
 """A server in simulated time: the engine's own scheduler and store, and a device that is busy as long as it would be.
 
 The engine's code decides: `Scheduler`, `AttentionStore` with its placement, prefetching and policy, `num_leaving`.
-What takes time is simulated: prefills and decode steps (`CostModel`), the link to the host and the SSD (`Link`), each
-shared by all. A prefill is one piece; as in the paper those of all waiting jobs come before decoding, unless asked
-otherwise.
+What takes time is simulated: prefills and decode steps (`ServerConfig.cost`), and links to the host and to the SSD
+(`Link`), each shared by all. A prefill is one piece; as in the paper those of all waiting jobs come before decoding,
+unless asked otherwise.
 
 A block of the store is a few bytes here and stands for what it would hold. `compare_policies` serves one workload under
 several policies.

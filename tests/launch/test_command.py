@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from ca_jax.__main__ import main
-from ca_jax.launch.command import COMMANDS
+from ca_jax.__main__ import COMMANDS, main
 from ca_jax.launch.plots import PlotError, new_figure
 
 

@@ -37,7 +37,7 @@ def test_llama_65b_on_four_a100_is_as_in_the_paper():
     # CachedAttention, section 2.3: 4 A100 of 80 GB, 130 GB for the model, 190 GB for KV; 2K tokens of it take 5 GB.
     planned = plan("llama-65b", tensor_parallel_size=4, max_batch_size=1, **NO_BUFFERS)
     assert planned.total_weight_bytes == pytest.approx(130e9, rel=0.01)
-    assert 4 * planned.weight_bytes == pytest.approx(130e9, rel=0.01)
+    assert 4 * planned.parts["the weights"] == pytest.approx(130e9, rel=0.01)
     assert hbm(planned).num_bytes == pytest.approx(190e9, rel=0.01)
     assert planned.token_bytes * 2048 == pytest.approx(5e9, rel=0.1)
     assert hbm(planned).num_tokens == hbm(planned).num_bytes // planned.token_bytes
@@ -46,8 +46,8 @@ def test_llama_65b_on_four_a100_is_as_in_the_paper():
 def test_int8_is_what_dram_and_ssd_hold_and_not_the_slots():
     plain, int8 = (plan("llama2-7b", kv_rest_dtype=dtype, dtype="bfloat16") for dtype in ("model", "int8"))
     assert int8.stored_token_bytes * 256 == plain.stored_token_bytes * 130  # 128 numbers and the two bytes of a scale
-    assert (int8.token_bytes, int8.slot_bytes) == (plain.token_bytes, plain.slot_bytes)
-    assert int8.read_buffer_bytes * 256 == plain.read_buffer_bytes * 130
+    assert (int8.token_bytes, int8.parts["the decode slots"]) == (plain.token_bytes, plain.parts["the decode slots"])
+    assert int8.parts["the read buffer"] * 256 == plain.parts["the read buffer"] * 130
     for before, after in zip(plain.tiers[1:], int8.tiers[1:], strict=True):
         assert after.num_tokens == pytest.approx(before.num_tokens * 256 / 130, rel=0.01)
 
@@ -65,24 +65,27 @@ def test_a_sliding_window_bounds_what_is_stored_of_a_session():
 def test_what_is_whole_on_each_device_counts_on_each():
     planned = plan("llama2-70b", tensor_parallel_size=4)
     norms = (2 * 80 + 1) * 8192 * 2
-    assert 4 * planned.weight_bytes == planned.total_weight_bytes + 3 * norms
+    assert 4 * planned.parts["the weights"] == planned.total_weight_bytes + 3 * norms
 
 
 def test_kv_heads_that_are_fewer_than_shards_are_on_several_devices():
     planned, half = plan("llama3-8b", tensor_parallel_size=16), plan("llama3-8b", tensor_parallel_size=8)
     keys_and_values = 32 * 2 * 4096 * 8 * 128 * 2  # wk and wv in 8 parts, on 16 devices.
     norms = (2 * 32 + 1) * 4096 * 2
-    assert 16 * planned.weight_bytes == planned.total_weight_bytes + 15 * norms + keys_and_values
-    assert planned.slot_bytes == half.slot_bytes
-    assert planned.read_buffer_bytes == half.read_buffer_bytes
+    assert 16 * planned.parts["the weights"] == planned.total_weight_bytes + 15 * norms + keys_and_values
+    assert planned.parts["the decode slots"] == half.parts["the decode slots"]
+    assert planned.parts["the read buffer"] == half.parts["the read buffer"]
 
 
 def test_data_parallelism_divides_slots_alone():
     one = plan("llama3-8b", tensor_parallel_size=2)
     two = plan("llama3-8b", tensor_parallel_size=2, data_parallel_size=2)
     assert two.num_devices == 4
-    assert two.slot_bytes * 2 == one.slot_bytes
-    assert (two.weight_bytes, two.read_buffer_bytes) == (one.weight_bytes, one.read_buffer_bytes)
+    assert two.parts["the decode slots"] * 2 == one.parts["the decode slots"]
+    assert (two.parts["the weights"], two.parts["the read buffer"]) == (
+        one.parts["the weights"],
+        one.parts["the read buffer"],
+    )
     assert hbm(two).num_tokens == 2 * hbm(one).num_tokens
 
 
@@ -92,15 +95,15 @@ def test_a_runner_of_that_config_takes_what_is_planned():
     planned = make_plan(config, engine, dtype="float32", device_bytes=2 * GIB)
     params = params_to_device(tiny.tiny_params(config))
     runner = Runner(config, params, RunnerSizes(window=256, num_slots=3, chunk_tokens=engine.prefill_chunk_tokens))
-    assert planned.weight_bytes == planned.total_weight_bytes == runner.param_bytes
+    assert planned.parts["the weights"] == planned.total_weight_bytes == runner.param_bytes
     here, on_paper = (
         slot_tokens(256, engine.prefill_chunk_tokens, SLOT_BLOCK, coarse=coarse)
         for coarse in (jax.default_backend() != "cpu", True)
     )
     assert runner.slots.buffers.keys[0].shape[2] == here
-    assert planned.slot_bytes * here == runner.slots.num_bytes * on_paper
+    assert planned.parts["the decode slots"] * here == runner.slots.num_bytes * on_paper
     layout = KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, dtype="float32", block_tokens=128)
-    assert planned.read_buffer_bytes == staging_bytes(layout, engine, history_buckets(256, coarse=True)[-1])
+    assert planned.parts["the read buffer"] == staging_bytes(layout, engine, history_buckets(256, coarse=True)[-1])
 
 
 @pytest.mark.parametrize("driver", ["zarr3", "raw"])

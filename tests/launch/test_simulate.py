@@ -6,7 +6,7 @@ import pytest
 
 import ca_jax
 from benchmarks.paper_figures import FIGURES, PaperRuns, figure_rows
-from ca_jax.launch.simulate_flags import SimulateConfig, read_trace
+from ca_jax.launch.simulate import SimulateConfig, read_trace
 from tests.benchmarks.traces_kit import lines_file, sharegpt_file, talk
 
 LENGTHS = [((30 + 40 * (i % 7), 60 + 90 * (i % 11)),) * (1 + i % 8) for i in range(12)]
@@ -130,12 +130,13 @@ def test_agents_and_arrivals_are_read_too(tmp_path):
     ]
     lines_file(tmp_path / "calls.jsonl", *calls)
     source = SimulateConfig(trace_format="agents", trace=tmp_path, chars_per_token=4.0)
-    (session,) = read_trace(source).sessions
+    ((session,), _) = read_trace(source)
     assert [(turn.user_tokens, turn.kept_tokens, turn.answer_tokens) for turn in session.turns] == [
         (1, 0, 2),
         (1, 1, 2),
     ]
     (tmp_path / "arrivals.csv").write_text("arrival_s,input_tokens,output_tokens\n0,5,7\n2,6,8\n")
-    trace = read_trace(SimulateConfig(trace_format="arrivals", trace=tmp_path / "arrivals.csv", num_sessions=1))
-    assert [session.turns[0].user_tokens for session in trace.sessions] == [5]
-    assert trace.seen_blocks_share is None
+    config = SimulateConfig(trace_format="arrivals", trace=tmp_path / "arrivals.csv", num_sessions=1)
+    sessions, seen_share = read_trace(config)
+    assert [session.turns[0].user_tokens for session in sessions] == [5]
+    assert seen_share is None

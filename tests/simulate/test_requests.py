@@ -115,7 +115,7 @@ BAD_ROWS = [
     (MOONCAKE, asked(1, 5, "x"), "`hash_ids` must be a list of integers"),
     (MOONCAKE, asked("noon", 5, 1), "`timestamp` must be a number, got 'noon'"),
     (MOONCAKE, asked(1e999, 5, 1), "`timestamp` must be a number"),
-    (MOONCAKE, asked(0.5, 5, 1), "`timestamp` must be at least the 1 ms of the row before"),
+    (MOONCAKE, asked(0.5, 5, 1), "`timestamp` must be a time that is not before"),
     (AGENTS, called(-1, "x"), "`timestamp` must be microseconds"),
     (AGENTS, called(1, None), "`input` must be text"),
     (AGENTS, called(1, "x", session=""), "`session_id` must be a name"),

@@ -143,43 +143,34 @@ def load_requests(
     """
     if trace_format == "agents":
         return agent_requests(load_agent_calls(path, bad_rows), count_tokens)
-    if trace_format == "mooncake":
-        return list(map(_Sessions().joined, _parsed(_json_rows, path, bad_rows, _mooncake_requests())))
-    return list(_parsed(_csv_rows, path, bad_rows, _arrivals()))
+    rows = _json_rows if trace_format == "mooncake" else _csv_rows
+    requests = _parsed(rows, path, bad_rows, _request_parser(trace_format))
+    return list(map(_Sessions().joined, requests) if trace_format == "mooncake" else requests)
 
 
-def _mooncake_requests() -> Callable[[_Row], Request]:
-    last_s = 0.0
+def _request_parser(trace_format: str) -> Callable[[_Row], Request]:
+    """Parses the rows of a file of `mooncake` or `arrivals`, which must come in order of time."""
+    is_hashed = trace_format == "mooncake"
+    time, num_in, num_out = ("timestamp", "input_length", "output_length") if is_hashed else tuple(_COLUMNS)
+    first_s, last_s = (0.0, 0.0) if is_hashed else (math.nan, -math.inf)
 
     def parse(row: _Row) -> Request:
-        nonlocal last_s
-        arrival_s = row.number("timestamp") / 1000
+        nonlocal first_s, last_s
+        arrival_s = row.number(time) / 1000 if is_hashed else row.seconds(time)
         if arrival_s < last_s:
-            raise row.error("timestamp", f"at least the {last_s * 1000:g} ms of the row before")
-        num_in, num_out, hash_ids = row.count("input_length"), row.count("output_length"), row.counts("hash_ids")
-        num_blocks = -(-num_in // HASH_BLOCK_TOKENS)
-        if len(hash_ids) != num_blocks:
+            raise row.error(time, "a time that is not before that of the row above")
+        input_tokens, output_tokens = row.count(num_in), row.count(num_out)
+        hash_ids = row.counts("hash_ids") if is_hashed else ()
+        num_blocks = -(-input_tokens // HASH_BLOCK_TOKENS)
+        if is_hashed and len(hash_ids) != num_blocks:
             raise row.error("hash_ids", f"one for each of {num_blocks} blocks of {HASH_BLOCK_TOKENS} tokens")
-        last_s = arrival_s
+        first_s, last_s = arrival_s if math.isnan(first_s) else first_s, arrival_s
         return Request(
-            arrival_s=arrival_s, session_id="", input_tokens=num_in, output_tokens=num_out, hash_ids=hash_ids
-        )
-
-    return parse
-
-
-def _arrivals() -> Callable[[_Row], Request]:
-    last_s, first_s = -math.inf, math.nan
-
-    def parse(row: _Row) -> Request:
-        nonlocal last_s, first_s
-        arrival_s = row.seconds("arrival")
-        if arrival_s < last_s:
-            raise row.error("arrival", "a time that is not before that of the row above")
-        num_in, num_out = row.count("input"), row.count("output")
-        last_s, first_s = arrival_s, arrival_s if math.isnan(first_s) else first_s
-        return Request(
-            arrival_s=arrival_s - first_s, session_id=f"s{row.line}", input_tokens=num_in, output_tokens=num_out
+            arrival_s=arrival_s - first_s,
+            session_id=f"s{row.line}",
+            input_tokens=input_tokens,
+            output_tokens=output_tokens,
+            hash_ids=hash_ids,
         )
 
     return parse
@@ -307,7 +298,7 @@ class _Row:
 
     def error(self, field: str, wanted: str) -> TraceError:
         """What to raise for a field that is not as it must be."""
-        found = "nothing" if field not in self._fields else _shorten(self._fields[field])
+        found = "nothing" if field not in self._fields else shorten(self._fields[field])
         return TraceError(f"{self._where}: `{field}` must be {wanted}, got {found}")
 
     def number(self, field: str) -> float:
@@ -384,10 +375,10 @@ def _json_rows(path: TracePath) -> Iterator[_Row | TraceError]:
             try:
                 fields = json.loads(text)
             except ValueError as error:
-                yield TraceError(f"{path}, line {line}: a row must be a JSON object, got {_shorten(text)}: {error}")
+                yield TraceError(f"{path}, line {line}: a row must be a JSON object, got {shorten(text)}: {error}")
                 continue
             is_object = isinstance(fields, dict)
-            wrong = f"{path}, line {line}: a row must be a JSON object, got {_shorten(fields)}"
+            wrong = f"{path}, line {line}: a row must be a JSON object, got {shorten(fields)}"
             yield _Row(path, line, fields) if is_object else TraceError(wrong)
 
 
@@ -406,10 +397,11 @@ def _csv_rows(path: TracePath) -> Iterator[_Row | TraceError]:
             if len(cells) == len(header):
                 yield _Row(path, reader.line_num, {field: cells[place] for field, place in places.items()})
             else:
-                wrong = f"a row must have {len(header)} fields, got {_shorten(cells)}"
+                wrong = f"a row must have {len(header)} fields, got {shorten(cells)}"
                 yield TraceError(f"{path}, line {reader.line_num}: {wrong}")
 
 
-def _shorten(value: Any) -> str:
+def shorten(value: Any) -> str:
+    """A value as messages show it."""
     text = repr(value)
     return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 3] + "..."

@@ -13,6 +13,7 @@ Not here: tokenising, choosing what to replay, arrival times.
 
 from __future__ import annotations
 
+import codecs
 import collections
 import dataclasses
 import importlib.resources
@@ -24,6 +25,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
+
+from ca_jax.simulate.traces.requests import shorten
 
 Role = Literal["system", "user", "assistant"]
 
@@ -190,12 +193,10 @@ def _decode(data: bytes, path: Path, start: int) -> tuple[Any, int]:
       EOFError: it goes on behind them.
     """
     try:
-        text = data.decode()
+        text = codecs.getincrementaldecoder("utf-8")().decode(data)  # The last character may be cut.
     except UnicodeDecodeError as error:
-        if error.end < len(data):
-            at = start + error.start
-            raise ValueError(f"{path}, at byte {at:,}: text must be UTF-8, got {error.reason}") from error
-        text = data[: error.start].decode()  # The last character is cut.
+        at = start + error.start
+        raise ValueError(f"{path}, at byte {at:,}: text must be UTF-8, got {error.reason}") from error
     try:
         item, end = json.JSONDecoder().raw_decode(text)
     except json.JSONDecodeError as error:
@@ -225,22 +226,17 @@ def _parse_piece(item: Any, where: str) -> tuple[str, _Piece]:
     """Checks one element of the array and returns its conversation's id and what it holds."""
     fields = item if isinstance(item, dict) else {}
     if not isinstance(fields.get("id"), str) or not isinstance(fields.get("conversations"), list):
-        raise ValueError(f"{where}: an element must be an object with `id` and `conversations`, got {_shorten(item)}")
+        raise ValueError(f"{where}: an element must be an object with `id` and `conversations`, got {shorten(item)}")
     messages: list[tuple[Role, str]] = []
     for message in item["conversations"]:
         if not isinstance(message, dict) or not isinstance(message.get("value"), str):
-            raise ValueError(f"{where}: a message must have `from` and a text in `value`, got {_shorten(message)}")
+            raise ValueError(f"{where}: a message must have `from` and a text in `value`, got {shorten(message)}")
         role = _ROLES.get(str(message.get("from")))
         if role is None:
-            raise ValueError(f"{where}: `from` must be one of {', '.join(_ROLES)}; got {_shorten(message)}")
+            raise ValueError(f"{where}: `from` must be one of {', '.join(_ROLES)}; got {shorten(message)}")
         messages.append((role, message["value"]))
     conversation_id, number = _split_id(item["id"])
     return conversation_id, _Piece(number, tuple(messages))
-
-
-def _shorten(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 3] + "..."
 
 
 def _join(conversation_id: str, pieces: list[_Piece]) -> Iterator[Conversation]:
