@@ -158,7 +158,7 @@ def test_one_that_reads_content_makes_special_tokens_of_it():
 
 
 @hypothesis.given(st.text(max_size=12))
-@hypothesis.settings(max_examples=100, deadline=None)
+@hypothesis.settings(max_examples=30, deadline=None)
 def test_the_bytes_of_tokens_together_are_those_of_the_text_which_comes_back(text):
     assert b"".join(BYTE_LEVEL.token_bytes(i) for i in BYTE_LEVEL.encode(text)) == text.encode()
     assert BYTE_LEVEL.decode(BYTE_LEVEL.encode(text)) == text
