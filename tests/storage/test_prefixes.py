@@ -9,14 +9,59 @@ from hypothesis import strategies as st
 from ca_jax.storage.placement.orders import LookAhead
 from ca_jax.storage.records import Owner
 from ca_jax.storage.sessions import Entry, SessionIndex
-from ca_jax.storage.tokens import Lineage, SsdCopy, TokenPlaces, prefix_hashes
+from ca_jax.storage.tokens import Lineage, PrefixIndex, Published, SsdCopy, TokenPlaces, as_units, prefix_hashes
 
-BLOCK_TOKENS = 2
-TOKENS_ON_SSD = st.lists(st.integers(0, 1), min_size=1, max_size=9)
+TOKEN_IDS = st.lists(st.sampled_from([0, 256]), max_size=6)
+MIN_TOKENS = BLOCK_TOKENS = 2
+
+
+def published(token_ids: list[int], tenant: str = "x", num_plain: int | None = None) -> Published:
+    num_plain = len(token_ids) if num_plain is None else num_plain
+    return tenant, np.array(token_ids, np.int32), num_plain
 
 
 def num_common(a: list[int], b: list[int]) -> int:
     return next((i for i, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), min(len(a), len(b)))
+
+
+@given(
+    changes=st.lists(
+        st.tuples(
+            st.sampled_from("abcdef"),
+            st.none() | st.tuples(TOKEN_IDS, st.sampled_from("xy"), st.integers(0, 7)),
+            st.none() | TOKEN_IDS,
+        ),
+        max_size=12,
+    ),
+    wanted=TOKEN_IDS,
+)
+def test_it_is_the_longest_that_a_scan_finds_of_the_tenants_own(changes, wanted):
+    known: dict[str, Published] = {}
+    index = PrefixIndex(known.get, 4, MIN_TOKENS)
+    for key, change, looked_for in (*changes, ("a", None, wanted)):
+        if change is not None:
+            token_ids, tenant, num_plain = change
+            known[key] = published(token_ids, tenant, min(num_plain, len(token_ids)))
+        else:
+            known.pop(key, None)
+        index.changed(key)
+        if looked_for is None:  # Several changes come before a search.
+            continue
+        common = {
+            name: num_common(units[:num_units].tolist(), looked_for)
+            for name, (tenant, units, num_units) in known.items()
+            if tenant == "x"
+        }
+        longest = max(common.values(), default=0)
+        num_tokens, key = index.find("x", as_units(np.array(looked_for)))
+        if longest < MIN_TOKENS:
+            assert (num_tokens, key) == (0, "")
+        else:
+            assert (num_tokens, common[key]) == (longest, longest)
+    assert len(index._indexed) == sum(num_units >= MIN_TOKENS for _, _, num_units in known.values())
+
+
+TOKENS_ON_SSD = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 
 
 @given(
