@@ -11,9 +11,3 @@ PROJECTION_ATOL = {"float32": 1e-5}
 
 ATTENTION_ATOL = {"float32": 2e-6, "bfloat16": 0.03}
 """Absolute, on attention over values of order one against float64."""
-
-ROTATION_ATOL = {"float32": 1e-4}
-"""Absolute, on numbers of order one rotated by an angle of up to 500 radians, held in float32."""
-
-SCORE_ATOL = {"float32": 2e-3}
-"""Absolute, on the score of 16 numbers of order one, each of two rotated by up to 1,000 radians, held in float32."""

@@ -61,7 +61,9 @@ def test_prefill_of_a_layer(config, num_history):
     layer = params_of(config)["params"]["layer_0"]
     x = shape(1, NUM_NEW, config.embed_dim)
     text = lowered(steps.prefill_layer, config, layer, x, history, SCALAR, table_of(config))
-    assert ("__cudnn$fmha" in text) == (prefill_attention(BFLOAT16, HEAD_DIM) == "flash")
+    is_flash = prefill_attention(BFLOAT16, HEAD_DIM) == "flash"
+    assert ("__cudnn$fmha" in text) == is_flash
+    assert ("__cudnn$fmhaScaleBias" in text) == (is_flash and num_history > 0)
 
 
 @pytest.mark.parametrize("num_blocks", [None, 2])

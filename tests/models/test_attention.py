@@ -102,6 +102,13 @@ def prefilled(num_new, num_history, capacity, num_kv=2, num_heads=6, window=None
     return out, (received, expected)
 
 
+def test_heads_of_bfloat16_are_rotated_in_f32_and_stay_bfloat16():
+    x, rotation = jnp.asarray(normal(0, 5, 2, HEAD_DIM)).astype(jnp.bfloat16), rotation_at(np.arange(100, 105))
+    expected = rope.rotate(x.astype(jnp.float32), rotation).astype(jnp.bfloat16)
+    assert rope.rotate(x, rotation).dtype == jnp.bfloat16
+    np.testing.assert_array_equal(rope.rotate(x, rotation), expected)
+
+
 LONG = (QUERY_BLOCK + 30, 40, 64)  # New tokens, of history, places for it.
 
 
@@ -117,12 +124,6 @@ def expect_both(num_new, num_history, capacity, **options):
     np.testing.assert_allclose(received.sum(), num_heads * num_new, rtol=1e-5)
 
 
-@pytest.mark.usefixtures("computed_by")
-@pytest.mark.parametrize("sizes", [(1, 0, 0), (5, 0, 8), (5, 3, 8), (5, 8, 8), LONG])
-def test_attention_over_history_is_the_textbooks(sizes):
-    expect_both(*sizes)
-
-
 @pytest.mark.parametrize("sizes", [(5, 3, 8), LONG])
 def test_heads_together_give_what_they_give_one_by_one(monkeypatch, sizes):
     monkeypatch.setattr(attention, "UNROLLED_KV_HEADS", 1)
@@ -133,11 +134,12 @@ def test_heads_together_give_what_they_give_one_by_one(monkeypatch, sizes):
 @pytest.mark.parametrize(
     ("sizes", "window"),
     [
+        *((sizes, None) for sizes in ((1, 0, 0), (5, 0, 8), (5, 3, 8), (5, 8, 8), LONG)),
         *(((5, 0, 8), 3), ((5, 3, 8), 1), ((5, 8, 16), 10), ((3, 90, 96), 3), ((3, 90, 96), 70)),
         *((LONG, 10), (LONG, QUERY_BLOCK)),
     ],
 )
-def test_in_a_window_a_token_sees_those_right_before_it_and_itself(sizes, window):
+def test_attention_over_history_is_the_textbooks_of_all_tokens_or_of_a_window(sizes, window):
     expect_both(*sizes, window=window)
 
 

@@ -37,7 +37,7 @@ def normal(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def prefill_arguments(num_new: int, lengths: tuple[int, ...], capacity: int, dtype=np.float32) -> tuple:
+def prefill_arguments(num_new: int, lengths: tuple[int, ...], capacity: int) -> tuple:
     """What `attend` takes, for rows of so much history, NaN behind each; 4 KV heads and 8 query heads."""
     rows = len(lengths)
     q, k, v = (normal(i, rows, num_new, heads, HEAD_DIM) for i, heads in enumerate((8, 4, 4)))
@@ -48,9 +48,9 @@ def prefill_arguments(num_new: int, lengths: tuple[int, ...], capacity: int, dty
     config = RopeConfig(theta=500.0)
     positions = jnp.asarray(lengths)[:, None] + jnp.arange(num_new)
     return (
-        jnp.asarray(q, dtype),
-        LayerKV(*(jnp.asarray(part, dtype) for part in (k, v))),
-        jnp.stack([jnp.asarray(part, dtype) for part in old]) if capacity else None,
+        jnp.asarray(q),
+        LayerKV(jnp.asarray(k), jnp.asarray(v)),
+        jnp.stack(old) if capacity else None,
         jnp.asarray(lengths, jnp.int32),
         rope.rotation_at(config, HEAD_DIM, positions),
         rope.rotation_at(config, HEAD_DIM, jnp.arange(capacity)) if capacity else None,
@@ -115,24 +115,13 @@ def test_the_decode_kernel_gives_the_same(num_kv, groups, window):
     np.testing.assert_array_equal(found[1], 0.0)
 
 
-@pytest.mark.parametrize(("capacity", "window"), [(SLOT_BLOCK, None), (3 * SLOT_BLOCK, 700)])
-def test_the_decode_kernel_is_lowered_for_cuda(capacity, window):
-    arguments = slot_arguments((3, 0, capacity), 8, 4, capacity, jnp.bfloat16)
-    decode = functools.partial(attend_slots, implementation="kernel", window=window)
+def test_the_decode_kernel_of_a_window_is_lowered_for_cuda():
+    """Without one, and prefilling: see tests/gpu/test_lowering.py."""
+    arguments = slot_arguments((3, 0, 3 * SLOT_BLOCK), 8, 4, 3 * SLOT_BLOCK, jnp.bfloat16)
+    decode = functools.partial(attend_slots, implementation="kernel", window=700)
     lowered = jax.jit(decode).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     assert "triton" in lowered
     assert "stablehlo.while" not in lowered, "the loop over keys is the kernel's"
-
-
-@pytest.mark.parametrize(("lengths", "capacity", "has_bias"), [((5,), 8, True), ((0,), 0, False)])
-def test_flash_attention_is_lowered_for_cuda(monkeypatch, lengths, capacity, has_bias):
-    fused = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
-    monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91000)
-    arguments = prefill_arguments(16, lengths, capacity, jnp.bfloat16)
-    flash = functools.partial(attend, implementation="flash")
-    lowered = jax.jit(flash).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-    assert "__cudnn$fmha" in lowered
-    assert ("__cudnn$fmhaScaleBias" in lowered) == has_bias
 
 
 # Which is taken.

@@ -1,4 +1,4 @@
-"""Rows of int8 with a scale behind them: how far they are off, what is in their bytes, and rows that are no numbers."""
+"""Rows of int8 with a scale behind them: what is in their bytes, what comes back, and rows that are no numbers."""
 
 from __future__ import annotations
 
@@ -14,31 +14,20 @@ from tests.kv_rest_kit import as_kept, scales_of
 SHAPE = (2, 33, 3, 16)
 
 
-def random_kv(dtype: str = "float32", seed: int = 0) -> np.ndarray:
+def random_kv() -> np.ndarray:
     """Rows of sizes from 1e-6 to 1e6, with outliers."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     rows = rng.normal(size=SHAPE) * 10.0 ** rng.uniform(-6, 6, (*SHAPE[:-1], 1))
     rows[..., 3] *= rng.choice([1, 40], SHAPE[:-1])
-    return rows.astype(dtype)
+    return rows.astype(np.float32)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_what_comes_back_is_off_by_at_most_half_a_scale(dtype):
-    kv = random_kv(ml_dtypes.bfloat16 if dtype == "bfloat16" else "float32")
-    kv = np.clip(kv, -60000, 60000).astype(dtype)
-    packed = jax.jit(quantize)(kv)
-    assert packed.dtype == jnp.int8
-    assert packed.shape == (*SHAPE[:-1], 16 + SCALE_BYTES)
-    found = np.asarray(jax.jit(dequantize, static_argnums=1)(packed, "float32"), np.float64)
-    wanted, scale = kv.astype(np.float64), scales_of(kv.astype(np.float32)).astype(np.float64)
-    assert np.all(np.abs(found - wanted) <= scale / 2 * (1 + 1e-5))
-    assert np.all(scale <= np.abs(wanted).max(-1, keepdims=True) / 127 * (1 + 2**-7) + 1e-30), "scales are as small"
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_is_what_numpy_says_and_a_model_of_16_bits_gets_16_bits(dtype):
-    kv = random_kv(seed=2).astype(dtype)
-    packed = quantize(jnp.asarray(kv))
+    kv = random_kv() if dtype != "float16" else np.clip(random_kv(), -60000, 60000)
+    kv = kv.astype(dtype)
+    packed = jax.jit(quantize)(kv)
+    assert (packed.dtype, packed.shape) == (jnp.int8, (*SHAPE[:-1], 16 + SCALE_BYTES))
     scales = np.asarray(packed)[..., 16:].copy().view(ml_dtypes.bfloat16)
     np.testing.assert_array_equal(scales, scales_of(kv.astype(np.float32)))
     found = unpacked(packed, dtype)
@@ -48,7 +37,7 @@ def test_it_is_what_numpy_says_and_a_model_of_16_bits_gets_16_bits(dtype):
 
 
 def test_zeros_are_zeros_and_what_is_not_finite_touches_no_other_row():
-    kv = random_kv(seed=3)
+    kv = random_kv()
     expected = np.asarray(dequantize(quantize(kv), "float32")).copy()
     kv[0, 4] = 0
     kv[0, 5, 1] = np.nan

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ca_jax.models import kv
-from ca_jax.models.attention import QUERY_BLOCK, attend
+from ca_jax.models.attention import QUERY_BLOCK
 from ca_jax.models.kv import KVCache, LayerKV
-from ca_jax.models.rope import rotation_at
-from ca_jax.models.transformer import Layer, Transformer
+from ca_jax.models.transformer import Transformer
 from ca_jax.testing import tiny
 from tests import families_kit
 from tests.tolerances import LOGITS_ATOL
@@ -67,13 +66,13 @@ def rows_of(cache):
 @st.composite
 def batches(draw):
     """Rows of different lengths, and a capacity that holds them."""
-    lengths = draw(st.lists(st.integers(0, 5), min_size=3, max_size=3))
+    lengths = draw(st.lists(st.integers(0, 3), min_size=3, max_size=3))
     rows = [[float(100 * b + i + 1) for i in range(n)] for b, n in enumerate(lengths)]
-    return rows, draw(st.integers(max(1, *lengths), 7))
+    return rows, draw(st.integers(max(1, *lengths), 4))
 
 
 @settings(max_examples=25, deadline=None)
-@given(batches(), st.integers(1, 4), st.data())
+@given(batches(), st.integers(1, 2), st.data())
 def test_append_take_and_drop_oldest_do_to_each_row_what_lists_do(batch, num_new, data):
     rows, capacity = batch
     cache = cache_of(rows, capacity)
@@ -156,30 +155,6 @@ def test_rows_with_histories_of_different_length_do_not_meet_nor_see_what_is_beh
 
 
 # How it is put together.
-
-
-def test_layers_called_one_by_one_equal_the_whole():
-    num_history = 20
-    tokens, positions = tokens_of(1, num_history + 9), np.arange(num_history, num_history + 9)[None]
-    _, history = whole(tokens[:, :num_history])
-    expected, expected_kv = run(tokens[:, num_history:], positions, history)
-    rotate_at = jax.jit(functools.partial(rotation_at, CONFIG.rope, CONFIG.head_dim))
-    rotation, old_rotation = rotate_at(jnp.asarray(positions)), rotate_at(jnp.arange(num_history))
-    x = MODEL.apply(PARAMS, tokens[:, num_history:], method=Transformer.embed)
-    lengths, layers = jnp.asarray([num_history], jnp.int32), []
-
-    @jax.jit
-    def run_layer(params, x, old):
-        def attend_fn(q, new):
-            return attend(q, new, jnp.stack([old.k, old.v]), lengths, rotation, old_rotation), new
-
-        return Layer(CONFIG).apply({"params": params}, x, attend_fn)
-
-    for i, old in enumerate(history.layers):
-        x, new = run_layer(PARAMS["params"][f"layer_{i}"], x, old)
-        layers.append(new)
-    assert_same_kv(KVCache(tuple(layers), expected_kv.lengths), expected_kv)
-    np.testing.assert_allclose(MODEL.apply(PARAMS, x, method=Transformer.head), expected, atol=ATOL, rtol=0)
 
 
 def test_bfloat16_weights_give_the_logits_of_the_same_weights_in_float32():

@@ -7,8 +7,6 @@ import os
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ca_jax.storage.placement.blocks import ChargedBlocks
 from ca_jax.storage.tiers.dram import DramTier, host_array
@@ -16,7 +14,7 @@ from ca_jax.storage.tiers.dram import DramTier, host_array
 from .store_helpers import make_layout
 
 
-def test_a_double_free_is_refused_and_frees_nothing():
+def test_a_double_free_frees_nothing_and_what_is_free_goes_lowest_first():
     blocks = charged(4, None)
     blocks.alloc("x", 3)
     with pytest.raises(ValueError, match="block 3 is freed twice"):
@@ -28,6 +26,9 @@ def test_a_double_free_is_refused_and_frees_nothing():
     assert blocks.num_free == 1
     blocks.free("x", [0, 1, 2])
     assert blocks.alloc("x", 4) == (0, 1, 2, 3)
+    for gone in ([2, 3], [0]):
+        blocks.free("x", gone)
+    assert blocks.alloc("x", 2) == (0, 2), "the lowest that are free"
 
 
 def test_adopting_is_all_or_nothing():

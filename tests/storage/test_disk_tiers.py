@@ -49,15 +49,6 @@ def reason(handle) -> IoFailure:
 # What was written is read.
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
-def test_blocks_come_back_bit_for_bit(disk, dtype):
-    layout = make_layout(dtype)
-    tier = disk.open(layout)
-    blocks = make_blocks(layout, 3)
-    tier.write_blocks([6, 0, 3], blocks).result()
-    assert np.array_equal(as_bits(read(tier, [3, 6, 0])), as_bits(blocks[[2, 0, 1]]))
-
-
 def test_whole_pages_come_back_too(disk):
     # Such blocks, in page-aligned memory, go past the page cache where the disk is a raw file.
     layout = dataclasses.replace(make_layout(), num_kv_heads=4, head_dim=256)

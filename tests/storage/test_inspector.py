@@ -54,21 +54,6 @@ def damages(path: Path, **options) -> dict[str, list[tuple]]:
 # What there is.
 
 
-def test_sessions_of_all_namespaces_are_told_last_used_last(tmp_path, filled):
-    with StoreInspector(tmp_path) as inspector:
-        listing = inspector.sessions()
-        size = LAYOUT.block_bytes
-        assert [(each.record.key, each.namespace, each.num_bytes) for each in listing.sound] == [
-            (KEYS["first"], NAMESPACE, 3 * size),
-            (KEYS["second"], NAMESPACE, size),
-            (KEYS["third"], NAMESPACE, 3 * size),
-            (KEYS["other"], OTHER_NAMESPACE, size),  # Two of half the size.
-        ]
-        for now_s, expired in ((1e9 + 60, False), (1e9 + 61, True)):
-            assert [each.expired(now_s) for each in listing.sound] == [False, expired, False, False]
-        assert [each.record.key for each in inspector.sessions("alice").sound] == [KEYS["first"], KEYS["second"]]
-
-
 def test_a_session_is_found_by_id_key_or_beginning_of_its_key(tmp_path, filled):
     with StoreInspector(tmp_path) as inspector:
         for name, key in (

@@ -217,16 +217,3 @@ def test_after_close_every_call_is_refused(store):
             call()
     store.close()
     store.touch(lambda: pytest.fail("touched a closed store"))
-
-
-def test_kv_is_never_served_for_other_tokens(store):
-    kv = make_kv(store.layout, 10)
-    save(store, "a", ids(10), kv)
-    np.testing.assert_array_equal(as_bits(load(store, "a", [*ids(7), 1, 2, 3])), as_bits(kv[:, :, :7]))
-    np.testing.assert_array_equal(as_bits(load(store, "a", ids(3))), as_bits(kv[:, :, :3]))
-    np.testing.assert_array_equal(as_bits(load(store, "a", ids(50))), as_bits(kv))
-    assert store.prepare_load("a", [1, *ids(9, 101)]) is None
-    assert store.prepare_load("b", ids(10)) is None
-    stats = store.stats()
-    assert (stats.num_hits, stats.misses[MissReason.MISMATCH], stats.misses[MissReason.ABSENT]) == (3, 1, 1)
-    assert stats.loaded_bytes == 20 * store.layout.token_bytes

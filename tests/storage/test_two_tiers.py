@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from ca_jax.storage.catalog.catalog import CatalogReader
-from ca_jax.storage.catalog.file import CatalogFullError
+from ca_jax.storage.catalog.file import CatalogFullError, CatalogLateError
 from ca_jax.storage.records import FlushFailure, MissReason, Note, Residency, SkipReason
+from ca_jax.storage.store import AttentionStore
 from ca_jax.telemetry.timeline import Timeline
 
 from .store_helpers import (
@@ -27,6 +28,7 @@ from .store_helpers import (
     put,
     save,
     ssd_tokens,
+    stalled,
     used_blocks,
     wait_until,
 )
@@ -241,6 +243,60 @@ def test_a_late_read_is_a_miss_and_its_memory_stays_taken(open_store, gates):
     assert_loads(store, "b", ids(8), other_kv)
     assert_loads(store, "a", ids(8), kv)
     assert not store.stats().ssd.num_lost_sessions
+
+
+# A catalog that does not answer is waited for no longer than blocks are: by fetches, flushes, the books.
+
+DEADLINE_S = 0.3
+
+
+@pytest.fixture
+def late_store(open_store) -> AttentionStore:
+    """One whose sessions a and b are on SSD alone."""
+    store = open_store(ssd_deadline_s=DEADLINE_S)
+    put(store, "a", 9, seed=1, first=100)
+    put(store, "b", 9, seed=2, first=200)
+    store.close()
+    return open_store(ssd_deadline_s=DEADLINE_S)
+
+
+def test_a_change_that_does_not_end_is_late_too(late_store, monkeypatch):
+    store = late_store
+    with stalled((store._ssd._mover._catalog, "set_kept")):
+        store.set_pinned("a", True)
+        wait_until(store, lambda: store._ssd.is_late)
+        assert not store.request("b")
+        assert load(store, "b", ids(9, 200)) is None
+    wait_until(store, lambda: not store._ssd.busy and not store._ssd._mover.is_late)
+    monkeypatch.setattr(store._ssd, "_late_until_s", 0.0)  # The pause is over.
+    fetch(store, "b")
+    assert store.residency("b") is Residency.DRAM
+
+
+def test_who_keeps_the_books_waits_once_and_no_longer(late_store):
+    store = late_store
+    with stalled((store._ssd._mover._asked_reader, "contents")) as stall:
+        for _ in range(2):
+            with pytest.raises(CatalogLateError):
+                store.note("a")
+        assert stall.num_begun == 1, "no other question is asked before the first is answered"
+        assert not store.request("a"), "nothing waits for an SSD that is late"
+    store._ssd._mover._asked.result(PATIENCE_S)
+    assert store.note("a") == b""
+
+
+def test_a_session_whose_note_cannot_be_read_in_time_does_not_leave_ssd(open_store):
+    store = open_store(ssd_blocks=3, ssd_deadline_s=DEADLINE_S)
+    put(store, "a", 9, seed=1)
+    store.set_note("a", b"note of a")
+    assert store.settle(PATIENCE_S)
+    with stalled((store._ssd._mover._asked_reader, "contents")):
+        assert save(store, "b", ids(9, 200), make_kv(LAYOUT, 9, seed=2))
+        store.poll()
+        assert (ssd_tokens(store, "a"), ssd_tokens(store, "b")) == (9, 0)
+        assert store.stats().ssd.failed_flushes[FlushFailure.DEADLINE] == 1
+    store._ssd._mover._asked.result(PATIENCE_S)
+    assert store.note("a") == b"note of a"
 
 
 # Other sessions' KV.
