@@ -10,8 +10,7 @@ from ca_jax.errors import CheckpointError, UnsupportedArchitectureError
 from ca_jax.models.checkpoint import PRESETS, load_checkpoint
 from ca_jax.models.gguf import stop_token_ids, tokenizer_from_gguf
 from ca_jax.models.weights import unread
-
-from . import tiny_gguf
+from tests import gguf_kit
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
@@ -35,7 +34,7 @@ class Metadata:
 
 def byte_level(extra_merges=(), **changes):
     """Byte-level metadata with further merged tokens, written as ("left", "right"), and `<think>` as plain text."""
-    vocabulary = tiny_gguf.byte_vocabulary()
+    vocabulary = gguf_kit.byte_vocabulary()
     vocabulary["tokens"] += [left + right for left, right in extra_merges] + ["<think>"]
     vocabulary["token_type"] += [NORMAL] * len(extra_merges) + [USER_DEFINED]
     vocabulary["merges"] += [f"{left} {right}" for left, right in extra_merges]
@@ -55,7 +54,7 @@ def byte_level(extra_merges=(), **changes):
     ],
 )
 def test_digits_and_spaces_are_split_as_the_pre_tokenizer_says(pre, pieces):
-    tokenizer = tokenizer_from_gguf(byte_level(tiny_gguf.DIGITS, pre=pre))
+    tokenizer = tokenizer_from_gguf(byte_level(gguf_kit.DIGITS, pre=pre))
     assert [tokenizer.backend.id_to_token(i) for i in tokenizer.encode("1234  12", add_bos=False)] == pieces
 
 
