@@ -169,3 +169,17 @@ def test_a_repair_that_breaks_otherwise_is_done_by_the_next_turn(name, broken, d
         assert pair.session.usage.repaired_tokens > 0
         assert engine.metrics.failed_loads == 0
         pair.expect_stored_kv()
+
+
+def test_repair_in_a_batch(drift):
+    """A session that is repaired, beside others that load and decode."""
+    overflow, values = repairing("drift and anchor", drift, ratio=0.25)
+    with kit.small_engine(**ok.SMALL, overflow=overflow) as engine:
+        pairs = [ok.Pair(engine, drift=values) for _ in range(3)]
+        for turn, prompts in enumerate([(100, 30, 20), (60, 15, 100)]):
+            ids = [kit.prompt(count, seed=turn) for count in prompts]
+            answers = [pair.session.send_ids(part, max_tokens=24) for pair, part in zip(pairs, ids, strict=True)]
+            kit.drain(*answers)
+            for pair, part, answer in zip(pairs, ids, answers, strict=True):
+                assert answer.job.output_ids == pair.reference.say(part, 24)
+        assert [bool(answer.job.repaired_tokens) for answer in answers] == [True, False, True]
