@@ -136,11 +136,6 @@ def prompt(num_tokens: int, seed: int = 0) -> list[int]:
     return np.random.default_rng((num_tokens, seed)).integers(0, VOCAB_SIZE, num_tokens).tolist()
 
 
-def prompt_row(num_tokens: int) -> np.ndarray:
-    """Token ids of the least vocabulary here, i32 `[1, T]`."""
-    return (np.array([prompt(num_tokens)]) % 64).astype(np.int32)
-
-
 @functools.partial(jax.jit, static_argnames=("model", "context"))
 def _run(model: Transformer, params: Any, tokens: jax.Array, context: int) -> jax.Array:
     positions = jax.numpy.arange(tokens.shape[1])[None]

@@ -7,6 +7,7 @@ are laid out, is the converter's: `convert_hf_to_gguf.py` of ggml-org/llama.cpp.
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,15 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from tests.models import tiny_gguf
+from ca_jax.models.config import ModelConfig
+from ca_jax.testing import tiny
 
 CONTEXT = 256
+F32 = gguf.GGMLQuantizationType.F32
+CONTROL, NORMAL, USER_DEFINED = 3, 1, 4
+
+DIGITS = (("Ġ", "1"), ("1", "2"), ("12", "3"), ("123", "4"), ("Ġ", "Ġ"), ("Ġ", "x"), ("Ċ", "Ċ"))
+"""Merges of what pre-tokenizers split each in their own way."""
 
 _ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
@@ -42,6 +49,7 @@ def write(
     tensors: Mapping[str, np.ndarray | None] | None = None,
     types: Mapping[str, gguf.GGMLQuantizationType] | None = None,
     vocabulary: Mapping[str, Any] | None = None,
+    architecture: str | None = None,
     stacks_experts: bool = True,
 ) -> Path:
     """Converts a checkpoint.
@@ -51,23 +59,62 @@ def write(
       path: of the file that is written.
       metadata: entries that are added or changed, by their keys without the architecture's name; None: left out.
       tensors: tensors that are added or changed; None: left out.
-      types: of tensors that are quantised.
-      vocabulary: the tokenizer's entries; None: some of the bytes' own tokens.
+      types: of tensors that are quantised; those of bytes are so already.
+      vocabulary: the tokenizer's entries; None: `tiny.byte_tokenizer`'s, or as many of them as fit.
+      architecture: the name that the file gives it; None: its own.
       stacks_experts: whether experts are stacked, as converters have done since 2024.
     """
     config = json.loads((directory / "config.json").read_text())
-    architecture = _ARCHITECTURES[config["model_type"]]
+    if "rope_theta" in config:  # As older versions of `transformers` write it.
+        plain = {"rope_type": "default", "rope_theta": config["rope_theta"]}
+        config["rope_parameters"] = plain | (config["rope_scaling"] or {})
+    kind = _ARCHITECTURES[config["model_type"]]
+    name = architecture or gguf.MODEL_ARCH_NAMES[kind]
     stored = safetensors.numpy.load_file(directory / "model.safetensors")
-    converted = _tensors(config, architecture, stored, stacks_experts) | (tensors or {})
-    described = (vocabulary or _vocabulary(config["vocab_size"])).items()
-    return tiny_gguf.write_file(
-        path,
-        gguf.MODEL_ARCH_NAMES[architecture],
-        entries=_metadata(config) | (metadata or {}),
-        vocabulary={f"ggml.{key}": value for key, value in described},
-        tensors={name: tensor for name, tensor in converted.items() if tensor is not None},
-        types=types,
-    )
+    described = vocabulary or _vocabulary(config["vocab_size"])
+    entries = {f"{name}.{key}": value for key, value in (_metadata(config) | (metadata or {})).items()} | {
+        f"tokenizer.{'' if key == 'chat_template' else 'ggml.'}{key}": value for key, value in described.items()
+    }
+    writer = gguf.GGUFWriter(path, name)
+    add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+    for key, value in entries.items():
+        if value is not None:
+            (writer.add_array if isinstance(value, list) else add[type(value)])(key, value)
+    for key, tensor in (_tensors(config, kind, stored, stacks_experts) | (tensors or {})).items():
+        quantised = (types or {}).get(key, F32)
+        if tensor is not None and quantised == F32:
+            writer.add_tensor(key, np.ascontiguousarray(tensor))
+        elif tensor is not None:
+            is_packed = tensor.dtype == np.uint8
+            writer.add_tensor(key, tensor if is_packed else gguf.quantize(tensor, quantised), raw_dtype=quantised)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def write_tiny(path: Path, config: ModelConfig, **changes: Any) -> Path:
+    """Writes the tiny Llama of a config with `tiny.tiny_params`; changes as in `write`."""
+    with tempfile.TemporaryDirectory() as directory:
+        tiny.write_tiny_hf(directory, config, tiny.tiny_params(config))
+        return write(Path(directory), path, **changes)
+
+
+def byte_vocabulary() -> dict[str, Any]:
+    """The tokenizer metadata of `tiny.byte_tokenizer`, with 0xFC, in no UTF-8 text, the merged token "ab"."""
+    vocab = tiny.byte_tokenizer().get_vocab()
+    tokens = sorted(vocab, key=vocab.__getitem__)
+    tokens[0xFC] = "ab"
+    return {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": tokens,
+        "token_type": [CONTROL if token.startswith("<|") else NORMAL for token in tokens],
+        "merges": ["a b"],
+        "bos_token_id": tiny.END_OF_TEXT_ID,
+        "eos_token_id": tiny.IM_END_ID,
+    }
 
 
 def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,14 +178,15 @@ def _rope_scaling(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _vocabulary(size: int) -> dict[str, Any]:
-    """Of the bytes' own tokens, as many as fit."""
-    vocabulary = tiny_gguf.byte_vocabulary()
-    tokens = [token for token in vocabulary["tokens"] if len(token) == 1 and token not in "ab"]
+    """Of the bytes' own tokens, as many as fit; where all do, with a chat template."""
+    if size >= 256:
+        return byte_vocabulary() | {"chat_template": tiny.CHATML_TEMPLATE}
+    tokens = [token for token in byte_vocabulary()["tokens"] if len(token) == 1 and token not in "ab"]
     return {
         "model": "gpt2",
         "pre": "gpt-2",
         "tokens": ["a", "b", "ab", *tokens[: size - 3]],
-        "token_type": [tiny_gguf.NORMAL] * size,
+        "token_type": [NORMAL] * size,
         "merges": ["a b"],
     }
 
@@ -160,9 +208,9 @@ def _tensors(
             experts.setdefault(f"blk.{layer}.{_EXPERT_PARTS[part]}", {})[int(expert)] = tensor
             continue
         if architecture == gguf.MODEL_ARCH.LLAMA and name.endswith("q_proj.weight"):
-            tensor = tiny_gguf.interleaved(tensor, num_heads)
+            tensor = _interleaved(tensor, num_heads)
         elif architecture == gguf.MODEL_ARCH.LLAMA and name.endswith("k_proj.weight"):
-            tensor = tiny_gguf.interleaved(tensor, num_kv_heads)
+            tensor = _interleaved(tensor, num_kv_heads)
         elif "query_key_value" in name:
             num_groups = num_heads
             if architecture == gguf.MODEL_ARCH.FALCON:
@@ -184,6 +232,12 @@ def _tensors(
     if parameters["rope_type"] == "llama3":
         converted["rope_freqs.weight"] = _llama3_factors(config, parameters)
     return converted
+
+
+def _interleaved(tensor: np.ndarray, num_heads: int) -> np.ndarray:
+    """Rows of each head from (half, pair) to (pair, half) order."""
+    rows = tensor.reshape(num_heads, 2, tensor.shape[0] // num_heads // 2, *tensor.shape[1:])
+    return np.ascontiguousarray(rows.swapaxes(1, 2)).reshape(tensor.shape)
 
 
 def _llama3_factors(config: Mapping[str, Any], parameters: Mapping[str, Any]) -> np.ndarray:

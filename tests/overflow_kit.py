@@ -10,6 +10,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ import numpy as np
 from ca_jax.device import steps
 from ca_jax.engine import Engine
 from ca_jax.models.kv import KVCache, LayerKV
-from ca_jax.overflow.config import DiscardContext, OverflowConfig, TokenDiscarder
+from ca_jax.overflow.config import DiscardContext, OverflowConfig, TokenDiscarder, num_leaving, oldest_first
 from ca_jax.pretrained import LoadedModel
 from ca_jax.recompute.drift import Drift
 from ca_jax.recompute.plan import Plan, repair_plan
@@ -195,25 +196,24 @@ class Conversation:
             self.logits.append(logits)
 
     def _make_room(self, num_tokens: int, num_wanted: int, is_running: bool = False) -> None:
-        """Has some of the first `num_tokens` tokens leave, where they and so many more are above the window."""
-        whole = () if is_running else (num_tokens,)  # Where the last turn ends, if it has.
+        """Has some of the first `num_tokens` tokens leave, where they and so many more are above the window.
+
+        How many, and which the oldest are, is what test_overflow holds.
+        """
         num_needed = num_tokens + num_wanted - self.window
         if num_needed <= 0:
             return
-        first, share = self.overflow.keep_first_tokens, max(1, round(self.overflow.truncation_ratio * self.window))
-        stop = first
-        while stop - first < num_needed and stop < num_tokens:
-            stop = min(stop + share, num_tokens)
-        if num_tokens - (stop - first) + num_wanted > self.window:  # The first ones are in the way too.
-            first, stop = 0, num_tokens
+        first, ends = self.overflow.keep_first_tokens, []
+        count = num_leaving(self.overflow, window=self.window, num_tokens=num_tokens, num_wanted=num_wanted)
+        if num_tokens - count + num_wanted > self.window:  # The first ones are in the way too.
+            first, count = 0, num_tokens
         elif self.overflow.whole_turns:
-            ends = [end for end in (*self.turn_starts, *whole) if end - first >= num_needed]
-            stop = min(ends, key=lambda end: (abs(end - stop), end), default=stop)
+            ends = [*self.turn_starts, *([] if is_running else [num_tokens])]  # Where the last turn ends, if it has.
         discarded = np.zeros(len(self.token_ids), bool)
-        if isinstance(self.overflow.discarder, Recorded) and stop < num_tokens:
+        if isinstance(self.overflow.discarder, Recorded) and first + count < num_tokens:
             discarded[self.overflow.discarder.choices.popleft()] = True
         else:
-            discarded[first:stop] = True
+            discarded[:num_tokens] = oldest_first(num_tokens, count, first, ends, num_needed)
         self.num_cuts += 1
         self._drop(discarded)
 
@@ -300,6 +300,16 @@ def recorded_logits(engine: Engine) -> Iterator[list[np.ndarray]]:
         yield rows
     finally:
         del sampler.start
+
+
+def random_drift(model: LoadedModel, window: int, directory: Path) -> tuple[str, Drift]:
+    """A file with a drift of a model that nobody measured, and what is in it."""
+    config = model.config
+    shape = (config.num_layers, 2, config.num_kv_heads, config.head_dim)
+    values = np.random.default_rng(0).normal(0, 0.2, shape).astype(np.float32)
+    drift = Drift(values=values, fingerprint=model.fingerprint, window=window, truncation_ratio=0.5, num_tokens=1)
+    drift.save(directory / "drift.npz")
+    return str(directory / "drift.npz"), drift
 
 
 def expected_repaired(overflow: OverflowConfig, num_tokens: int) -> int:

@@ -41,25 +41,20 @@ def test_jobs_that_join_midway_answer_as_if_they_were_alone(engine, sampling):
     assert [session.token_ids for session in sessions] == alone
 
 
-def test_more_jobs_than_slots_wait_for_their_turn_and_have_times_of_their_own(engine):
-    prompts = [kit.prompt(5 + 9 * i) for i in range(11)]
+def test_more_prompts_than_slots_are_answered_in_order_with_times_of_their_own_and_not_stored(engine):
+    """Texts and token ids together; each with a size of its own."""
+    prompts = ["some text", *(kit.prompt(5 + 9 * i) for i in range(10))]
     sizes = [1 + i % 4 * 5 for i in range(11)]
-    completions = engine.generate(prompts, [SamplingParams(max_tokens=n, ignore_eos=True) for n in sizes])
-    expected = [kit.greedy_answer(prompt, n) for prompt, n in zip(prompts, sizes, strict=True)]
-    assert [done.token_ids for done in completions] == expected
-    for done in completions:
-        assert done.finish_reason is FinishReason.LENGTH
-        expect_times(done.usage)
-
-
-def test_generate_takes_texts_and_token_ids_together_keeps_their_order_and_stores_nothing(engine):
-    text, ids = "some text", kit.prompt(70)
     stored = engine.store_stats().num_saves
-    first, second = engine.generate([text, ids], GREEDY)
-    assert first.token_ids == kit.greedy_answer(list(text.encode()), 12)
-    assert second.token_ids == kit.greedy_answer(ids, 12)
-    assert first.text == bytes(first.token_ids).decode()
-    assert (second.usage.prompt_tokens, second.usage.completion_tokens, second.usage.num_cached_tokens) == (70, 12, 0)
+    completions = engine.generate(prompts, [SamplingParams(max_tokens=n, ignore_eos=True) for n in sizes])
+    for prompt, size, done in zip(prompts, sizes, completions, strict=True):
+        ids = list(prompt.encode()) if isinstance(prompt, str) else prompt
+        assert done.token_ids == kit.greedy_answer(ids, size)
+        assert done.text == bytes(done.token_ids).decode()
+        assert done.finish_reason is FinishReason.LENGTH
+        usage = done.usage
+        assert (usage.prompt_tokens, usage.completion_tokens, usage.num_cached_tokens) == (len(ids), size, 0)
+        expect_times(usage)
     assert engine.store_stats().num_saves == stored
 
 

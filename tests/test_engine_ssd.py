@@ -1,4 +1,7 @@
-"""Conversations that outlive the engine: found by id and by prefix, by their tenant only; pinned, dropped, expired."""
+"""The store under an engine: no failure of it ends a turn or changes a token, and conversations outlive the engine.
+
+They are found by id and by prefix, by their tenant only; pinned, dropped, expired.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,11 @@ import pytest
 
 from ca_jax.errors import InvalidRequestError, SessionBusyError
 from ca_jax.storage.config import StoreConfig
-from ca_jax.storage.inspector import StoreInspector
-from ca_jax.storage.records import MissReason, Residency
+from ca_jax.storage.records import MissReason, Residency, SkipReason
+from ca_jax.storage.tickets import SaveTicket
 from tests import engine_kit as kit
 from tests.reliability import workload
+from tests.test_overlap_release import failing_from
 
 PROMPTS = [kit.prompt(40), kit.prompt(30), kit.prompt(25)]
 
@@ -91,22 +95,6 @@ def test_more_conversations_than_dram_holds_take_turns_without_recomputing(tmp_p
         assert stats.ssd.num_fetches >= 5
         assert sum(stats.misses.values()) == len(sessions), "the first turn of each, and no other"
         assert stats.used_bytes <= stats.capacity_bytes
-
-
-def test_a_damaged_block_is_a_counted_miss_and_a_recompute(store, tmp_path):
-    with kit.small_engine(store=store) as engine:
-        for seed, name in enumerate(("one", "two")):
-            cached_of(engine.session(session_id=name), kit.prompt(40, seed=seed))
-    with StoreInspector(tmp_path) as inspector:  # A block that was given back may still have its file.
-        block = inspector.find("one").record.block_ids[0]
-    [path] = tmp_path.glob(f"blocks-*/zarr3/*/c.{block}.*")
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    with kit.small_engine(store=store) as engine:
-        cached = [cached_of(engine.session(session_id=name), [65]) for name in ("one", "two")]
-        assert [sum(tiers.values()) for tiers in cached] == [0, 51]
-        assert engine.store_stats().misses[MissReason.CORRUPT] == 1
 
 
 def test_other_weights_meet_neither_kv_nor_conversation(store):
@@ -223,3 +211,59 @@ def test_a_turn_given_up_before_its_answer_takes_no_conversation_with_it(store):
         session = engine.session(session_id="one")
         assert session.conversation == left
         assert cached_of(session, [65])["ssd"] >= 40
+
+
+# DRAM alone: no room, broken saves, eviction.
+
+
+def test_a_conversation_larger_than_the_store_is_reused_as_far_as_it_fits():
+    """Four blocks of 16: what a save that does not fit would have added is skipped, what is stored stays."""
+    with kit.small_engine(store=kit.store_of(4)) as engine:
+        session = engine.session()
+        assert [cached_of(session, prompt) for prompt in PROMPTS] == [{"dram": num} for num in (0, 51, 51)]
+        engine.wait_for_saves()
+        stats = engine.store_stats()
+        assert stats.skipped_saves[SkipReason.TOO_LARGE] == 2
+        assert (stats.num_evictions, stats.num_hits, engine.metrics.failed_saves) == (0, 2, 0)
+
+
+def test_the_least_recently_used_conversation_goes_when_room_is_needed():
+    with kit.small_engine(store=kit.store_of(8)) as engine:
+        old, used, new = engine.session(), engine.session(), engine.session()
+        cached_of(old, PROMPTS[0])  # 51 tokens, 4 blocks
+        cached_of(used, kit.prompt(20))  # 31 tokens, 2 blocks
+        cached_of(old, [65])  # 64 tokens, still 4
+        cached_of(new, kit.prompt(41))  # 4 blocks more than the 2 that are free
+        assert engine.store_stats().num_evictions == 1
+        assert cached_of(old, [66]) == {"dram": 64}
+        assert cached_of(used, [66]) == {"dram": 0}
+
+
+def test_conversations_that_all_run_are_not_evicted_under_each_other():
+    """Each is pinned while it runs: one that finds no room is not saved, and recomputes."""
+    with kit.small_engine(store=kit.store_of(5)) as engine:
+        sessions = [engine.session() for _ in range(3)]
+        for turn in range(2):
+            prompts = [kit.prompt(40, seed=10 * turn + i) for i in range(3)]
+            kit.drain(*(s.send_ids(p, max_tokens=12) for s, p in zip(sessions, prompts, strict=True)))
+            kit.expect_right(*sessions)
+        stats = engine.store_stats()
+        assert stats.skipped_saves[SkipReason.NO_ROOM] > 0
+        assert stats.used_bytes <= stats.capacity_bytes
+
+
+@pytest.mark.parametrize(
+    ("method", "num_calls", "num_stored"),
+    [("write", 0, 0), ("write", 2, 0), ("write_all", 0, 40), ("write_all", 1, 48)],
+    ids=["first layer", "last layer", "first decoded tokens", "last decoded tokens"],
+)
+def test_a_save_that_breaks_shortens_what_is_stored_and_nothing_else(monkeypatch, method, num_calls, num_stored):
+    with kit.small_engine() as engine:
+        session = engine.session()
+        with monkeypatch.context() as patch:
+            patch.setattr(SaveTicket, method, failing_from(num_calls, getattr(SaveTicket, method)))
+            cached_of(session, PROMPTS[0])
+            engine.wait_for_saves()
+        assert engine.metrics.failed_saves >= 1
+        assert [cached_of(session, prompt)["dram"] for prompt in PROMPTS[1:]] == [num_stored, 52 + 42 - 1]
+        assert engine.store_stats().num_aborted_saves >= 1

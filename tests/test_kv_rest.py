@@ -17,7 +17,6 @@ from tests import engine_kit as kit
 from tests import overflow_kit as ok
 from tests.kv_rest_kit import RoundedConversation
 from tests.overlap_kit import poison
-from tests.test_overflow_repair import random_drift
 from tools import kv_rest
 
 LAYOUT = kv_layout(kit.tiny_model(), dataclasses.replace(kit.SMALL, kv_rest_dtype="int8"))
@@ -148,9 +147,8 @@ def test_what_stays_after_a_cut_is_the_rounded_cache_with_it_done(name, store, t
     changes, turns = CUTS[name]
     drift = None
     if "drift" in changes:
-        drift = random_drift()
-        drift.save(tmp_path / "drift.npz")
-        changes = {"drift": str(tmp_path / "drift.npz")}
+        path, drift = ok.random_drift(kit.tiny_model(), ok.WINDOW, tmp_path)
+        changes = {"drift": path}
     with int8_engine(ok.config(4, 0.5, **changes), store=store) as engine:
         poison(engine)
         pair = pair_of(engine, drift)

@@ -87,11 +87,6 @@ def contexts(draw) -> DiscardContext:
     )
 
 
-def make_context(num_tokens: int, num_leaving: int, keep_first: int = 0, attention=None) -> DiscardContext:
-    attention = None if attention is None else np.array(attention, np.float32)
-    return DiscardContext(num_tokens=num_tokens, num_leaving=num_leaving, keep_first=keep_first, attention=attention)
-
-
 def one_by_one(context: DiscardContext, first: int, recent: int) -> list[int]:
     """Which leave where, of those neither first nor recent, whoever received least goes first, of equals the oldest."""
     left = list(range(first, context.num_tokens - recent))
@@ -142,7 +137,7 @@ def test_heavy_hitters_leave_by_attention_one_by_one(context, ratio, num_sinks):
         ),
         (lambda: OldestFirst(num_sinks=-1), "num_sinks .*got -1"),
         (lambda: HeavyHitters(recent_ratio=1.5), "recent_ratio .*got 1.5"),
-        (lambda: HeavyHitters().choose(make_context(5, 2)), "heavy_hitters .*attention"),
+        (lambda: HeavyHitters().choose(DiscardContext(num_tokens=5, num_leaving=2)), "heavy_hitters .*attention"),
         (lambda: OverflowConfig(discarder="newest"), "oldest, sinks, heavy_hitters; got 'newest'"),
     ],
 )

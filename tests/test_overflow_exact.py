@@ -169,10 +169,15 @@ def test_cuts_outlive_the_engine(tmp_path):
     assert before.num_dropped > 200
 
 
-@pytest.mark.parametrize("num_blocks", [0, 1, 3, 5])
-def test_a_store_that_does_not_hold_all_of_it(num_blocks):
+@pytest.mark.parametrize(
+    ("num_blocks", "repair"), [*((number, "none") for number in (0, 1, 3, 5)), (3, "all"), (3, "drift")]
+)
+def test_a_store_that_does_not_hold_all_of_it(num_blocks, repair, tmp_path):
     """What is stored ends before the cut, in it, or behind it: the rest is computed anew."""
-    with ok.pair(ok.config(4, 0.3), store=kit.store_of(num_blocks)) as pair:
+    path, drift = ok.random_drift(kit.tiny_model(), ok.WINDOW, tmp_path)
+    changes = {"none": {}, "all": {"repair_ratio": 1.0}, "drift": {"drift": path}}[repair]
+    values = drift if repair == "drift" else None
+    with ok.pair(ok.config(4, 0.3, **changes), values, store=kit.store_of(num_blocks)) as pair:
         for turn in range(6):
             infos = pair.engine.stored.list()
             num_stored = infos[0].num_tokens if infos else 0

@@ -15,23 +15,11 @@ from ca_jax.storage.tickets import LoadTicket
 from tests import engine_kit as kit
 from tests import overflow_kit as ok
 
-DRIFT_SIZE = 0.2
-
-
-def random_drift() -> Drift:
-    """A drift of the tiny model that nobody measured."""
-    model = kit.tiny_model()
-    shape = (model.config.num_layers, 2, model.config.num_kv_heads, model.config.head_dim)
-    values = np.random.default_rng(0).normal(0, DRIFT_SIZE, shape).astype(np.float32)
-    return Drift(values=values, fingerprint=model.fingerprint, window=ok.WINDOW, truncation_ratio=0.5, num_tokens=1)
-
 
 @pytest.fixture
 def drift(tmp_path) -> tuple[str, Drift]:
     """A file, and what is in it."""
-    path = tmp_path / "drift.npz"
-    random_drift().save(path)
-    return str(path), random_drift()
+    return ok.random_drift(kit.tiny_model(), ok.WINDOW, tmp_path)
 
 
 REPAIRS = {
@@ -183,17 +171,6 @@ def test_a_repair_that_breaks_otherwise_is_done_by_the_next_turn(name, broken, d
         pair.expect_stored_kv()
 
 
-@pytest.mark.parametrize("name", ["all", "drift"])
-def test_repair_of_what_the_store_does_not_hold(name, drift):
-    overflow, values = repairing(name, drift)
-    with ok.pair(overflow, values, store=kit.store_of(3)) as pair:
-        for turn in range(5):
-            infos = pair.engine.stored.list()
-            pair.reference.forget(infos[0].num_tokens if infos else 0)
-            pair.turn(kit.prompt(40, seed=turn), 10)
-            pair.engine.wait_for_saves()
-
-
 def test_repair_in_a_batch(drift):
     """A session that is repaired, beside others that load and decode."""
     overflow, values = repairing("drift and anchor", drift, ratio=0.25)
@@ -206,18 +183,3 @@ def test_repair_in_a_batch(drift):
             for pair, part, answer in zip(pairs, ids, answers, strict=True):
                 assert answer.job.output_ids == pair.reference.say(part, 24)
         assert [bool(answer.job.repaired_tokens) for answer in answers] == [True, False, True]
-
-
-@pytest.mark.parametrize("name", ["drift", "anchor"])
-def test_repaired_kv_is_nobody_elses(name, drift, tmp_path):
-    """Not even its first tokens, which never leave of themselves, once others before them were discarded by hand."""
-    overflow = ok.config(20, **({"drift": drift[0]} if name == "drift" else {"anchor_tokens": 32}))
-    with kit.small_engine(**ok.SMALL, overflow=overflow, store=kit.ssd_store(tmp_path / "store")) as engine:
-        session = engine.session()
-        ok.say(session, kit.prompt(70), 4)
-        session.discard(np.arange(20))
-        ok.say(session, kit.prompt(10), 4)
-        assert engine.metrics.repaired_tokens or name == "drift"
-        engine.wait_for_saves()
-        others = session.token_ids[:40]
-        assert ok.say(engine.session(), others, 6) == ok.Conversation(overflow).say(others, 6)

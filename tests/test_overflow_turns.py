@@ -43,24 +43,6 @@ def test_only_some_of_a_batch_overflow(method):
 # Messages.
 
 
-def test_messages_leave_with_their_turns():
-    """The system message is no turn's, and stays though its tokens may have left."""
-    with kit.small_engine(**ok.SMALL, overflow=ok.config(0, 0.25, whole_turns=True)) as engine:
-        session = engine.session(system="Short.")
-        for turn in range(3):
-            kit.say(session, f"number {turn}", 4)
-        before = session.messages
-        assert engine.metrics.truncations == 0
-        kit.say(session, "and one that is longer", 4)
-        assert engine.metrics.truncations == 1
-        stay = len(session.messages) - 3
-        assert 0 < stay < len(before) - 1
-        assert session.messages[:-2] == before[:1] + before[-stay:]
-        starts = session.conversation.turn_starts
-        assert [first_message for _, first_message in starts] == [1 + 2 * turn for turn in range(len(starts))]
-        assert starts[0][0] == 0
-
-
 def test_text_goes_on_behind_what_stays():
     with kit.small_engine(**ok.SMALL, overflow=ok.config(8, 0.5)) as engine:
         pair = ok.Pair(engine, engine.session(system="Short."))
@@ -76,6 +58,7 @@ def test_text_goes_on_behind_what_stays():
                 {"role": "assistant", "content": said},
             ]
         assert engine.metrics.truncations >= 2
+        assert session.messages[0] == {"role": "system", "content": "Short."}, "no turn's: it stays"
         assert len(session.messages) < 1 + 2 * 6
 
 
@@ -131,30 +114,40 @@ def test_a_turn_that_is_cancelled_before_it_begins_leaves_a_session_that_was_cut
 # Nobody else's KV.
 
 
-@pytest.mark.parametrize("restarts", [False, True])
-@pytest.mark.parametrize("of_one_token", [False, True])
-@pytest.mark.parametrize("how", ["overflow", "discard"])
-def test_a_cut_conversation_is_nobody_elses_beginning(how, of_one_token, restarts, tmp_path):
+@pytest.mark.parametrize(
+    ("discarded", "repair", "of_one_token", "restarts"),
+    [
+        (None, "none", False, True),
+        (None, "none", True, False),
+        (range(20, 55), "none", True, True),
+        (range(20, 55), "none", False, False),
+        (range(20), "drift", False, False),  # Its first tokens never leave of themselves.
+        (range(20), "anchor", False, False),
+    ],
+)
+def test_a_cut_conversation_is_nobody_elses_beginning(discarded, repair, of_one_token, restarts, tmp_path):
     """Another that says what is left of it gets KV of that text, as far as the first cut at most."""
+    path, drift = ok.random_drift(kit.tiny_model(), ok.WINDOW, tmp_path)
+    repairs = {"none": {}, "drift": {"drift": path}, "anchor": {"anchor_tokens": 32}}[repair]
     prompt = [SAME] * 100 if of_one_token else kit.prompt(100)
-    store = kit.ssd_store(tmp_path)
+    config = {**ok.SMALL, "overflow": ok.config(20, **repairs), "store": kit.ssd_store(tmp_path / "store")}
     with contextlib.ExitStack() as stack:
-        engine = stack.enter_context(kit.small_engine(**ok.SMALL, overflow=ok.config(20), store=store))
-        pair = ok.Pair(engine)
+        engine = stack.enter_context(kit.small_engine(**config))
+        pair = ok.Pair(engine, drift=drift if repair == "drift" else None)
         pair.turn(prompt, 4)
-        if how == "discard":
-            pair.discard((np.arange(104) >= 20) & (np.arange(104) < 55))
+        if discarded is not None:
+            pair.discard(np.isin(np.arange(104), discarded))
         pair.turn([SAME] * 60, 4)
         left = pair.session.token_ids
         assert pair.session.num_dropped
         engine.wait_for_saves()
         if restarts:
             engine.close()
-            engine = stack.enter_context(kit.small_engine(**ok.SMALL, overflow=ok.config(20), store=store))
+            engine = stack.enter_context(kit.small_engine(**config))
         for others in (left, left[:50], [*left[:40], SAME, SAME]):
             session = engine.session()
             assert ok.say(session, others, 6) == ok.Conversation(ok.config(20)).say(others, 6)
-            assert session.usage.num_cached_tokens <= 20
+            assert session.usage.num_cached_tokens <= (0 if discarded == range(20) else 20)
             session.close()
 
 
@@ -174,17 +167,6 @@ def test_a_cut_conversation_gets_no_kv_of_its_own_text(tmp_path):
         cut.reference.forget(0)
         expected = cut.reference.say([SAME] * 5, 4)
         assert ok.say(cut.session, [SAME] * 5, 4) == expected
-
-
-def test_a_name_that_is_used_again_begins_anew(tmp_path):
-    with kit.small_engine(**ok.SMALL, overflow=ok.config(), store=kit.ssd_store(tmp_path)) as engine:
-        pair = ok.Pair(engine, engine.session(session_id="one"))
-        pair.turns(100, 60)
-        left = pair.session.token_ids
-        pair.session.close()
-        again = ok.Pair(engine, engine.session(session_id="one"))
-        again.turn(left, 4)
-        again.turns(40)
 
 
 # Beside it.

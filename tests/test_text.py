@@ -24,13 +24,6 @@ class Pieces:
         return self.rest
 
 
-def feed(pieces: list[str], stop: tuple[str, ...], rest: str = "") -> tuple[TextOutput, list[str]]:
-    """The output after all pieces, and what it gave out for each and at the end."""
-    output = TextOutput(Pieces(pieces, rest), stop)
-    shown = [output.push(token) for token in range(len(pieces))]
-    return output, [*shown, output.finish()]
-
-
 def expected_text(pieces: list[str], stop: tuple[str, ...]) -> tuple[str, bool]:
     """The text before the first stop string there is once a piece has completed one."""
     text = ""
@@ -49,7 +42,13 @@ stops = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3).map(tuple)
 @settings(max_examples=300, deadline=None)
 @given(st.lists(letters, max_size=8), stops, letters)
 def test_what_is_shown_is_the_text_before_the_first_stop_string(pieces, stop, rest):
-    output, shown = feed(pieces, stop, rest)
+    """And no more is held back meanwhile than may begin a stop string."""
+    output, shown = TextOutput(Pieces(pieces, rest), stop), []
+    for token in range(len(pieces)):
+        shown.append(output.push(token))
+        held = "".join(pieces[: token + 1])[len(output.text) :]
+        assert output.stopped or not held or any(string.startswith(held) for string in stop)
+    shown.append(output.finish())
     text, stopped = expected_text([*pieces, rest], stop)
     assert "".join(shown) == output.text == text
     assert output.stopped == stopped
@@ -60,18 +59,6 @@ def test_stop_strings_are_not_looked_for_in_the_first_tokens():
     assert [output.push(token) for token in range(4)] == ["a", "b", "", ""]
     assert output.stopped
     assert output.text == "ab"
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.lists(letters, max_size=8), stops)
-def test_no_more_is_held_back_than_may_begin_a_stop_string(pieces, stop):
-    output = TextOutput(Pieces(pieces), stop)
-    for token in range(len(pieces)):
-        output.push(token)
-        if output.stopped:
-            return
-        held = "".join(pieces[: token + 1])[len(output.text) :]
-        assert not held or any(string.startswith(held) for string in stop)
 
 
 # Chunks.

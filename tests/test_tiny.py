@@ -1,4 +1,4 @@
-"""The tiny models: their tree, their Hugging Face form, and the byte tokenizer."""
+"""The tiny models in their Hugging Face form, with the byte tokenizer."""
 
 import jax
 import numpy as np
@@ -9,17 +9,6 @@ from ca_jax.testing import tiny
 from tests.tolerances import LOGITS_ATOL
 
 CONFIG = tiny.tiny_config(vocab_size=260, num_kv_heads=1, head_dim=10)
-
-
-def test_a_token_is_a_byte_and_special_tokens_are_one_each():
-    tokenizer = tiny.byte_tokenizer()
-    text = "añ\t\x00 😀\n"
-    assert tokenizer.get_vocab_size() == 256
-    assert tokenizer.encode(text).ids == list(text.encode())
-    marked = f"<|im_start|>{text}<|im_end|><|endoftext|>"
-    assert tokenizer.encode(marked).ids == [tiny.IM_START_ID, *text.encode(), tiny.IM_END_ID, tiny.END_OF_TEXT_ID]
-    assert tokenizer.decode(tokenizer.encode(marked).ids) == text
-    assert tokenizer.decode(tokenizer.encode(marked).ids, skip_special_tokens=False) == marked
 
 
 def test_a_vocabulary_too_small_for_bytes_is_refused(tmp_path):

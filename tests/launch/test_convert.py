@@ -13,7 +13,7 @@ from ca_jax.launch import convert
 from ca_jax.models import orbax
 from ca_jax.models.checkpoint import load_checkpoint
 from ca_jax.testing import tiny
-from tests.models import tiny_gguf
+from tests import gguf_kit
 from tests.models.test_checkpoint_gguf import assert_same_params
 
 DATA = Path(__file__).parents[1] / "data"
@@ -37,8 +37,7 @@ def number(text, row):
 @pytest.mark.parametrize("kind", ["safetensors", "gguf"])
 def test_a_model_is_converted_and_orbax_itself_reads_it(launch, source, tmp_path, kind):
     if kind == "gguf":
-        tensors = tiny_gguf.gguf_tensors(CONFIG, tiny.tiny_params(CONFIG))
-        source = tiny_gguf.write_gguf(tmp_path / "tiny.gguf", CONFIG, tensors)
+        source = gguf_kit.write_tiny(tmp_path / "tiny.gguf", CONFIG)
     done = launch("convert", f"--model={source}", f"--output_dir={tmp_path / 'out'}", "--dtype=bfloat16")
     assert done.code == 0, done.err
     assert f"(bfloat16) -> {tmp_path}" in done.err.replace("\n", "")
@@ -50,8 +49,7 @@ def test_a_model_is_converted_and_orbax_itself_reads_it(launch, source, tmp_path
 
 
 def test_a_source_that_cannot_be_read_leaves_nothing_behind(tmp_path, monkeypatch):
-    tensors = tiny_gguf.gguf_tensors(CONFIG, tiny.tiny_params(CONFIG))
-    source = tiny_gguf.write_gguf(tmp_path / "tiny.gguf", CONFIG, tensors)
+    source = gguf_kit.write_tiny(tmp_path / "tiny.gguf", CONFIG)
 
     def refuse(*_):
         raise NotImplementedError

@@ -8,8 +8,7 @@ from ca_jax.errors import UnknownModelError
 from ca_jax.models import checkpoint, weights
 from ca_jax.models.checkpoint import Preset, load_checkpoint
 from ca_jax.testing import tiny
-
-from . import tiny_gguf
+from tests import gguf_kit
 
 CONFIG = tiny.tiny_config(num_layers=1)
 DEFAULT = "smollm2-135m-instruct"
@@ -17,8 +16,7 @@ DEFAULT = "smollm2-135m-instruct"
 
 @pytest.fixture
 def gguf_path(tmp_path):
-    tensors = tiny_gguf.gguf_tensors(CONFIG, tiny.tiny_params(CONFIG))
-    return tiny_gguf.write_gguf(tmp_path / "model.gguf", CONFIG, tensors)
+    return gguf_kit.write_tiny(tmp_path / "model.gguf", CONFIG)
 
 
 @pytest.fixture

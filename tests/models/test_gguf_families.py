@@ -15,7 +15,6 @@ from ca_jax.errors import CheckpointError, UnsupportedArchitectureError
 from ca_jax.models.checkpoint import load_checkpoint
 from ca_jax.telemetry.metrics import CompileCounter
 from tests import families_kit, gguf_kit
-from tests.models import tiny_gguf
 from tests.models.test_checkpoint_gguf import assert_same_params
 from tests.tolerances import GELU_TABLE_ATOL, LOGITS_ATOL
 
@@ -137,10 +136,10 @@ TEXTS = ("x = 12345 + 678", "It's 99,000  (ab)\n\n  ab!?", "été 12 --ab")
 @pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "falcon", "olmo"])
 def test_text_is_split_as_llama_cpp_splits_it(write, pre):
     """Told by what it expects to come next: prompts of other tokens give other numbers."""
-    vocabulary = tiny_gguf.byte_vocabulary()
-    for left, right in (*tiny_gguf.DIGITS, ("'", "s"), ("0", "0"), ("00", "0"), (")", "Ċ"), ("!", "?"), ("-", "-")):
+    vocabulary = gguf_kit.byte_vocabulary()
+    for left, right in (*gguf_kit.DIGITS, ("'", "s"), ("0", "0"), ("00", "0"), (")", "Ċ"), ("!", "?"), ("-", "-")):
         vocabulary["tokens"].append(left + right)
-        vocabulary["token_type"].append(tiny_gguf.NORMAL)
+        vocabulary["token_type"].append(gguf_kit.NORMAL)
         vocabulary["merges"].append(f"{left} {right}")
     size = len(vocabulary["tokens"])
     embedding = np.random.default_rng(0).standard_normal((size, 32)).astype(np.float32)

@@ -11,8 +11,7 @@ import pytest
 from ca_jax.launch.convert import convert
 from ca_jax.models.checkpoint import load_checkpoint
 from ca_jax.testing import tiny
-
-from .tiny_gguf import gguf_tensors, write_gguf
+from tests import gguf_kit
 
 MIB = 1 << 20
 CONFIG = tiny.tiny_config(
@@ -28,7 +27,7 @@ def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     params = tiny.tiny_params(CONFIG)
     paths = {"safetensors": tiny.write_tiny_hf(root / "wide", CONFIG, params)}
-    paths["gguf"] = write_gguf(root / "wide.gguf", CONFIG, gguf_tensors(CONFIG, params))
+    paths["gguf"] = gguf_kit.write(paths["safetensors"], root / "wide.gguf")
     convert(str(paths["safetensors"]), root / "converted", "float32")
     paths["orbax"] = root / "converted"
     return paths

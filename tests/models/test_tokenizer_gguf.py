@@ -10,8 +10,7 @@ from ca_jax.errors import CheckpointError, UnsupportedArchitectureError
 from ca_jax.models.checkpoint import PRESETS, load_checkpoint
 from ca_jax.models.gguf import stop_token_ids, tokenizer_from_gguf
 from ca_jax.models.weights import unread
-
-from . import tiny_gguf
+from tests import gguf_kit
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
@@ -35,18 +34,28 @@ class Metadata:
 
 def byte_level(extra_merges=(), **changes):
     """Byte-level metadata with further merged tokens, written as ("left", "right"), and `<think>` as plain text."""
-    vocabulary = tiny_gguf.byte_vocabulary()
+    vocabulary = gguf_kit.byte_vocabulary()
     vocabulary["tokens"] += [left + right for left, right in extra_merges] + ["<think>"]
     vocabulary["token_type"] += [NORMAL] * len(extra_merges) + [USER_DEFINED]
     vocabulary["merges"] += [f"{left} {right}" for left, right in extra_merges]
     return Metadata(**{**vocabulary, **changes})
 
 
-def test_a_file_that_says_default_is_split_as_gpt2():
-    """The splits themselves are held against llama.cpp, in test_gguf_families."""
-    tokenizer, gpt2 = (tokenizer_from_gguf(byte_level(tiny_gguf.DIGITS, pre=pre)) for pre in ("default", "gpt-2"))
-    for text in ("1234  12", "It's 9!\n\n x"):
-        assert tokenizer.encode(text) == gpt2.encode(text)
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("gpt-2", ["1234", "Ġ", "Ġ1", "2"]),
+        ("default", ["1234", "Ġ", "Ġ1", "2"]),
+        ("smollm", ["1", "2", "3", "4", "ĠĠ", "1", "2"]),
+        ("llama-bpe", ["123", "4", "Ġ", "Ġ", "12"]),
+        ("qwen2", ["1", "2", "3", "4", "Ġ", "Ġ", "1", "2"]),
+        ("falcon", ["123", "4", "Ġ", "Ġ1", "2"]),
+        ("olmo", ["1234", "Ġ", "Ġ1", "2"]),
+    ],
+)
+def test_digits_and_spaces_are_split_as_the_pre_tokenizer_says(pre, pieces):
+    tokenizer = tokenizer_from_gguf(byte_level(gguf_kit.DIGITS, pre=pre))
+    assert [tokenizer.backend.id_to_token(i) for i in tokenizer.encode("1234  12", add_bos=False)] == pieces
 
 
 @pytest.mark.parametrize(

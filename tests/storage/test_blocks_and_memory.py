@@ -7,6 +7,8 @@ import os
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ca_jax.storage.placement.blocks import ChargedBlocks
 from ca_jax.storage.tiers.dram import DramTier, host_array
