@@ -32,19 +32,19 @@ def file_of(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["one\n---\ntwo\n  more\n", "one\n\n---\n\ntwo\n  more", "one\r\n---\r\ntwo\r\n  more\r\n"]
+    ("text", "arguments", "wanted"),
+    [
+        ("one\n\n---\n\ntwo\n  more", [], ["one", "two\n  more"]),
+        ("one\r\n---\r\ntwo\r\n  more\r\n", [], ["one", "two\n  more"]),
+        ("one\n\ntwo ## four", ["--chunk_separator=##"], ["one\n\ntwo ", " four"]),
+        ("one\n\ntwo\n---\n\n\nfour", [r"--chunk_separator=\n\n"], ["one", "two\n---", "four"]),
+        ("one\n\ntwo\n---\n\n\nfour", ["--chunk_separator=\n\n"], ["one", "two\n---", "four"]),
+        ("one two\n", ["--chunk_tokens=3"], [list(b"one"), list(b" tw"), list(b"o\n")]),
+    ],
 )
-def test_a_file_is_cut_at_lines_of_dashes(file_of, text):
-    assert chunks(file_of(text)) == ["one", "two\n  more"]
+def test_a_file_is_cut_at_lines_of_dashes_or_where_it_is_said_to_be(file_of, text, arguments, wanted):
+    assert chunks(file_of(text), *arguments) == wanted
     assert chunks() == []
-
-
-def test_it_is_cut_where_it_is_said_to_be(file_of):
-    flag = file_of("one\n\ntwo\n---\n\n\nthree ## four")
-    assert chunks(flag, "--chunk_separator=##") == ["one\n\ntwo\n---\n\n\nthree ", " four"]
-    assert chunks(flag, r"--chunk_separator=\n\n") == ["one", "two\n---", "three ## four"]
-    assert chunks(flag, "--chunk_separator=\n\n") == ["one", "two\n---", "three ## four"]
-    assert [bytes(chunk) for chunk in chunks(file_of("one two\n"), "--chunk_tokens=3")] == [b"one", b" tw", b"o\n"]
 
 
 @pytest.mark.parametrize(

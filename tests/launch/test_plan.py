@@ -66,24 +66,14 @@ def test_what_is_whole_on_each_device_counts_on_each():
     planned = plan("llama2-70b", tensor_parallel_size=4)
     norms = (2 * 80 + 1) * 8192 * 2
     assert 4 * planned.weight_bytes == planned.total_weight_bytes + 3 * norms
-
-
-def test_kv_heads_that_are_fewer_than_shards_are_on_several_devices():
-    planned, half = plan("llama3-8b", tensor_parallel_size=16), plan("llama3-8b", tensor_parallel_size=8)
+    planned, half = (plan("llama3-8b", tensor_parallel_size=size) for size in (16, 8))  # Of 8 KV heads.
     keys_and_values = 32 * 2 * 4096 * 8 * 128 * 2  # wk and wv in 8 parts, on 16 devices.
     norms = (2 * 32 + 1) * 4096 * 2
     assert 16 * planned.weight_bytes == planned.total_weight_bytes + 15 * norms + keys_and_values
-    assert planned.slot_bytes == half.slot_bytes
-    assert planned.read_buffer_bytes == half.read_buffer_bytes
-
-
-def test_data_parallelism_divides_slots_alone():
-    one = plan("llama3-8b", tensor_parallel_size=2)
-    two = plan("llama3-8b", tensor_parallel_size=2, data_parallel_size=2)
-    assert two.num_devices == 4
-    assert two.slot_bytes * 2 == one.slot_bytes
+    assert (planned.slot_bytes, planned.read_buffer_bytes) == (half.slot_bytes, half.read_buffer_bytes)
+    one, two = (plan("llama3-8b", tensor_parallel_size=2, data_parallel_size=size) for size in (1, 2))
+    assert (two.num_devices, two.slot_bytes * 2, hbm(two).num_tokens) == (4, one.slot_bytes, 2 * hbm(one).num_tokens)
     assert (two.weight_bytes, two.read_buffer_bytes) == (one.weight_bytes, one.read_buffer_bytes)
-    assert hbm(two).num_tokens == 2 * hbm(one).num_tokens
 
 
 def test_a_runner_of_that_config_takes_what_is_planned():
