@@ -14,6 +14,7 @@ from benchmarks.gpu import paper, sections
 from benchmarks.gpu.model import compute_bytes, prefill_flops
 from benchmarks.gpu.report import make_report, to_markdown
 from benchmarks.gpu.rows import Findings, Floor, GpuBenchConfig, SectionResult
+from ca_jax.launch.machine import describe_machine
 from tests import engine_kit as kit
 
 TINY = dataclasses.replace(
@@ -37,12 +38,6 @@ TINY = dataclasses.replace(
     figure20_answer_tokens=2,
     repeats=1,
 )
-MACHINE = {"cpu": "a CPU", "cores": 2, "memory_gib": 8.0, "platform": "gpu", "num_devices": 1, "device": "a GPU"}
-
-
-def ignore(*_: object) -> None:
-    pass
-
 
 # What is counted.
 
@@ -71,69 +66,45 @@ def test_a_config_that_cannot_be_is_refused(changes, match):
 # What is measured.
 
 
-@pytest.fixture(scope="module")
-def ran():
-    """All sections, run once: the bench, what each found, and the models that were made for it."""
+def test_all_sections_measure_what_was_asked_for_with_one_model_at_a_time(monkeypatch, tmp_path):
     made = []
-
-    def random_model(preset: str, **_: object):
-        made.append(preset)
-        return kit.tiny_model()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(models, "random_model", random_model)
-        bench = sections.GpuBench(dataclasses.replace(TINY, overlap_preset="smollm2-360m"), ignore)
-        results = sections.run_sections(bench, sections.SECTIONS, budget_s=1e6, after_each=ignore)
+    monkeypatch.setattr(models, "random_model", lambda preset, **_: made.append(preset) or kit.tiny_model())
+    bench = sections.GpuBench(dataclasses.replace(TINY, overlap_preset="smollm2-360m"), lambda *_: None)
+    results = sections.run_sections(bench, sections.SECTIONS, budget_s=1e6, after_each=lambda *_: None)
     assert [(result.name, result.status) for result in results] == [(each.name, "done") for each in sections.SECTIONS]
-    assert made == ["smollm2-135m", "smollm2-360m"], "one at a time"
-    return bench, {result.name: result.findings for result in results}
+    assert made == ["smollm2-135m", "smollm2-360m"]
+    found = {result.name: result.findings for result in results}
+    rows = {name: findings.rows for name, findings in found.items()}
 
+    probes = bench.probes
+    assert min(rate for rate in dataclasses.asdict(probes).values() if rate is not None) > 0
+    assert (probes.to_device_pageable_bytes_per_s is None) == (jax.default_backend() == "cpu")
+    assert rows["probes"][0] == {"probe": "matmul", "rate": probes.matmul_flops_per_s / 1e12, "unit": "TFLOP/s"}
+    assert len(rows["probes"]) == len(dataclasses.fields(probes))
 
-def test_probes_are_rates(ran):
-    bench, found = ran
-    known = [rate for rate in dataclasses.asdict(bench.probes).values() if rate is not None]
-    assert min(known) > 0
-    assert (bench.probes.to_device_pageable_bytes_per_s is None) == (jax.default_backend() == "cpu")
-    rows = found["probes"].rows
-    assert rows[0] == {"probe": "matmul", "rate": bench.probes.matmul_flops_per_s / 1e12, "unit": "TFLOP/s"}
-    assert len(rows) == len(dataclasses.fields(bench.probes))
-
-
-def test_prefill_and_decode_are_of_what_was_asked_for(ran):
-    bench, found = ran
-    (row,) = found["prefill"].rows
-    assert row["new_tokens"] == 64
+    (row,) = rows["prefill"]
     flops_per_s = prefill_flops(kit.tiny_model(), 64) / row["prefill_s"]
-    assert row["share_of_matmul_peak"] == pytest.approx(flops_per_s / bench.probes.matmul_flops_per_s)
-    (row,) = found["decode"].rows
-    assert (row["rows"], row["context_tokens"], row["recompiles"]) == (2, 40 + 2 + 1 + 1, 0)
+    assert row["share_of_matmul_peak"] == pytest.approx(flops_per_s / probes.matmul_flops_per_s)
+    (row,) = rows["decode"]
     kv_bytes = 2 * 44 * kit.TOKEN_BYTES
-    assert row["kv_gb"] == kv_bytes / 1e9
-    read_s = (compute_bytes(kit.tiny_model()) + kv_bytes) / bench.probes.memory_read_bytes_per_s
-    assert row["roofline_s"] == pytest.approx(read_s)
-    assert [len(found[name].floors) for name in ("prefill", "decode")] == [1, 1]
+    assert (row["rows"], row["context_tokens"], row["recompiles"]) == (2, 40 + 2 + 1 + 1, 0)
+    read_s = (compute_bytes(kit.tiny_model()) + kv_bytes) / probes.memory_read_bytes_per_s
+    assert (row["kv_gb"], row["roofline_s"]) == (kv_bytes / 1e9, pytest.approx(read_s))
 
+    assert all(row["same_tokens"] and not row["recompiles"] for row in rows["ttft"])
+    assert [row["kv_gb"] for row in rows["ttft"]] == [num * kit.TOKEN_BYTES / 1e9 for num in (40, 70)]
+    link, ttft = found["ttft"].floors
+    assert link.value == min(row["share_of_link"] for row in rows["ttft"])
+    assert (ttft.value, ttft.is_ceiling) == (max(row["ttft_vs_bound"] for row in rows["ttft"]), True)
 
-def test_turns_load_what_they_say_and_floors_are_of_the_worst(ran):
-    findings = ran[1]["ttft"]
-    assert [row["history_tokens"] for row in findings.rows] == [40, 70]
-    assert all(row["same_tokens"] and not row["recompiles"] for row in findings.rows)
-    assert [row["kv_gb"] for row in findings.rows] == [num * kit.TOKEN_BYTES / 1e9 for num in (40, 70)]
-    link, ttft = findings.floors
-    assert link.value == min(row["share_of_link"] for row in findings.rows)
-    assert (ttft.value, ttft.is_ceiling) == (max(row["ttft_vs_bound"] for row in findings.rows), True)
-
-
-def test_the_papers_figures_have_a_row_for_each_of_its_bars(ran, tmp_path):
-    rows = {name: ran[1][name].rows for name in ("figure_18", "figure_19", "figure_20")}
     assert [row["read_buffer"] for row in rows["figure_18"]] == ["off", "0", "1", "all", "recompute"]
     changes = {row["read_buffer"]: (row["change"], row["paper_change"]) for row in rows["figure_19"]}
     assert changes["off"] == (0.0, None)
     assert changes["0"][1] == -0.35
     (row,) = rows["figure_20"]
     assert row["change"] == pytest.approx(row["async_s"] / row["blocking_s"] - 1)
-    assert all(row["same_tokens"] for of_figure in rows.values() for row in of_figure)
     for name, panel in paper.PANELS.items():
+        assert all(row["same_tokens"] for row in rows[name])
         figures.plot(tmp_path / f"{name}.png", [panel], rows[name], title="t", caption="c")
         assert (tmp_path / f"{name}.png").stat().st_size > 0
 
@@ -183,57 +154,15 @@ def test_the_hardware_is_run_in_any_case_and_unknown_sections_are_refused():
         sections.choose_sections(["nothing"])
 
 
-def report_of(*results: SectionResult, platform: str = "gpu") -> dict:
-    return make_report(
-        TINY,
-        results,
-        None,
-        {
-            "machine": {**MACHINE, "platform": platform, "date": "today"},
-            "versions": {"jax": "1", "gone": None},
-            "command": "python -m it",
-            "budget_s": 420,
-        },
-    )
-
-
-def test_the_page_has_floors_tables_and_what_was_skipped():
-    done = SectionResult(
-        name="decode",
-        title="Decoding",
-        status="done",
-        seconds=3.0,
-        findings=Findings(
-            rows=[
-                {"rows": 16, "step_s": 0.0125, "share": 0.7511, "tokens_per_s": 1280.4, "change": -0.35, "none": None}
-            ],
-            floors=[
-                Floor(what="decode", value=0.7511, bound=0.7),
-                Floor(what="ttft", value=2, bound=1, is_ceiling=True),
-            ],
-            notes=["as it was"],
-        ),
-    )
-    skipped = SectionResult(
-        name="late", title="Too late", status="skipped", seconds=0.0, findings=Findings(rows=[], notes=["no time"])
-    )
-    report = json.loads(json.dumps(report_of(done, skipped)))
-    page = to_markdown(report)
-    for line in (
-        "# a GPU",
-        "| decode | 0.751 | at least 0.7 | yes |",
-        "| ttft | 2 | at most 1 | **no** |",
-        "| rows | step ms | share | tokens per s | change |",
-        "| 16 | 12.5 | 75.1% | 1,280.4 | -35.0% |",
-        "- as it was",
-        "**Skipped.**",
-        "- no time",
-    ):
-        assert line in page.splitlines(), line
-    assert "2 cores, 8 GiB, 1 x a GPU; jax 1; today" in page
-    without = to_markdown(report_of(done, platform="cpu"))
-    assert "at least" not in without
-    assert "Without an accelerator" in without
+@pytest.mark.parametrize("platform", ["gpu", "cpu"])
+def test_the_page_has_floors_where_there_is_an_accelerator(platform):
+    floors = [Floor(what="decode", value=0.7511, bound=0.7), Floor(what="ttft", value=2, bound=1, is_ceiling=True)]
+    findings = Findings(rows=[], floors=floors)
+    done = SectionResult(name="decode", title="Decoding", status="done", seconds=3.0, findings=findings)
+    about = {"machine": {**describe_machine(), "platform": platform}, "versions": {}, "command": "it", "budget_s": 420}
+    page = to_markdown(make_report(TINY, [done], None, about))
+    of_floors = ("| decode | 0.751 | at least 0.7 | yes |", "| ttft | 2 | at most 1 | **no** |")
+    assert [line in page for line in of_floors] == [platform == "gpu"] * 2
 
 
 def test_the_command_writes_what_it_has(command, tmp_path):

@@ -14,7 +14,6 @@ from benchmarks.replay.running import (
     ReplayConfig,
     agreement,
     check_simulable,
-    measured_cost,
     replay,
     simulate,
 )
@@ -27,9 +26,7 @@ from benchmarks.replay.workload import (
     WorkloadConfig,
 )
 from ca_jax.config import EngineConfig
-from ca_jax.kv.costs import PrefillRate
 from ca_jax.overflow.config import OverflowConfig
-from ca_jax.simulate.config import DecodeSample
 from ca_jax.simulate.traces.requests import TraceConfig
 from tests import engine_kit as kit
 from tests.benchmarks.traces_kit import lines_file, sharegpt_file, talk, workload
@@ -81,8 +78,8 @@ def history(session, index):
     return sum(each.num_tokens for each in CROWD.sessions[session].turns[:index])
 
 
-def test_store_and_recompute_do_the_same_work(stored, recomputed):
-    _, served = stored
+def test_store_and_recompute_do_the_same_work_and_what_is_counted_adds_up(stored, recomputed):
+    kind, served = stored
     assert served.answers == recomputed.answers
     for run in (served, recomputed):
         assert len(run.turns) == CROWD.num_turns
@@ -90,63 +87,30 @@ def test_store_and_recompute_do_the_same_work(stored, recomputed):
             exchange = CROWD.sessions[each.session].turns[each.turn]
             lengths = (history(each.session, each.turn), len(exchange.message), exchange.answer_tokens)
             assert (each.history_tokens, each.message_tokens, each.answer_tokens) == lengths
-            assert len(run.answers[each.session, each.turn]) == exchange.answer_tokens
     found = compare(served, recomputed)
     assert (found["same_answers"], found["comparable_answers"]) == (CROWD.num_turns, CROWD.num_turns)
-
-
-def test_what_is_counted_adds_up(stored, recomputed):
-    kind, served = stored
-    summary = summarize(served)
+    summary, nothing, totals = summarize(served), summarize(recomputed), served.totals
     assert (summary.turns, summary.returning_turns) == (60, 40)
-    assert summary.dram_hits + summary.ssd_hits + summary.misses == summary.returning_turns
+    assert summary.dram_hits + summary.ssd_hits + summary.misses == 40
     assert summary.loaded_tokens + summary.recomputed_tokens == summary.history_tokens
     assert summary.prefill_tokens == summary.prompt_tokens - summary.loaded_tokens
     assert summary.output_tokens == sum(each.answer_tokens for s in CROWD.sessions for each in s.turns)
-    assert summary.totals["failed_loads"] == summary.totals["failed_saves"] == 0
+    assert totals["failed_loads"] == totals["failed_saves"] == 0
     if kind == "small dram":
-        assert 0 < summary.misses < summary.returning_turns
+        assert 0 < summary.misses < 40
     elif kind == "dram":
         assert (summary.misses, summary.hit_rate) == (0, 1.0)
-        assert summary.recomputed_tokens == summary.returning_turns  # The last token of every answer.
-    assert (summary.ssd_hits > 0) == (kind == "ssd")
-    assert (summary.totals["fetched_bytes"] > 0) == (kind == "ssd")
-    assert summary.totals["loaded_bytes"] == summary.loaded_tokens * kit.TOKEN_BYTES
-    nothing = summarize(recomputed)
+        assert summary.recomputed_tokens == 40  # The last token of every answer.
+    assert (summary.ssd_hits > 0) == (totals["fetched_bytes"] > 0) == (kind == "ssd")
+    assert totals["loaded_bytes"] == summary.loaded_tokens * kit.TOKEN_BYTES
     assert (nothing.hit_rate, nothing.loaded_tokens, nothing.misses) == (0.0, 0, 40)
     assert nothing.totals["saved_bytes"] == nothing.totals["loaded_bytes"] == 0
-
-
-def test_times_of_a_turn_are_in_order(stored):
-    _, served = stored
-    begins = [each.started_s for each in served.turns]
-    assert begins == sorted(begins)
     for each in served.turns:
         assert each.due_s <= each.started_s
-        assert 0 < each.prefill_s <= each.ttft_s <= each.latency_s
-        assert each.latency_s == pytest.approx(each.ttft_s + each.decode_s)
-    assert served.samples[-1].ended == CROWD.num_turns
-    totals = served.totals
+        assert 0 < each.prefill_s <= each.ttft_s <= each.latency_s == pytest.approx(each.ttft_s + each.decode_s)
     for name in ("prefill_s", "load_stall_s"):
         assert sum(getattr(each, name) for each in served.turns) == pytest.approx(totals[name])
-    # Passes that decode steps wait for count once.
-    assert totals["prefill_s"] + totals["decode_s"] <= totals["elapsed_s"]
-    assert [sample.time_s for sample in served.samples] == sorted(sample.time_s for sample in served.samples)
-
-
-class StoppedClock:
-    """Time passes only while the loop sleeps."""
-
-    def __init__(self):
-        self.now_s = 100.0
-        self.slept_s = []
-
-    def __call__(self):
-        return self.now_s
-
-    def sleep(self, seconds):
-        self.slept_s.append(seconds)
-        self.now_s += seconds
+    assert totals["prefill_s"] + totals["decode_s"] <= totals["elapsed_s"], "passes that decodes wait for count once"
 
 
 def test_turns_come_when_they_are_due_and_not_before():
@@ -155,12 +119,12 @@ def test_turns_come_when_they_are_due_and_not_before():
         [turn(20, 3, seed=3, not_before_s=0.0), turn(20, 3, seed=4, not_before_s=50.0, think_s=10.0)],
         [turn(20, 3, seed=5, not_before_s=7.0)],
     )
-    clock = StoppedClock()
+    slept_s = []  # Time passes only while the loop sleeps.
     with kit.small_engine(store=kit.STORE_OFF) as engine:
-        served = serve(engine, asked, clock=clock, sleep=clock.sleep)
+        served = serve(engine, asked, clock=lambda: sum(slept_s), sleep=slept_s.append)
     wanted = [(1, 0, 0.0), (0, 0, 7.0), (2, 0, 7.0), (0, 1, 37.0), (1, 1, 50.0)]
     assert [(each.session, each.turn, each.due_s) for each in served.turns] == wanted
-    assert clock.slept_s == [7.0, 30.0, 13.0]
+    assert slept_s == [7.0, 30.0, 13.0]
     assert served.totals["elapsed_s"] == 50.0
 
 
@@ -205,9 +169,7 @@ def talks(trace):
     return workload(trace, num_sessions=20, max_answer_tokens=6)
 
 
-@pytest.mark.parametrize(
-    ("policy", "num_blocks"), [("scheduler_aware", 100), ("lru", 100), ("fifo", 100), ("scheduler_aware", 2000)]
-)
+@pytest.mark.parametrize(("policy", "num_blocks"), [("scheduler_aware", 100), ("lru", 100), ("scheduler_aware", 2000)])
 def test_a_simulation_does_what_the_engine_does(talks, policy, num_blocks):
     store = dataclasses.replace(kit.store_of(num_blocks), eviction_policy=policy)
     with kit.small_engine(store=store, share_prefixes=False) as engine:
@@ -222,24 +184,6 @@ def test_a_simulation_does_what_the_engine_does(talks, policy, num_blocks):
         assert found["engine_prefill_tokens"] == found["simulated_prefill_tokens"]
     else:
         assert found["engine_hit_rate"] < 1.0 > found["simulated_hit_rate"]
-
-
-def test_costs_are_fitted_to_what_was_measured(recomputed):
-    rate = PrefillRate(token_s=0.002, fixed_s=0.1)
-    turns = tuple(
-        dataclasses.replace(
-            each, prefill_s=rate.seconds(each.cached_tokens, each.prefill_tokens) + 0.5, load_stall_s=0.5
-        )
-        for each in recomputed.turns
-    )
-    decodes = tuple(
-        DecodeSample(num_jobs=jobs, context_tokens=tokens, seconds=0.01 + 0.002 * jobs + 1e-5 * tokens)
-        for jobs in (1, 2, 5)
-        for tokens in (100, 700)
-    )
-    found = measured_cost(dataclasses.replace(recomputed, turns=turns, decode_samples=decodes))
-    assert found.prefill_s(0, 100) == pytest.approx(0.3, rel=1e-3)
-    assert found.decode_s(3, 400) == pytest.approx(0.02, rel=1e-3)
 
 
 def test_what_cannot_be_simulated_is_refused(tmp_path, talks):
@@ -296,8 +240,7 @@ def test_a_replay_is_served_recomputed_and_simulated_and_leaves_tables_json_and_
     assert report["comparison"]["same_answers"] == report["comparison"]["comparable_answers"] == 16
     assert report["agreement"]["simulated_hit_rate"] == 1.0
     assert plot_out.read_bytes().startswith(b"\x89PNG")
-    for wanted in ("8 conversations, 16 turns", "hit rate", "100.0%", "the same answer in 16 of 16", "simulated: hit"):
-        assert wanted in output.getvalue()
+    assert "the same answer in 16 of 16" in output.getvalue()
 
 
 def test_a_replay_that_cannot_be_is_refused_before_it_begins(trace, tmp_path):
@@ -312,37 +255,10 @@ def test_a_replay_that_cannot_be_is_refused_before_it_begins(trace, tmp_path):
             replay(kit.tiny_model(), replay_config(trace, **changes), lambda *what: None)
 
 
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_progress_says_what_goes_on(talks, is_terminal):
-    sample = Sample(
-        time_s=20.0,
-        ended=5,
-        running=2,
-        waiting=3,
-        returning=4,
-        hits=3,
-        output_tokens=40,
-        prompt_tokens=160,
-        dram_share=0.5,
-        ssd_share=0.25,
-    )
+def test_progress_says_what_goes_on(talks):
+    counts = {"ended": 5, "running": 2, "waiting": 3, "returning": 4, "hits": 3, "dram_share": 0.5, "ssd_share": 0.25}
     output = io.StringIO()
-    console = rich.console.Console(file=output, force_terminal=is_terminal, width=160)
-    with script.replay_progress(console) as (progress, on_sample):
-        progress("compiling", 1, 1)
-        on_sample("store", talks, dataclasses.replace(sample, time_s=10.0, output_tokens=0, prompt_tokens=0))
-        on_sample("store", talks, sample)
-    said = output.getvalue()
-    assert "running 2 waiting 3 · hits 75% · DRAM 50% SSD 25% · 20 tokens/s" in said
-    assert "5/60" in said
-    assert ("compiling" in said) == is_terminal
-
-
-def test_bad_input_is_one_line_and_no_traceback(command, tiny_model, tmp_path):
-    rows = [{"timestamp": 5, "input_length": 9, "output_length": 2, "hash_ids": [1]}]
-    rows.append({**rows[0], "timestamp": 1})
-    path = lines_file(tmp_path / "unsorted.jsonl", *rows)
-    flags = ("--trace_format=mooncake", f"--trace={path}", f"--model={tiny_model}", "--num_sessions=2")
-    ended = command(*flags, module="replay")
-    assert ended.code == 1
-    assert "unsorted.jsonl, line 2: `timestamp`" in ended.err
+    with script.replay_progress(rich.console.Console(file=output, width=160)) as (_, on_sample):
+        on_sample("store", talks, Sample(time_s=10.0, output_tokens=0, prompt_tokens=0, **counts))
+        on_sample("store", talks, Sample(time_s=20.0, output_tokens=40, prompt_tokens=160, **counts))
+    assert "running 2 waiting 3 · hits 75% · DRAM 50% SSD 25% · 20 tokens/s" in output.getvalue()

@@ -47,14 +47,6 @@ def texts(made):
     return [[bytes(turn.message).decode() for turn in session.turns] for session in made.sessions]
 
 
-def test_the_same_asked_again_is_the_same(sharegpt):
-    asked = {"num_sessions": 4, "arrival_rate": 2.0, "think_time_s": 3.0, "max_answer_tokens": 8}
-    assert workload(sharegpt, **asked, seed=1) == workload(sharegpt, **asked, seed=1)
-    other = workload(sharegpt, **asked, seed=2)
-    assert other != workload(sharegpt, **asked, seed=1)
-    assert lengths(other) == lengths(workload(sharegpt, **asked, seed=1))
-
-
 @pytest.mark.parametrize("max_answer_tokens", [5, 17, 400])
 def test_recorded_text_is_sent_or_generated_whole_and_answers_are_capped(sharegpt, conversations, max_answer_tokens):
     made = workload(sharegpt, num_sessions=4, max_answer_tokens=max_answer_tokens)
@@ -68,25 +60,19 @@ def test_recorded_text_is_sent_or_generated_whole_and_answers_are_capped(sharegp
         assert [message for message, _ in served] == wanted
 
 
-def test_later_turns_and_conversations_are_left_out(sharegpt):
-    made = workload(sharegpt, num_sessions=3, max_turns=2)
-    assert [(each.session_id, len(each.turns)) for each in made.sessions] == [("c0", 2), ("c1", 1), ("c2", 2)]
-
-
-def test_a_message_that_fits_no_window_is_cut_and_said_to_be(sharegpt):
-    whole = workload(sharegpt, num_sessions=4, max_answer_tokens=8)
-    made = workload(sharegpt, num_sessions=4, max_answer_tokens=8, window=64)
+def test_a_message_that_fits_no_window_is_cut_or_left_out_and_said_to_be(sharegpt):
+    asked = {"num_sessions": 4, "max_answer_tokens": 8}
+    whole, made = workload(sharegpt, **asked), workload(sharegpt, **asked, window=64)
+    assert workload(sharegpt, **asked) == whole, "the same asked again is the same"
     pairs = list(zip(itertools.chain(*lengths(whole)), itertools.chain(*lengths(made)), strict=True))
     assert all(cut == (min(size[0], 64 - 4 - size[1]), size[1]) for size, cut in pairs)
     assert made.cut_turns == sum(size != cut for size, cut in pairs) > 0
     assert made.cut_tokens == sum(size[0] - cut[0] for size, cut in pairs)
-
-
-def test_where_nothing_may_leave_the_window_what_does_not_fit_is_left_out(sharegpt):
-    made = workload(sharegpt, num_sessions=4, max_answer_tokens=8, window=128, overflow=None)
-    whole = workload(sharegpt, num_sessions=4, max_answer_tokens=8)
+    made = workload(sharegpt, **asked, window=128, overflow=None)  # Nothing may leave the window.
     assert made.left_out_turns == whole.num_turns - made.num_turns > 0
     assert all(session.num_tokens <= 128 for session in made.sessions)
+    made = workload(sharegpt, num_sessions=3, max_turns=2)
+    assert [(each.session_id, len(each.turns)) for each in made.sessions] == [("c0", 2), ("c1", 1), ("c2", 2)]
 
 
 def test_a_hash_stands_for_the_same_tokens_everywhere(tmp_path):
@@ -102,8 +88,7 @@ def test_a_hash_stands_for_the_same_tokens_everywhere(tmp_path):
     first, other, last = (session.turns[0].message for session in made.sessions)
     assert first[:32] == other[:32] == last[:32]
     assert other[32:] == last[32:38] != first[32:38]
-    again = workload(trace, num_sessions=3, seed=6)
-    assert again.sessions == made.sessions
+    assert workload(trace, num_sessions=3, seed=6).sessions == made.sessions
 
 
 def test_what_goes_on_sends_what_its_context_lacks(tmp_path):

@@ -59,11 +59,12 @@ def test_of_goes_on_as_tt_does_and_nkvt_does_not(text):
 
 
 def test_what_cannot_be_compared_is_refused(text):
-    with pytest.raises(ValueError, match="agreement must have tt and a method to hold against it, got ca, keep 4"):
-        ask(text, "ca")
-    with pytest.raises(ValueError, match="got tt, keep 4"):
-        ask(text, "tt")
-    with pytest.raises(ValueError, match="every must be a multiple of step_tokens, 16; got 40"):
-        ask(text, "tt", "ca", every=40)
+    for methods, changes, message in (
+        (("ca",), {}, "agreement must have tt and a method to hold against it, got ca, keep 4"),
+        (("tt",), {}, "got tt, keep 4"),
+        (("tt", "ca"), {"every": 40}, "every must be a multiple of step_tokens, 16; got 40"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ask(text, *methods, **changes)
     with pytest.raises(EvaluationError, match="max_tokens must be above the window of 64"):
         run_agreement(kit.tiny_model(), ask(text, "tt", "ca", max_tokens=64), lambda *_: None)

@@ -11,17 +11,17 @@ from tests import engine_kit as kit
 
 
 def test_a_name_says_what_a_method_has():
-    assert name_of(ComparedOverflow(method="tt", keep_first_tokens=0)) == "tt"
-    assert name_of(ComparedOverflow(method="tt", keep_first_tokens=4, anchor_tokens=3)) == "tt, keep 4"
     full = ComparedOverflow(truncation_ratio=0.25, keep_first_tokens=2, anchor_tokens=16, repair_ratio=0.125)
-    assert name_of(full) == "ca, drop 0.25, keep 2, anchor 16, spread repair 12.5%"
-    assert name_of(dataclasses.replace(full, repair="deviating")).endswith("anchor 16, repair 12.5%")
-    assert name_of(ComparedOverflow()) == "ca, keep 4, anchor 32, spread repair 10%"
-    assert name_of(ComparedOverflow(repair="none", drift="a.npz")) == "ca, keep 4, drift"
-    assert name_of(ComparedOverflow(repair="none", repair_ratio=0.1)) == "ca, keep 4"
-    assert name_of(ComparedOverflow(anchor_tokens=0, repair_ratio=0.0)) == "ca, keep 4"
-    assert name_of(ComparedOverflow(method="of", drift="a.npz")) == "of, keep 4"
-    assert name_of(ComparedOverflow(repair="none", discarder="heavy_hitters")) == "ca, heavy_hitters, keep 4"
+    for overflow, name in (
+        (ComparedOverflow(method="tt", keep_first_tokens=0, anchor_tokens=3), "tt"),
+        (ComparedOverflow(method="of", drift="a.npz"), "of, keep 4"),
+        (full, "ca, drop 0.25, keep 2, anchor 16, spread repair 12.5%"),
+        (dataclasses.replace(full, repair="deviating"), "ca, drop 0.25, keep 2, anchor 16, repair 12.5%"),
+        (ComparedOverflow(), "ca, keep 4, anchor 32, spread repair 10%"),
+        (ComparedOverflow(repair="none", drift="a.npz"), "ca, keep 4, drift"),
+        (ComparedOverflow(repair="none", repair_ratio=0.1, discarder="heavy_hitters"), "ca, heavy_hitters, keep 4"),
+    ):
+        assert name_of(overflow) == name
 
 
 def test_the_first_tt_is_what_others_are_held_against():

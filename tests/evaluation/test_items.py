@@ -53,13 +53,14 @@ def test_what_is_no_file_of_items_is_refused(tmp_path, content, message):
 
 def test_files_that_cannot_be_read_are_refused(tmp_path):
     (tmp_path / "a.json").write_text("{")
-    with pytest.raises(EvaluationError, match=r"a.json must be JSON, got Expecting"):
-        read_items(tmp_path / "a.json")
-    with pytest.raises(EvaluationError, match=r"got .*none.json: No such file"):
-        read_items(tmp_path / "none.json")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(EvaluationError, match=r"must have .json files of items, got none in .*empty"):
-        read_items(tmp_path / "empty")
+    for name, message in (
+        ("a.json", r"a.json must be JSON, got Expecting"),
+        ("none.json", "none.json: No such file"),
+        ("empty", r"must have .json files of items, got none in .*empty"),
+    ):
+        with pytest.raises(EvaluationError, match=message):
+            read_items(tmp_path / name)
 
 
 def test_a_prompt_is_the_first_tokens_of_each_text_and_the_question_with_its_instruction(tmp_path):

@@ -185,15 +185,12 @@ def test_a_perfect_reader_finds_all_that_is_asked_for(tmp_path, monkeypatch):
     assert told == [("longeval", done, num) for done in range(num + 1)]
 
 
-@pytest.mark.parametrize("form", ["continue", "chat"])
-def test_both_kinds_run_in_both_forms_up_to_the_last_item(tmp_path, form):
+def test_both_kinds_are_asked_in_a_chat_too_up_to_the_last_item(tmp_path):
     lines, topics = write_lines(tmp_path / "lines.jsonl"), write_topics(tmp_path / "topics.jsonl")
     for path, window, most in ((lines, 256, 3), (topics, 448, 2)):
-        config = ask(path, methods=("tt", "of"), window=window, form=form, max_items=most, answer_tokens=2)
-        evaluation = run_longeval(kit.tiny_model(), config, ignore)
-        tt, of = evaluation.rows
-        assert len(evaluation.items) == tt.num_items == most
-        assert (of.same_answers, of.difference_to_tt) == (1.0, 0.0)
+        config = ask(path, methods=("tt", "of"), window=window, form="chat", max_items=most, answer_tokens=2)
+        tt, of = run_longeval(kit.tiny_model(), config, ignore).rows
+        assert (of.num_items, of.same_answers, of.difference_to_tt) == (most, 1.0, 0.0)
         assert tt.num_truncations == of.num_truncations == 1
 
 

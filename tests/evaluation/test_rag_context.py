@@ -1,4 +1,4 @@
-"""Contexts of chunks on the pure model: against full passes, and against attention that is counted otherwise."""
+"""Contexts of chunks on the pure model, and attention that is counted otherwise; `test_rag` holds the rest."""
 
 import dataclasses
 
@@ -16,7 +16,6 @@ from benchmarks.evaluate.rag_context import (
     kv_deviations,
     plan_of,
 )
-from benchmarks.evaluate.statistics import log_softmax
 from ca_jax.device import steps
 from tests import engine_kit as kit
 
@@ -36,29 +35,6 @@ def contexts() -> ContextModel:
 
 def stacked(kv, num_tokens: int) -> np.ndarray:
     return np.stack([np.asarray(layer)[:, :num_tokens] for layer in kv])
-
-
-def test_a_context_is_computed_as_in_one_pass_and_so_is_the_question_behind_it(contexts):
-    ids = prompt().context_ids
-    logits, kv = kit.full_pass([*ids, *QUESTION])
-    full = contexts.prefill(ids)
-    np.testing.assert_allclose(stacked(full, len(ids)), kv[:, :, : len(ids)], atol=1e-4)
-    asked = contexts.ask(full, len(ids), QUESTION, 4)
-    expected = [log_softmax(row) for row in logits[-4:]]
-    np.testing.assert_allclose(asked.logprobs, expected, atol=1e-4)
-    np.testing.assert_allclose(stacked(asked.kv, len(QUESTION)), kv[:, :, len(ids) :], atol=1e-4)
-    everything = contexts.ask(full, len(ids), QUESTION, 99)
-    assert len(everything.logprobs) == len(QUESTION)
-
-
-def test_chunks_are_joined_where_they_are_used(contexts):
-    alone = [contexts.alone(chunk) for chunk in CHUNKS]
-    expected = np.concatenate([kit.full_pass(list(chunk))[1] for chunk in CHUNKS], axis=2)
-    num_tokens = expected.shape[2]
-    np.testing.assert_allclose(stacked(contexts.joined(alone, 0), num_tokens), expected, atol=1e-5)
-    behind = stacked(contexts.joined(alone, 1), num_tokens + 1)
-    assert not behind[:, :, 0].any()
-    np.testing.assert_allclose(behind[:, :, 1:], expected, atol=1e-5)
 
 
 def test_the_first_chunk_is_exact_unless_something_is_before_it():

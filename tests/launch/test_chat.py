@@ -87,11 +87,7 @@ def test_each_answer_is_followed_by_what_it_took(engine):
     first, second = re.findall(r"cached (\d+) of (\d+) prompt tokens", output)
     assert second == (str(usage.num_cached_tokens), str(usage.prompt_tokens))
     assert usage.num_cached_tokens == int(first[1]) + MAX_TOKENS - 1
-    assert f"(dram {usage.num_cached_tokens})" in output
-    assert f"new {usage.new_tokens} · answer {MAX_TOKENS} · decode" in output
-    assert output.count("TTFT") == 2
     assert f"generated tokens      {engine.metrics.completion_tokens:,}" in output
-    assert f"({engine.store_stats().num_evictions} evicted)" in output
     assert all(re.search(rf"^{command} ", output, re.MULTILINE) for command in COMMANDS)
 
 
@@ -134,8 +130,7 @@ def long_message(number):
 
 def test_it_is_shown_when_the_context_was_full(engine):
     turns = [long_message(number) for number in range(1, 5)]
-    truncations = engine.metrics.truncations
-    chat, output = talk(engine, *turns, "/sessions", "/stats")
+    chat, output = talk(engine, *turns, "/stats")
     dropped = [
         re.search(r" · context full: dropped the oldest (\d+) tokens \((\d) turns?\)$", line)
         for line in output.splitlines()
@@ -145,27 +140,14 @@ def test_it_is_shown_when_the_context_was_full(engine):
     assert (int(dropped[2][1]), int(dropped[2][2])) == (256, 1)
     assert chat.session.num_dropped == 256
     assert said_in(chat.session) == [turn.strip() for turn in turns[1:]]
-    listed = next(line.split() for line in output.splitlines() if line.startswith("* 1 "))
-    assert listed[-3:] == ["3", str(len(chat.session.token_ids)), "256"]
-    metrics = engine.metrics
-    assert metrics.truncations == truncations + 1
-    shown = f"{metrics.dropped_tokens:,} in {metrics.truncations} truncations"
+    shown = f"{engine.metrics.dropped_tokens:,} in {engine.metrics.truncations} truncations"
     assert re.search(rf"^dropped tokens +{shown} *$", output, re.MULTILINE)
 
 
 def test_the_oldest_turns_are_forgotten(engine):
-    lengths = []
-    chat, user = None, User("first", "second", "third", "/forget 2", lambda: lengths.append(starts()), "fourth")
-
-    def starts():
-        return len(chat.session.token_ids), chat.session.conversation.turn_starts
-
-    chat = chat_of(engine, user)
-    chat.run()
-    output = user.terminal.getvalue()
+    chat, output = talk(engine, "first", "second", "third", "/forget 2", "fourth")
     shown = re.search(r"^dropped (\d+) tokens, (\d+) are left$", output, re.MULTILINE)
     num_dropped, num_left = map(int, shown.groups())
-    assert lengths == [(num_left, [(4, 0)])]
     assert chat.session.num_dropped == num_dropped
     assert said_in(chat.session) == ["third", "fourth"]
     assert chat.session.usage.num_cached_tokens == num_left - 1  # What is left is used as it is stored.
@@ -210,8 +192,6 @@ def test_what_is_stored_is_listed_pinned_and_dropped(tmp_path):
     assert listed[0][:4] == ["*", "[b]one[/b]", str(len(chat.session.token_ids) - 1), "dram"]
     assert (listed[0][5], listed[0][-1]) == ("kB", "yes")
     assert output.count("nothing is stored\n") == 2
-    assert re.search(r"^conversations on SSD +1 \(0 evicted\)", output, re.MULTILINE)
-    assert re.search(r"^writes to SSD +[1-9]\d*, [\d.]+ kB; failed: none", output, re.MULTILINE)
     assert output.splitlines()[-1] == "not kept: hello"
 
 
@@ -250,10 +230,9 @@ def test_ctrl_c_stops_the_answer_and_keeps_its_part(engine):
 
     chat.session.adopt = note
     chat.run()
-    (first_reason, first_tokens, first_text), (second_reason, second_tokens, _) = reasons
-    assert first_reason is FinishReason.CANCELLED
-    assert 0 < first_tokens < 200
-    assert (second_reason, second_tokens) == (FinishReason.LENGTH, 200)
+    (first_reason, first_tokens, first_text), second = reasons
+    assert (first_reason, 0 < first_tokens < 200) == (FinishReason.CANCELLED, True)
+    assert second[:2] == (FinishReason.LENGTH, 200)
     assert chat.session.messages[1] == {"role": "assistant", "content": first_text}
     assert "stopped · TTFT" in user.terminal.getvalue()
     assert "nothing to stop" in user.terminal.getvalue(), "Ctrl-C at the prompt does not end the chat"

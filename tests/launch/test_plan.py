@@ -66,27 +66,19 @@ def test_what_is_whole_on_each_device_counts_on_each():
     planned = plan("llama2-70b", tensor_parallel_size=4)
     norms = (2 * 80 + 1) * 8192 * 2
     assert 4 * planned.parts["the weights"] == planned.total_weight_bytes + 3 * norms
-
-
-def test_kv_heads_that_are_fewer_than_shards_are_on_several_devices():
-    planned, half = plan("llama3-8b", tensor_parallel_size=16), plan("llama3-8b", tensor_parallel_size=8)
+    planned, half = (plan("llama3-8b", tensor_parallel_size=size) for size in (16, 8))  # Of 8 KV heads.
     keys_and_values = 32 * 2 * 4096 * 8 * 128 * 2  # wk and wv in 8 parts, on 16 devices.
     norms = (2 * 32 + 1) * 4096 * 2
     assert 16 * planned.parts["the weights"] == planned.total_weight_bytes + 15 * norms + keys_and_values
-    assert planned.parts["the decode slots"] == half.parts["the decode slots"]
-    assert planned.parts["the read buffer"] == half.parts["the read buffer"]
-
-
-def test_data_parallelism_divides_slots_alone():
-    one = plan("llama3-8b", tensor_parallel_size=2)
-    two = plan("llama3-8b", tensor_parallel_size=2, data_parallel_size=2)
-    assert two.num_devices == 4
-    assert two.parts["the decode slots"] * 2 == one.parts["the decode slots"]
-    assert (two.parts["the weights"], two.parts["the read buffer"]) == (
-        one.parts["the weights"],
-        one.parts["the read buffer"],
+    assert (planned.parts["the decode slots"], planned.parts["the read buffer"]) == (
+        half.parts["the decode slots"],
+        half.parts["the read buffer"],
     )
-    assert hbm(two).num_tokens == 2 * hbm(one).num_tokens
+    one, two = (plan("llama3-8b", tensor_parallel_size=2, data_parallel_size=size) for size in (1, 2))
+    assert (two.num_devices, hbm(two).num_tokens) == (4, 2 * hbm(one).num_tokens)
+    assert two.parts["the decode slots"] * 2 == one.parts["the decode slots"]
+    for part in ("the weights", "the read buffer"):
+        assert two.parts[part] == one.parts[part]
 
 
 def test_a_runner_of_that_config_takes_what_is_planned():

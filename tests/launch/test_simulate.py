@@ -122,21 +122,3 @@ def test_traces_that_cannot_be_read_are_told_of(tmp_path):
     }.items():
         with pytest.raises(ValueError, match=f"{name} must be"):
             SimulateConfig(**{name: value})
-
-
-def test_agents_and_arrivals_are_read_too(tmp_path):
-    calls = [
-        {"timestamp": 1000000 * t, "input": "abcd" * (t + 1), "output": "x" * 8, "session_id": "a"} for t in range(2)
-    ]
-    lines_file(tmp_path / "calls.jsonl", *calls)
-    source = SimulateConfig(trace_format="agents", trace=tmp_path, chars_per_token=4.0)
-    ((session,), _) = read_trace(source)
-    assert [(turn.user_tokens, turn.kept_tokens, turn.answer_tokens) for turn in session.turns] == [
-        (1, 0, 2),
-        (1, 1, 2),
-    ]
-    (tmp_path / "arrivals.csv").write_text("arrival_s,input_tokens,output_tokens\n0,5,7\n2,6,8\n")
-    config = SimulateConfig(trace_format="arrivals", trace=tmp_path / "arrivals.csv", num_sessions=1)
-    sessions, seen_share = read_trace(config)
-    assert [session.turns[0].user_tokens for session in sessions] == [5]
-    assert seen_share is None

@@ -57,25 +57,33 @@ def damage(path: Path) -> None:
     file.write_bytes(data)
 
 
-def test_list_tells_of_all_sessions(tmp_path, filled):
+def test_list_show_and_stats_tell_of_sessions(tmp_path, filled):
+    """What is read for them is held by `tests/storage/test_inspector.py`."""
+    (tmp_path / "store" / "blocks-0123456789abcdef").mkdir()
     result, text = ask(tmp_path)
     assert [each["key"] for each in result.facts["sessions"]] == list(KEYS.values())
     first, second, third, _ = result.facts["sessions"]
     assert (first["num_tokens"], first["num_blocks"], first["num_bytes"]) == (10, 3, 3 * LAYOUT.block_bytes)
-    assert (first["expires_s"], first["expired"], first["pinned"]) == (None, False, False)
-    assert (second["expires_s"], second["expired"], second["ttl_s"]) == (1e9 + 61, True, 60.0)
+    assert (first["expires_s"], second["expires_s"], second["expired"]) == (None, 1e9 + 61, True)
     assert (third["expired"], third["pinned"], third["tenant"]) == (False, True, "bob")
-    assert result.facts["damaged_rows"] == []
-    lines = text.splitlines()
-    assert [cells(line)[0] for line in lines[1:5]] == ["chat", "notes", "chat", "x"]
-    assert cells(lines[1])[1:4] == ["alice", "10", "2.9 kB"]
-    assert cells(lines[1])[6:] == ["never", "no", "ready", "aaaa1111weig"]
-    assert "expired" in lines[2]
-    assert cells(lines[3])[6:8] == ["never, pinned", "yes"]
-    assert lines[-1] == "4 sessions, 28 tokens, 7.7 kB"
+    assert text.splitlines()[-1] == "4 sessions, 28 tokens, 7.7 kB"
     result, text = ask(tmp_path, tenant="bob")
-    assert [each["key"] for each in result.facts["sessions"]] == [KEYS["third"]]
-    assert "alice" not in text
+    assert ([each["key"] for each in result.facts["sessions"]], "alice" in text) == ([KEYS["third"]], False)
+    result, text = ask(tmp_path, "show", "b3")
+    shown = [[each[name] for name in ("index", "block_id", "tokens")] for each in result.facts["blocks"]]
+    assert (result.facts["session"]["key"], shown) == (KEYS["third"], [[0, 7, 4], [1, 5, 4], [2, 6, 1]])
+    assert result.facts["first_token_ids"] == list(range(3000, 3009))
+    assert "3 layers x 2 KV heads x 5, float32, blocks of 4 tokens" in text
+    result, _ = ask(tmp_path, "stats")
+    first, other = result.facts["namespaces"]
+    assert (first["num_sessions"], first["num_tokens"], first["num_blocks"]) == (3, 23, 7)
+    assert (first["disk"]["num_files"], other["num_sessions"]) == (8, 1)
+    names = ("tenant", "num_sessions", "num_tokens", "num_expired")
+    assert [[each[name] for name in names] for each in first["tenants"]] == [["alice", 2, 14, 1], ["bob", 1, 9, 0]]
+    assert 0 < result.facts["free_bytes"] < result.facts["total_bytes"]
+    assert list(result.facts["unknown"]) == ["blocks-0123456789abcdef"]
+    result, _ = ask(tmp_path, "stats", tenant="bob")
+    assert [each["num_sessions"] for each in result.facts["namespaces"]] == [1, 0]
 
 
 def test_names_are_text_and_steer_no_terminal(tmp_path):
@@ -90,35 +98,17 @@ def test_names_are_text_and_steer_no_terminal(tmp_path):
         assert "[red]\ufffd[2J" in text or command in ("stats", "drop")
 
 
-def test_show_tells_of_one_session(tmp_path, filled):
-    result, text = ask(tmp_path, "show", "b3")
-    facts = result.facts
-    assert facts["session"]["key"] == KEYS["third"]
-    shown = [[each[name] for name in ("index", "block_id", "tokens")] for each in facts["blocks"]]
-    assert shown == [[0, 7, 4], [1, 5, 4], [2, 6, 1]]
-    assert facts["first_token_ids"] == list(range(3000, 3009))
-    assert facts["namespace"]["layout"]["block_tokens"] == LAYOUT.block_tokens
-    assert facts["blocks_at"].endswith(NAMESPACE.directory_name)
-    assert "3000 3001 3002" in text
-    assert "3 layers x 2 KV heads x 5, float32, blocks of 4 tokens" in text
-    assert [cells(line) for line in text.splitlines()[-3:]] == [["0", "7", "4"], ["1", "5", "4"], ["2", "6", "1"]]
-
-
 def test_verify_names_the_damaged_block(tmp_path, filled):
     result, text = ask(tmp_path, "verify")
-    assert result.ok
-    assert text.strip() == "0 of 4 sessions damaged, 0 other problems of the catalog; 9 blocks, 7.7 kB"
+    assert (result.ok, text.strip()) == (
+        True,
+        "0 of 4 sessions damaged, 0 other problems of the catalog; 9 blocks, 7.7 kB",
+    )
     damage(tmp_path)
-    seen = []
-    result = run(Request(directory=tmp_path / "store", command="verify"), lambda *call: seen.append(call))
-    assert seen == [("verify", done, 4) for done in range(1, 5)]
-    assert not result.ok
+    result, text = ask(tmp_path, "verify")
     (damaged,) = result.facts["damaged"]
-    assert damaged["session"]["session_id"] == "chat"
+    assert (result.ok, damaged["session"]["session_id"]) == (False, "chat")
     assert [(each["reason"], each["index"], each["block_id"]) for each in damaged["damages"]] == [("corrupt", 1, 5)]
-    _, text = ask(tmp_path, "verify")
-    row = next(line for line in text.splitlines() if line.startswith("chat"))
-    assert cells(row)[:6] == ["chat", "bob", "b30000000000", "1", "5", "corrupt"]
     assert "1 of 4 sessions damaged" in text
     assert ask(tmp_path, "verify", tenant="alice")[0].ok
 
@@ -130,48 +120,21 @@ def test_a_damaged_row_of_the_catalog_is_told_of(tmp_path, filled):
             "UPDATE contents SET sums = x'' WHERE session = (SELECT id FROM sessions WHERE key = ?)", [KEYS["second"]]
         )
         catalog._db.execute("INSERT INTO contents VALUES (99, x'', x'', x'', 0)")
-    result, text = ask(tmp_path)
+    result, _ = ask(tmp_path)
     assert [row["key"] for row in result.facts["damaged_rows"]] == [KEYS["first"]]
-    assert "damaged row of the catalog" in text
-    result, text = ask(tmp_path, "show", "notes")
+    result, _ = ask(tmp_path, "show", "notes")
     assert not result.ok
     assert result.facts["first_token_ids"] is None
-    assert "not readable" in text
-    assert "damaged: session" in text
-    result, text = ask(tmp_path, "verify")
+    result, _ = ask(tmp_path, "verify")
     assert [each["damages"][0]["reason"] for each in result.facts["damaged"]] == ["catalog", "catalog"]
     assert [problem["key"] for problem in result.facts["catalog_problems"]] == [None]
-    assert "of others; `compact` removes them" in text
-    result, text = ask(tmp_path, "stats")
+    result, _ = ask(tmp_path, "stats")
     assert [each["num_damaged_rows"] for each in result.facts["namespaces"]] == [1, 0]
-    result, text = ask(tmp_path, "export", output_dir=tmp_path / "out")
+    result, _ = ask(tmp_path, "export", output_dir=tmp_path / "out")
     assert not result.ok
     assert [each["key"] for each in result.facts["exported"]] == [KEYS["third"], KEYS["other"]]
-    assert text.count("not exported: ") == 2
-    result, text = ask(tmp_path, "gc")
-    assert sum(cells(line)[-1] == "damaged" for line in text.splitlines() if line) == 2
+    ask(tmp_path, "gc")
     assert ask(tmp_path, "verify")[0].ok
-
-
-def test_stats_sums_up_by_namespace_and_tenant(tmp_path, filled):
-    orphan = tmp_path / "store" / "blocks-0123456789abcdef"
-    orphan.mkdir()
-    result, text = ask(tmp_path, "stats")
-    first, other = result.facts["namespaces"]
-    assert first["namespace"]["weights"] == NAMESPACE.weights
-    assert (first["num_sessions"], first["num_tokens"], first["num_blocks"]) == (3, 23, 7)
-    assert first["disk"]["num_files"] == 8
-    names = ("tenant", "num_sessions", "num_tokens", "num_expired")
-    assert [[each[name] for name in names] for each in first["tenants"]] == [["alice", 2, 14, 1], ["bob", 1, 9, 0]]
-    assert other["num_sessions"] == 1
-    assert 0 < result.facts["free_bytes"] < result.facts["total_bytes"]
-    assert result.facts["catalog"]["num_files"] >= 1
-    assert list(result.facts["unknown"]) == [orphan.name]
-    assert cells(text.splitlines()[1])[:6] == [NAMESPACE.directory_name, "aaaa1111weig", "all", "3", "23", "7"]
-    assert cells(text.splitlines()[2])[:4] == ["alice", "2", "14", "4"]
-    assert orphan.name in text
-    result, _ = ask(tmp_path, "stats", tenant="bob")
-    assert [each["num_sessions"] for each in result.facts["namespaces"]] == [1, 0]
 
 
 def test_export_writes_what_was_stored_and_leaves_out_what_is_damaged(tmp_path, filled):
@@ -197,7 +160,6 @@ def test_export_writes_what_was_stored_and_leaves_out_what_is_damaged(tmp_path, 
     assert [each["session_id"] for each in result.facts["exported"]] == ["chat", "notes", "x"]
     assert [each["key"] for each in result.facts["damaged"]] == [KEYS["third"]]
     assert len(list((tmp_path / "sound").iterdir())) == 3
-    assert "not exported: session 'chat'" in text
     result, _ = ask(tmp_path, "export", "notes", output_dir=tmp_path / "one")
     assert result.ok
     assert [path.name for path in (tmp_path / "one").iterdir()] == [f"{KEYS['second']}.safetensors"]
@@ -223,14 +185,12 @@ def test_gc_says_what_it_frees(tmp_path, filled):
     damage(tmp_path)
     result, text = ask(tmp_path, "gc", verify_blocks=True)
     assert [each["key"] for each in result.facts["namespaces"][0]["forgotten"]] == [KEYS["third"]]
-    assert cells(text.splitlines()[1]) == ["chat", "bob", "b30000000000", "damaged"]
 
 
 def test_drop_deletes_one_session(tmp_path, filled):
     result, text = ask(tmp_path, "drop", "chat", tenant="bob")
-    assert result.facts["num_blocks"] == 3
+    assert (result.facts["num_blocks"], block_file(tmp_path / "store", 7).exists()) == (3, False)
     assert text.startswith("session 'chat' of tenant 'bob' (b30000000000) dropped: 3 blocks deleted, 12.3 kB freed")
-    assert not block_file(tmp_path / "store", 7).exists()
     assert len(ask(tmp_path)[0].facts["sessions"]) == 3
 
 
@@ -262,20 +222,14 @@ def test_what_makes_no_sense_is_refused(tmp_path, options, message):
         Request(directory=tmp_path, **options)
 
 
-def test_it_runs_from_the_command_line(launch, tmp_path, filled):
+def test_it_runs_from_the_command_line_and_errors_go_to_stderr(launch, tmp_path, filled):
     damage(tmp_path)
     json_out = tmp_path / "out.json"
     done = launch("store", f"--ssd_dir={tmp_path / 'store'}", "verify", f"--json_out={json_out}")
-    assert done.code == 1
-    assert "1 of 4 sessions damaged" in done.out
-    assert "verify" in done.err
+    assert (done.code, "1 of 4 sessions damaged" in done.out) == (1, True)
     assert json.loads(json_out.read_text())["damaged"][0]["key"] == KEYS["third"]
     done = launch("store", f"--ssd_dir={tmp_path / 'store'}")
-    assert (done.code, done.err) == (0, "")
-    assert "4 sessions, 28 tokens" in done.out
-
-
-def test_errors_go_to_stderr(launch, tmp_path):
+    assert (done.code, done.err, "4 sessions, 28 tokens" in done.out) == (0, "", True)
     nowhere = tmp_path / "none"
     for arguments, message in (
         (("show", "x"), f"{nowhere} must be a store's directory, got nothing there"),
@@ -283,6 +237,4 @@ def test_errors_go_to_stderr(launch, tmp_path):
         ((f"--json_out={tmp_path}",), f"json_out must be a file, got the directory {tmp_path}"),
     ):
         done = launch("store", f"--ssd_dir={nowhere}", *arguments)
-        assert done.code == 1
-        assert done.out == ""
-        assert done.err == f"error: {message}\n"
+        assert (done.code, done.out, done.err) == (1, "", f"error: {message}\n")

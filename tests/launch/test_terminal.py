@@ -1,11 +1,16 @@
-"""Pieces of answers on a terminal, and progress bars."""
+"""Pieces of answers on a terminal, progress bars, and what is said of the machine."""
 
 import dataclasses
+import datetime
+import importlib.metadata
 import io
+import json
+import os
+import platform
 
-import pytest
 import rich.console
 
+from ca_jax.launch import machine
 from ca_jax.launch.script import printable
 from ca_jax.launch.terminal import (
     describe_overflow,
@@ -36,31 +41,22 @@ def test_pieces_come_out_as_they_are_but_for_what_steers_the_terminal():
     assert printable("\x07\x7f\x9b") == "\ufffd" * 3
 
 
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({}, "cached 1,173 of 1,192 prompt tokens (dram 1,173) · new 19 · answer 65 · decode 32.0 tokens/s"),
-        (
-            {"repaired_tokens": 1033, "missed_chunks": 1, "completion_tokens": 1, "decode_s": 0.0},  # No rate of one.
-            "cached 1,173 of 1,192 prompt tokens (dram 1,173) · new 19 · recomputed 1,033 · missed chunks 1 · answer 1",
-        ),
-    ],
-)
-def test_a_turn_is_described_with_the_tiers_that_gave_something(changes, text):
-    assert describe_usage(dataclasses.replace(USAGE, **changes)) == f"TTFT 138 ms · {text}"
+def test_a_turn_is_described_with_the_tiers_that_gave_something():
+    text = "TTFT 138 ms · cached 1,173 of 1,192 prompt tokens (dram 1,173) · new 19 · "
+    assert describe_usage(USAGE) == f"{text}answer 65 · decode 32.0 tokens/s"
+    other = {"repaired_tokens": 1033, "missed_chunks": 1, "completion_tokens": 1, "decode_s": 0.0}  # No rate of one.
+    found = describe_usage(dataclasses.replace(USAGE, **other))
+    assert found == f"{text}recomputed 1,033 · missed chunks 1 · answer 1"
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "num_turns", "oldest", "text"),
-    [
+def test_what_was_dropped_is_described():
+    for num_tokens, num_turns, oldest, text in (
         (0, 0, True, ""),
         (1512, 2, True, "context full: dropped the oldest 1,512 tokens (2 turns)"),
         (1, 0, False, "context full: dropped 1 token"),
-    ],
-)
-def test_what_was_dropped_is_described(num_tokens, num_turns, oldest, text):
-    usage = dataclasses.replace(USAGE, dropped_tokens=num_tokens)
-    assert describe_overflow(usage, num_turns, oldest=oldest) == text
+    ):
+        usage = dataclasses.replace(USAGE, dropped_tokens=num_tokens)
+        assert describe_overflow(usage, num_turns, oldest=oldest) == text
 
 
 def test_each_thing_that_is_done_has_one_bar():
@@ -75,3 +71,23 @@ def test_each_thing_that_is_done_has_one_bar():
     assert "100%" in reading
     assert compiling.startswith("compile")
     assert "33%" in compiling
+
+
+# What is said of the machine and of versions.
+
+
+def test_the_description_is_of_this_process_and_fits_json(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    found = machine.describe_machine()
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert (bool(found["cpu"]), 1 <= found["cores"] <= os.cpu_count()) == (True, True)
+    assert (found["os"], found["environment"]["OMP_NUM_THREADS"]) == (platform.platform(), "3")
+    assert datetime.datetime.fromisoformat(found["date"]).utcoffset() == datetime.timedelta(0)
+    gpu = {"cpu": "Foo", "cores": 2, "memory_gib": None, "platform": "gpu", "device": "Bar 100", "num_devices": 4}
+    assert machine.summarize_machine(gpu) == "Foo, 2 cores, 4 x Bar 100"
+    versions = machine.describe_versions(("numpy", "no-such-package-here"))
+    assert versions == {
+        "python": platform.python_version(),
+        "numpy": importlib.metadata.version("numpy"),
+        "no-such-package-here": None,
+    }

@@ -71,7 +71,7 @@ def findable(sessions):
     return sum(history - 1 for history, _ in histories_and_prompts(sessions) if history)
 
 
-def test_actions_run_in_order_of_their_time():
+def test_actions_run_in_order_of_their_time_and_a_link_moves_one_transfer_after_the_other():
     clock, seen = Clock(), []
     for time_s, name in ((2.0, "c"), (1.0, "a"), (1.0, "b"), (5.0, "late")):
         clock.at(time_s, lambda name=name: seen.append((name, clock.now_s)))
@@ -81,17 +81,12 @@ def test_actions_run_in_order_of_their_time():
     assert (clock.now_s, clock.next_s) == (3.0, 5.0)
     with pytest.raises(ValueError, match=r"at least 3\.0 s, got 2\.0"):
         clock.at(2.0, lambda: None)
-
-
-def test_a_link_moves_one_transfer_after_the_other():
-    clock, seen = Clock(), []
-    link = Link(clock, 10.0)
-    assert link.move(20, lambda: seen.append(clock.now_s)) == 2.0
-    assert link.move(5, lambda: seen.append(clock.now_s)) == 2.5
-    clock.run_until(4.0)
-    assert link.move(10, lambda: seen.append(clock.now_s)) == 5.0
+    link, moved = Link(clock, 10.0), []
+    assert [link.move(num_bytes, lambda: moved.append(clock.now_s)) for num_bytes in (20, 5)] == [5.0, 5.5]
+    clock.run_until(7.0)
+    assert link.move(10, lambda: moved.append(clock.now_s)) == 8.0
     clock.run_until(9.0)
-    assert seen == [2.0, 2.5, 5.0]
+    assert moved == [5.0, 5.5, 8.0]
 
 
 def test_recomputing_prefills_every_prompt_whole(sessions):
@@ -167,13 +162,9 @@ def test_cut_kv_is_hit_and_kv_with_positions_is_lost(sessions, ssd_blocks):
     assert cut.prefill_s < lost.prefill_s < recomputed.prefill_s
 
 
-def test_the_same_seed_is_the_same_simulation(sessions):
-    sizes = store(60, ssd_bytes=200 * BLOCK_BYTES)
-    assert server(sizes).serve(sessions) == server(sizes).serve(iter(sessions))
-
-
-def test_the_warm_up_is_served_and_not_counted(sessions):
-    whole, rest = (server(store(5000), warmup_turns=count).serve(sessions) for count in (0, 25))
+def test_the_warm_up_is_served_and_not_counted_and_the_same_seed_is_the_same_simulation(sessions):
+    whole, rest, again = (server(store(5000), warmup_turns=count).serve(iter(sessions)) for count in (0, 25, 0))
+    assert again == whole
     assert rest.num_turns == whole.num_turns - 25
     assert rest.prefills == whole.prefills[25:]
     assert rest.begin_s > whole.begin_s
