@@ -17,6 +17,7 @@ import numpy as np
 
 from benchmarks.paced import ControlledStore, Transfer, Transfers
 from ca_jax.engine import Engine
+from ca_jax.kv.costs import PrefillRate, Rates, TransferRate
 from ca_jax.kv.layer_loader import ReadBuffer
 from ca_jax.session import Answer
 from ca_jax.storage.store import AttentionStore
@@ -28,6 +29,19 @@ REGION_BYTES = 256 * kit.TOKEN_BYTES // kit.NUM_LAYERS
 """Staging of one layer of a history of up to 256 tokens."""
 NAN_BYTE = 0xFF
 """Everywhere it is NaN, in floats of any width and in the scale of an int8 row."""
+
+
+def rates_of(load_token_s: float, token_s: float = 1e-3, pair_s: float = 0.0) -> Rates:
+    """As if measured: seconds of loading or saving a token in all layers, and of computing it.
+
+    What follows from rates (depths, lengths of passes, what is recomputed) is so on any machine then.
+    """
+    link, prefill = (
+        TransferRate(bytes_per_s=kit.TOKEN_BYTES / load_token_s),
+        PrefillRate(token_s=token_s, pair_s=pair_s),
+    )
+    layer_token_bytes = kit.TOKEN_BYTES // kit.NUM_LAYERS
+    return Rates(num_layers=kit.NUM_LAYERS, layer_token_bytes=layer_token_bytes, load=link, save=link, prefill=prefill)
 
 
 # Memory that nobody may read.

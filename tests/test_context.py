@@ -14,10 +14,10 @@ import pytest
 
 from ca_jax import BlendConfig
 from ca_jax.errors import ContextWindowError, EmptyMessageError, InvalidRequestError
-from ca_jax.kv.costs import PrefillRate, Rates, TransferRate
 from ca_jax.storage.records import Residency
 from tests import engine_kit as kit
 from tests import overflow_kit as ok
+from tests import overlap_kit
 
 A, B, C = kit.prompt(70, 1), kit.prompt(33, 2), kit.prompt(48, 3)
 ONE = kit.prompt(1, 4)
@@ -220,21 +220,6 @@ def test_a_store_that_is_too_small_for_chunks_gives_right_answers_all_the_same(d
         assert engine.metrics.missed_chunks or not session.usage.missed_chunks
 
 
-def test_a_chunk_that_was_dropped_meanwhile_is_computed_in_its_place():
-    with kit.small_engine(blend=REUSE) as engine:
-        engine.precompute([A, B, C])
-        engine.wait_for_saves()
-        session = engine.session()
-        answer = session.send_ids(QUESTION, context=[A, B, C], max_tokens=8)
-        engine._kv.drop(engine._kv.chunks.key(B, ""))
-        kit.drain(answer)
-        assert session.usage.missed_chunks == engine.metrics.missed_chunks == 1
-        kv = kit.stored_kv(engine, session)
-        expected = kit.full_pass(A + B)[1][:, :, : len(A) + len(B)]
-        np.testing.assert_allclose(kv[:, :, : len(A) + len(B)], expected, atol=1e-4)
-        np.testing.assert_allclose(kv[:, :, len(A + B) : len(A + B + C)], alone(C), atol=1e-5)
-
-
 def test_texts_make_a_turn_like_any_other():
     texts = ["The sky is green.", "Grass is blue.\n"]
     with kit.small_engine(blend=WHOLE) as engine:
@@ -261,21 +246,13 @@ def test_a_turn_given_up_in_the_queue_leaves_nothing_behind():
         assert len(engine._kv.store._placement._look_ahead) == 0
 
 
-def rates_of(load_bytes_per_s: float) -> Rates:
-    """As if measured: a layer's prefill takes a millisecond a thousand tokens."""
-    link = TransferRate(fixed_s=0.0, bytes_per_s=load_bytes_per_s)
-    prefill = PrefillRate(fixed_s=0.0, token_s=1e-6 * kit.NUM_LAYERS, pair_s=0.0)
-    layer_bytes = kit.TOKEN_BYTES // kit.NUM_LAYERS
-    return Rates(num_layers=kit.NUM_LAYERS, layer_token_bytes=layer_bytes, load=link, save=link, prefill=prefill)
-
-
-@pytest.mark.parametrize(("microseconds_a_token", "ratio"), [(0.01, 0.15), (0.5, 0.5), (2.0, 1.0)])
-def test_the_ratio_is_what_hides_behind_loading_as_measured(microseconds_a_token, ratio, monkeypatch):
-    layer_bytes = kit.TOKEN_BYTES // kit.NUM_LAYERS
+def test_the_ratio_is_what_hides_behind_loading_as_measured(monkeypatch):
     with kit.small_engine() as engine:
         engine.precompute([A, B, C])
-        monkeypatch.setattr(type(engine._kv.meter), "rates", rates_of(layer_bytes / (microseconds_a_token * 1e-6)))
-        session = engine.session()
-        kit.say(session, QUESTION, 2, context=[C, A, B])
-        assert session.usage.recompute_ratio == pytest.approx(ratio, abs=0.11)
-        assert engine.metrics.loaded_chunks == (3 if ratio < 1 else 0)
+        for times_of_computing, ratio, num_loaded in ((0.01, 0.15, 3), (0.5, 0.5, 6), (2.0, 1.0, 6)):
+            rates = overlap_kit.rates_of(times_of_computing * 1e-6, token_s=1e-6)
+            monkeypatch.setattr(type(engine._kv.meter), "rates", rates)
+            session = engine.session()
+            kit.say(session, QUESTION, 2, context=[C, A, B])
+            assert session.usage.recompute_ratio == pytest.approx(ratio, abs=0.11)
+            assert engine.metrics.loaded_chunks == num_loaded

@@ -22,10 +22,6 @@ def a_drift(**changes: object) -> Drift:
     return Drift(**{**values, "num_tokens": 1234, **changes})
 
 
-def as_saved(drift: Drift) -> dict[str, object]:
-    return dataclasses.asdict(drift)
-
-
 @pytest.mark.parametrize("name", ["drift.npz", "drift.of.a.model"])
 def test_it_comes_back_as_it_was_from_the_file_that_was_named(tmp_path, name):
     drift = a_drift()
@@ -34,7 +30,7 @@ def test_it_comes_back_as_it_was_from_the_file_that_was_named(tmp_path, name):
     found = Drift.load(str(tmp_path / name))
     assert found.values.dtype == np.float32
     np.testing.assert_array_equal(found.values, drift.values)
-    for field, value in as_saved(drift).items():
+    for field, value in dataclasses.asdict(drift).items():
         if field != "values":
             assert (getattr(found, field), type(getattr(found, field))) == (value, type(value))
 
@@ -53,7 +49,7 @@ def with_bit_turned(path: Path) -> bytes:
 
 def arrays(**changes: object):
     """Such a file, but for some fields; without those that are None."""
-    fields = {**as_saved(a_drift()), **changes}
+    fields = {**dataclasses.asdict(a_drift()), **changes}
     return lambda path: np.savez(path, **{name: value for name, value in fields.items() if value is not None})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import functools
 import itertools
 import threading
 from collections.abc import Iterator
@@ -16,19 +17,21 @@ import numpy as np
 import pytest
 
 import ca_jax
-from ca_jax.device.slots import DecodeSlots
 from ca_jax.device.transfer import to_device, to_host
 from ca_jax.kv import costs
-from ca_jax.kv.async_saver import AsyncSaver, DecodedPart, LayerPart
+from ca_jax.kv.async_saver import AsyncSaver
 from ca_jax.kv.layer_loader import LayerLoader
+from ca_jax.kv.save import TurnKV, TurnSaver
 from ca_jax.models import rope
 from ca_jax.models.kv import KVCache, LayerKV
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.records import Owner
 from ca_jax.storage.store import AttentionStore
 from ca_jax.telemetry.metrics import CompileCounter
 from ca_jax.turns.requests import SamplingParams
 from tests import engine_kit as kit
+from tests import overflow_kit as ok
 from tests.storage.store_helpers import as_bits, make_kv
 from tests.tolerances import PROJECTION_ATOL
 
@@ -36,43 +39,32 @@ PACKAGE = Path(ca_jax.__file__).parent
 MESSAGES = ("Hello there.", "Who are you, and what do you do?", "Go on.", "Say that again, but shorter please.")
 
 
-def sources() -> Iterator[tuple[str, ast.Module]]:
-    """Every module of the package by its path within it, parsed."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        yield str(path.relative_to(PACKAGE)), ast.parse(path.read_text(encoding="utf-8"))
+@functools.cache
+def sources() -> list[tuple[str, list[ast.AST]]]:
+    """Every module of the package by its path within it, as the nodes that it has."""
+    return [
+        (str(path.relative_to(PACKAGE)), list(ast.walk(ast.parse(path.read_text(encoding="utf-8")))))
+        for path in sorted(PACKAGE.rglob("*.py"))
+    ]
 
 
 # 1
 
 
-def test_reuse_equals_recompute(engine, monkeypatch):
+def test_reuse_equals_recompute(engine):
     """Every logit the engine drew from, in four turns over stored KV, is that of one pass over the conversation."""
     drawn: list[tuple[int, np.ndarray]] = []
-
-    def run_pass(self, prefill, *args, original=ca_jax.device.runner.Runner.run_pass):
-        original(self, prefill, *args)
-        if prefill.logits is not None:
-            drawn.append((prefill.history_length + len(prefill.tokens), to_host(prefill.logits)[0]))
-
-    def decode(self, tokens, lengths, original=DecodeSlots.decode):
-        logits, *rest = original(self, tokens, lengths)
-        drawn.append((int(lengths[0]) + 1, to_host(logits)[0]))
-        return logits, *rest
-
-    monkeypatch.setattr(ca_jax.device.runner.Runner, "run_pass", run_pass)
-    monkeypatch.setattr(DecodeSlots, "decode", decode)
     session = engine.session(system="Answer briefly.")
     for message in MESSAGES:
         num_known = len(session.token_ids)
-        answer = kit.say(session, message, 20)
+        with ok.recorded_logits(engine) as logits:
+            answer = kit.say(session, message, 20)
         assert session.usage.num_cached_tokens == max(num_known - 1, 0), "the history was not reused"
         assert answer == kit.greedy_answer(session.token_ids[: session.usage.prompt_tokens], 20)
+        drawn += zip(kit.last_answer(session), logits, strict=True)
     expected = kit.full_pass(session.token_ids)[0]
-    assert len(drawn) == 20 * len(MESSAGES)
-    for num_tokens, logits in drawn:
-        np.testing.assert_allclose(
-            logits, expected[num_tokens - 1], atol=kit.ATOL, rtol=0, err_msg=f"{num_tokens} tokens"
-        )
+    for place, logits in drawn:
+        np.testing.assert_allclose(logits, expected[place - 1], atol=kit.ATOL, rtol=0, err_msg=f"{place} tokens")
 
 
 # 2
@@ -120,9 +112,9 @@ def test_only_rope_computes_with_angles():
     angles = {"cos", "sin", "tan", "sincos", "polar", "expm1j"}
     found = {
         name
-        for name, tree in sources()
-        for node in ast.walk(tree)
-        if (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in angles)
+        for name, nodes in sources()
+        for node in nodes
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in angles
     }
     assert found == {"models/rope.py"}
 
@@ -148,17 +140,17 @@ OUTSIDE = ("launch/", "testing/")  # They use the engine as anyone does.
 TRANSFERS = {"device_put", "device_get", "copy_to_host_async", "item", "tolist", "from_dlpack"}
 
 
-def crossings(tree: ast.Module) -> Iterator[str]:
+def crossings(nodes: list[ast.AST]) -> Iterator[str]:
     """Calls that may carry an array over, in a module that has arrays of jax."""
     imported = {
         alias.name.split(".")[0] if isinstance(node, ast.Import) else (node.module or "").split(".")[0]
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Import | ast.ImportFrom)
         for alias in node.names
     }
     if "jax" not in imported:
         return
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
             module, _, name = ast.unparse(node.func).rpartition(".")
             of_a_list = bool(node.args) and isinstance(node.args[0], ast.List | ast.ListComp | ast.Tuple)
@@ -167,10 +159,10 @@ def crossings(tree: ast.Module) -> Iterator[str]:
 
 
 def test_no_other_module_asks_for_a_transfer():
-    found = {name: list(crossings(tree)) for name, tree in sources() if not name.startswith(OUTSIDE)}
+    found = {name: list(crossings(nodes)) for name, nodes in sources() if not name.startswith(OUTSIDE)}
     assert {name for name, calls in found.items() if calls} == {"device/transfer.py"}, found
     for source in ("jax.device_put(x)", "np.asarray(kv)", "jax.device_get(x)", "logits.item()", "numpy.array(x)"):
-        assert list(crossings(ast.parse(f"import jax\n{source}"))), "it would not be seen"
+        assert list(crossings([*ast.walk(ast.parse(f"import jax\n{source}"))])), "it would not be seen"
 
 
 # 4
@@ -218,26 +210,19 @@ def test_hbm_to_dram_to_hbm_is_bit_exact(dtype):
     on_device = to_device(kv)
     np.testing.assert_array_equal(as_bits(to_host(on_device)), as_bits(kv))
     config = StoreConfig(dram_gib=64 * layout.block_bytes / GIB, block_tokens=layout.block_tokens)
-    with contextlib.closing(AttentionStore(layout, config)) as store:
-        saver = AsyncSaver()
-        passes = ((0, 20, 24), (20, 10, 16))  # first token, tokens, padded tokens
-        for start, num_tokens, padded in passes:
-            layers = (to_device(kv[layer, :, start : start + padded]) for layer in range(layout.num_layers))
-            parts = [LayerPart(layer, kv, num_tokens) for layer, kv in enumerate(layers)]
-            ticket = store.prepare_save("a", start, range(start, start + num_tokens))
-            for part in parts:
-                saver.add(ticket, part)
-            saver.end(ticket)
-        for start, stop in ((30, 38), (38, 45)):
-            steps = tuple(to_device(np.stack([kv[:, :, i]] * 3, axis=2)) for i in range(start, stop))
-            rows = tuple(i % 3 for i in range(start, stop))
-            ticket = store.prepare_save("a", start, range(start, stop))
-            saver.add(ticket, DecodedPart(steps, rows))
-            saver.end(ticket)
+    with contextlib.closing(AttentionStore(layout, config)) as store, contextlib.closing(AsyncSaver()) as saver:
+        turn = TurnSaver(store, saver, TurnKV(key="a", owner=Owner(), start_token=0), group_tokens=8)
+        for start, stop, padded in ((0, 20, 24), (20, 30, 36)):
+            turn.begin_pass(range(start, stop), start)
+            for layer in range(layout.num_layers):
+                turn.add_layer(layer, to_device(kv[layer, :, start:padded]))
+            turn.end_pass()
+        for token in range(30, 45):
+            turn.add_decoded(token, to_device(np.stack([kv[:, :, token]] * 3, axis=2)), token % 3)
+        turn.end()
         for result in saver.poll(wait=True):
             assert result.error is None
             assert store.complete_save(result.ticket)
-        saver.close()
 
         loader = LayerLoader(layout, layout.num_layers * 64 * layout.token_bytes // layout.num_layers)
         ticket = store.prepare_load("a", range(64))
@@ -310,7 +295,10 @@ def test_compiles_are_bounded_by_the_buckets_and_none_comes_after_warmup(rest_dt
 
 
 def test_none_comes_after_warmup_where_passes_are_short_and_histories_are_loaded_in_part(monkeypatch):
-    """Passes of every length, in any order, over nothing, over a loaded history and over part of one."""
+    """Passes of every length, in any order, over nothing, over a loaded history and over part of one.
+
+    Decode is compiled for its extent, as on a GPU, and batches of one and two jobs come to each.
+    """
     taken: list[int] = []
     num_plans = itertools.count()
 
@@ -322,8 +310,11 @@ def test_none_comes_after_warmup_where_passes_are_short_and_histories_are_loaded
         return min((0, block_tokens, history_tokens)[next(num_plans) % 3], history_tokens)
 
     model = kit.model_of(head_dim=28, num_layers=1)
-    sizes = {"context_window": 256, "max_batch_size": 2, "overflow": None}
+    sizes = {"max_batch_size": 2, "overflow": None}
     with kit.small_engine(model, max_tpot_ms=1.0, recompute_if_faster=True, **sizes) as engine:
+        slots = engine._runner.slots
+        slots._needs_static_extent = True
+        assert len(slots.extents) > 1
         engine.warmup()
         assert engine.rates is not None
         monkeypatch.setattr(costs, "largest_pass", any_pass)
@@ -336,19 +327,10 @@ def test_none_comes_after_warmup_where_passes_are_short_and_histories_are_loaded
             for turn, length in enumerate((80, 15, 47, 21)):
                 kit.drain(*(s.send_ids(kit.prompt(length + 9 * i, turn), max_tokens=3) for i, s in enumerate(sessions)))
             decoding.close()
+            for num_jobs in (1, 2):
+                engine.generate([kit.prompt(200)] * num_jobs, SamplingParams(max_tokens=100, ignore_eos=True))
         assert after.count == 0
         assert set(taken) == {16, 32, 64}
         metrics = engine.metrics
         assert metrics.prefill_passes > 2 * metrics.prefill_steps
         assert min(metrics.loaded_histories, metrics.mixed_histories, metrics.recomputed_histories) > 0
-
-
-def test_none_comes_after_warmup_where_decode_is_compiled_for_its_extent_as_on_a_gpu():
-    with kit.small_engine(kit.model_of(head_dim=20, num_layers=1), max_batch_size=2, overflow=None) as engine:
-        engine._runner.slots._needs_static_extent = True
-        assert len(engine._runner.slots.extents) > 1
-        engine.warmup(max_new_tokens=8)
-        with CompileCounter() as after:
-            for num_jobs in (1, 2):
-                engine.generate([kit.prompt(8)] * num_jobs, SamplingParams(max_tokens=kit.WINDOW, ignore_eos=True))
-        assert after.count == 0

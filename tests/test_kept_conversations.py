@@ -39,40 +39,49 @@ def as_killed(directory, to, **changes):
     return kit.ssd_store(to, **changes)
 
 
-def test_turns_that_ssd_has_nothing_of_are_known(tmp_path):
+@pytest.mark.parametrize("num_on_ssd", [0, 51])
+def test_turns_that_ssd_has_not_are_known_and_what_it_has_is_loaded(tmp_path, num_on_ssd):
     store = kit.ssd_store(tmp_path / "a")
-    with kit.small_engine(store=store) as engine, nothing_gets_to_ssd(engine):
+    with kit.small_engine(store=store) as engine, contextlib.ExitStack() as held_up:
+        if not num_on_ssd:
+            held_up.enter_context(nothing_gets_to_ssd(engine))
         session = engine.session(session_id="one", tenant="a")
-        kit.converse(session, PROMPTS[:2])
+        kit.say(session, PROMPTS[0])
+        if num_on_ssd:
+            engine.wait_for_saves()
+            held_up.enter_context(nothing_gets_to_ssd(engine))
+        kit.converse(session, PROMPTS[1:])
         after = as_killed(tmp_path / "a", tmp_path / "b")
-    with kit.small_engine(store=after) as engine:
-        assert engine.stored.list() == ()
-        assert engine.stored.names() == (("a", "one"),)
-        assert engine.stored.conversation("one", tenant="a") == session.conversation
-        with pytest.raises(TenantError):
-            engine.session(session_id="one", tenant="b")
-        again = engine.session(session_id="one", tenant="a")
-        assert again.conversation == session.conversation
-        assert sum(cached_of(again, PROMPTS[2]).values()) == 0
+    for _ in range(2):  # The second time what the first one saved, and closed with, is on SSD.
+        with kit.small_engine(store=after) as engine:
+            assert engine.stored.names() == (("a", "one"),)
+            assert [info.num_tokens for info in engine.stored.list()] == [num_on_ssd] * bool(num_on_ssd)
+            assert engine.stored.conversation("one", tenant="a") == session.conversation
+            with pytest.raises(TenantError):
+                engine.session(session_id="one", tenant="b")
+            again = engine.session(session_id="one", tenant="a")
+            assert again.conversation == session.conversation
+            assert cached_of(again, [65]).get("ssd", 0) == again.usage.num_cached_tokens == num_on_ssd
+            session, num_on_ssd = again, len(again.token_ids) - 1
 
 
-def test_turns_behind_what_is_on_ssd_are_known_and_it_is_loaded(tmp_path):
-    store = kit.ssd_store(tmp_path / "a")
-    with kit.small_engine(store=store) as engine:
+@contextlib.contextmanager
+def engine_with_a_turn(directory, **changes):
+    """An engine and its session "one", the first turn of which is on SSD."""
+    with kit.small_engine(store=kit.ssd_store(directory, **changes)) as engine:
         session = engine.session(session_id="one")
         kit.say(session, PROMPTS[0])
         engine.wait_for_saves()
-        num_on_ssd = engine.stored.find("one").ssd_tokens
-        with nothing_gets_to_ssd(engine):
-            kit.converse(session, PROMPTS[1:])
-            after = as_killed(tmp_path / "a", tmp_path / "b")
-    for _ in range(2):  # The second time what the first one saved, and closed with, is on SSD.
-        with kit.small_engine(store=after) as engine:
-            again = engine.session(session_id="one")
-            assert again.conversation == session.conversation
-            assert cached_of(again, [65]) == {"ssd": num_on_ssd}
-            num_on_ssd = len(again.token_ids) - 1
-            session = again
+        yield engine, session
+
+
+@contextlib.contextmanager
+def known(store, told, **changes):
+    """Session "one" in another engine, that knows what was told of it."""
+    with kit.small_engine(store=store, **changes) as engine:
+        session = engine.session(session_id="one")
+        assert session.conversation == told
+        yield session
 
 
 def test_an_open_conversation_is_known_though_ssd_had_to_let_go_of_it(tmp_path):
@@ -106,15 +115,13 @@ def test_one_that_was_let_go_of_stays_noted_until_it_is_on_ssd(tmp_path):
         with contextlib.closing(NoteLog(tmp_path / "c")) as log:
             assert not [*log.list()]
         assert engine.session(session_id="one").conversation == session.conversation
-    with kit.small_engine(store=before) as engine:
-        assert engine.session(session_id="one").conversation == session.conversation
+    with known(before, session.conversation):
+        pass
 
 
 @pytest.mark.parametrize("how", ["closed", "dropped"])
 def test_what_was_to_be_forgotten_is(tmp_path, how):
-    with kit.small_engine(store=kit.ssd_store(tmp_path / "a")) as engine:
-        session = engine.session(session_id="one")
-        kit.say(session, PROMPTS[0])
+    with engine_with_a_turn(tmp_path / "a") as (engine, session):
         if how == "closed":
             session.close()
         else:
@@ -130,10 +137,9 @@ def test_what_was_to_be_forgotten_is(tmp_path, how):
 def test_what_was_taken_back_is_gone_before_ssd_knows_and_when_it_does(tmp_path, monkeypatch, how, fails):
     """Killed before SSD has taken it in, and later; also where the disk had no room for the last turn."""
     gates, clock = open_gated(monkeypatch), StoppedClock(time.time())
-    with kit.small_engine(store=kit.ssd_store(tmp_path / "a")) as engine:
+    with engine_with_a_turn(tmp_path / "a") as (engine, session):
         engine._kv.store._placement._clock = clock
-        session = engine.session(session_id="one")
-        kit.converse(session, PROMPTS[:2])
+        kit.say(session, PROMPTS[1])
         engine.wait_for_saves()
         with monkeypatch.context() as patch:
             if fails:
@@ -152,9 +158,7 @@ def test_what_was_taken_back_is_gone_before_ssd_knows_and_when_it_does(tmp_path,
         (tmp_path / "a" / LOG_NAME).unlink()
         after = as_killed(tmp_path / "a", tmp_path / "c")
     for directory in (killed, after):
-        with kit.small_engine(store=directory) as engine:
-            again = engine.session(session_id="one")
-            assert again.conversation == session.conversation
+        with known(directory, session.conversation) as again:
             if how == "rewound":  # What is behind a gap has seen what is gone.
                 assert cached_of(again, [65]) == {"ssd": 60}
             elif directory is killed:
@@ -173,11 +177,8 @@ def test_kv_from_before_a_truncation_is_not_that_of_the_conversation_behind_it(t
             kit.say(session, kit.prompt(60))
             assert session.num_dropped > 0
             after = as_killed(tmp_path / "a", tmp_path / "b")
-    with kit.small_engine(store=after, overflow=overflow) as engine:
-        again = engine.session(session_id="one")
-        assert again.conversation == session.conversation
-        cached = cached_of(again, kit.prompt(10))
-        assert sum(cached.values()) <= 4
+    with known(after, session.conversation, overflow=overflow) as again:
+        assert sum(cached_of(again, kit.prompt(10)).values()) <= 4
 
 
 @pytest.mark.parametrize("how", ["ends", "is cancelled", "breaks"])
@@ -264,11 +265,7 @@ def num_failed(engine):
 @pytest.mark.parametrize(("failure", "end"), [*zip(FAILURES, ["let go of", "closed"] * 2, strict=True)])
 def test_a_turn_whose_flush_fails_is_known_though_dram_let_go_of_it(tmp_path, monkeypatch, failure, end):
     gates = open_gated(monkeypatch)
-    store = kit.ssd_store(tmp_path, dram_free_fraction=0.995)
-    with kit.small_engine(store=store) as engine:
-        session = engine.session(session_id="one")
-        kit.say(session, PROMPTS[0])
-        engine.wait_for_saves()
+    with engine_with_a_turn(tmp_path, dram_free_fraction=0.995) as (engine, session):
         with monkeypatch.context() as patch:
             FAILURES[failure](engine, patch, gates)
             kit.say(session, PROMPTS[1])
@@ -284,23 +281,18 @@ def test_a_turn_whose_flush_fails_is_known_though_dram_let_go_of_it(tmp_path, mo
             engine._kv.conversations._log = None
         gates[0].writes.open()
         engine._kv.store._placement._dirty.clear()
-    for _ in range(2):  # The second time it was opened, and nothing was said.
-        with kit.small_engine(store=store) as engine:
-            again = engine.session(session_id="one")
-            assert again.conversation == told
-    with kit.small_engine(store=store) as engine:
-        cached_of(engine.session(session_id="one"), [65])
+    for says_more in (False, True):  # The second time it was opened, and nothing was said.
+        with known(kit.ssd_store(tmp_path), told) as again:
+            if says_more:
+                cached_of(again, [65])
 
 
 @pytest.mark.parametrize("failure", FAILURES)
 def test_what_could_not_be_written_is_written_when_the_disk_goes_on(tmp_path, monkeypatch, failure):
     """With its KV, if that is in DRAM still: nobody has to say anything more."""
     gates, clock = open_gated(monkeypatch), StoppedClock(time.time())
-    with kit.small_engine(store=kit.ssd_store(tmp_path / "a")) as engine:
+    with engine_with_a_turn(tmp_path / "a") as (engine, session):
         engine._kv.store._placement._clock = clock
-        session = engine.session(session_id="one")
-        kit.say(session, PROMPTS[0])
-        engine.wait_for_saves()
         with monkeypatch.context() as patch:
             FAILURES[failure](engine, patch, gates)
             kit.say(session, PROMPTS[1])
@@ -319,8 +311,8 @@ def test_what_could_not_be_written_is_written_when_the_disk_goes_on(tmp_path, mo
         engine.keep()
         (tmp_path / "a" / LOG_NAME).unlink()  # As another boot would find it: SSD alone counts.
         after = as_killed(tmp_path / "a", tmp_path / "b")
-    with kit.small_engine(store=after) as engine:
-        assert engine.session(session_id="one").conversation == session.conversation
+    with known(after, session.conversation):
+        pass
 
 
 def kept_on_ssd(engine, session):
@@ -346,8 +338,8 @@ def test_a_log_that_took_nothing_is_tried_again(tmp_path, monkeypatch):
         clock.now_s += 60.0
         engine.keep()
         after = as_killed(tmp_path / "a", tmp_path / "b")
-    with kit.small_engine(store=after) as engine:
-        assert engine.session(session_id="one").conversation == told
+    with known(after, told):
+        pass
 
 
 def test_where_the_log_is_full_what_ssd_has_goes_first(tmp_path, monkeypatch):

@@ -9,29 +9,14 @@ import numpy as np
 import pytest
 
 import ca_jax
-from ca_jax.kv.costs import PrefillRate, RateMeter, Rates, TransferRate
+from ca_jax.kv.costs import RateMeter
 from ca_jax.storage.records import MissReason
 from tests import engine_kit as kit
+from tests import overlap_kit
 
-MODEL = kit.tiny_model().config
-LAYER_TOKEN_BYTES = kit.TOKEN_BYTES // MODEL.num_layers
-TOKEN_S = 1e-3
-# Seconds of loading one token of all layers, against TOKEN_S of computing it.
-LOAD_TOKEN_S = {"load": 1e-9, "mix": TOKEN_S, "recompute": 1e3}
+LOAD_TOKEN_S = {"load": 1e-9, "mix": 1e-3, "recompute": 1e3}
+"""Seconds of loading one token of all layers, against a millisecond of computing it."""
 COUNTERS = {"load": "loaded_histories", "mix": "mixed_histories", "recompute": "recomputed_histories"}
-kinds = pytest.mark.parametrize("kind", COUNTERS)
-
-
-def rates_for(kind: str) -> Rates:
-    """Rates with which a history is treated so."""
-    bandwidth = kit.TOKEN_BYTES / LOAD_TOKEN_S[kind]
-    return Rates(
-        num_layers=MODEL.num_layers,
-        layer_token_bytes=LAYER_TOKEN_BYTES,
-        load=TransferRate(bytes_per_s=bandwidth),
-        save=TransferRate(bytes_per_s=bandwidth),
-        prefill=PrefillRate(token_s=TOKEN_S),
-    )
 
 
 @pytest.fixture
@@ -58,8 +43,7 @@ def expect_stored_whole(engine: ca_jax.Engine, session: ca_jax.Session) -> None:
     np.testing.assert_allclose(stored, kit.full_pass(token_ids)[1], atol=kit.ATOL, rtol=0)
 
 
-@kinds
-@pytest.mark.parametrize("num_first", [70, 210])
+@pytest.mark.parametrize(("kind", "num_first"), [("load", 70), ("mix", 70), ("mix", 210), ("recompute", 210)])
 def test_whatever_is_chosen_the_tokens_are_right_and_all_is_stored_once(set_rates, kind, num_first):
     """Behind 70 tokens what a mix recomputes fits a pass with the new ones, behind 210 it takes several."""
     with kit.small_engine(recompute_if_faster=True) as engine:
@@ -67,7 +51,7 @@ def test_whatever_is_chosen_the_tokens_are_right_and_all_is_stored_once(set_rate
         set_rates(None)
         kit.check_turn(session, kit.prompt(num_first), 8)
         assert chosen(engine) == {"load": 0, "mix": 0, "recompute": 0}, "there was nothing to choose"
-        set_rates(rates_for(kind))
+        set_rates(overlap_kit.rates_of(LOAD_TOKEN_S[kind]))
         for nth in range(1, 3):
             num_stored = num_saved(engine)
             assert num_stored == len(session.token_ids) - 1
@@ -93,7 +77,7 @@ def test_how_well_a_prefill_was_predicted_is_told(set_rates):
         set_rates(None)
         kit.check_turn(session, kit.prompt(20), max_tokens=3)
         assert len(engine.metrics.prediction_errors) == 0, "there were no rates to predict by"
-        set_rates(rates_for("load"))
+        set_rates(overlap_kit.rates_of(LOAD_TOKEN_S["load"]))
         kit.check_turn(session, kit.prompt(12, seed=1), max_tokens=3)
         assert len(engine.metrics.prediction_errors) == 1
         kit.check_turn(session, kit.prompt(90), max_tokens=3)

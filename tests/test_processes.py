@@ -9,20 +9,17 @@ import dataclasses
 import functools
 import shutil
 import threading
-from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import pytest
 
 from benchmarks.paced import ControlledStore
 from ca_jax.device import transfer
-from ca_jax.engine import Engine
 from ca_jax.errors import ProcessesError, TenantError
 from ca_jax.overflow.config import OverflowConfig
+from ca_jax.session import Session
 from ca_jax.storage.config import shard_config
-from ca_jax.storage.records import MissReason, StoreStats
-from ca_jax.telemetry.metrics import EngineMetrics
+from ca_jax.storage.records import MissReason
 from tests import engine_kit as kit
 from tests.threads_kit import ThreadProcesses, run_together
 from tests.transfers_kit import InstantTransfers
@@ -30,66 +27,43 @@ from tests.transfers_kit import InstantTransfers
 PROMPTS = [kit.prompt(40), kit.prompt(30), kit.prompt(25)]
 
 
-class Talk(NamedTuple):
-    """What came of a conversation."""
-
-    answers: list[list[int]]
-    cached: list[int]
-    metrics: EngineMetrics
-    stats: StoreStats
-    num_stored: list[int]
+CACHED = [0, 40 + 12 - 1, 40 + 12 + 30 + 12 - 1]
+"""Tokens of each prompt whose KV is stored, in turns that follow each other."""
 
 
-def talk(
-    processes: ThreadProcesses, before_last: Callable[[Engine, int, str], None] = lambda *_: None, **changes
-) -> Talk:
-    """Three turns of one conversation; something is done to each process's engine before the last."""
-    with kit.small_engine(processes=processes, **changes) as engine:
-        session = engine.session(session_id="one")
-        answers, cached = [], []
-        for number, prompt in enumerate(PROMPTS):
-            if number == len(PROMPTS) - 1:
-                engine.wait_for_saves()
-                before_last(engine, processes.index, session.session_id)
-            answers.append(kit.say(session, prompt))
-            cached.append(session.usage.num_cached_tokens)
-        engine.wait_for_saves()
-        num_stored = [info.num_tokens for info in engine.stored.list()]
-        return Talk(answers, cached, engine.metrics, engine.store_stats(), num_stored)
-
-
-@functools.cache
-def expected() -> tuple[list, list]:
-    """The same of a single engine."""
-    with kit.small_engine() as engine:
-        session = engine.session()
-        answers = [kit.say(session, prompt) for prompt in PROMPTS]
-    return answers, [0, 40 + 12 - 1, 40 + 12 + 30 + 12 - 1]
+def cached_of(session: Session, prompts: list[list[int]]) -> list[int]:
+    """Sends turns and checks their answers; the tokens that each found stored."""
+    return [kit.check_turn(session, prompt).num_cached_tokens for prompt in prompts]
 
 
 @pytest.mark.parametrize("num_left", [0, 37, 64])
 def test_what_one_has_less_of_is_loaded_as_far_as_it_goes(num_left):
-    def shorten(engine: Engine, process: int, session_id: str) -> None:
-        if process == 1:
-            engine._kv.store.truncate(engine._kv.key(session_id), num_left)
+    def run(processes: ThreadProcesses) -> list[int]:
+        with kit.small_engine(processes=processes) as engine:
+            session = engine.session(session_id="one")
+            assert cached_of(session, PROMPTS[:2]) == CACHED[:2]
+            engine.wait_for_saves()
+            if processes.index == 1:
+                engine._kv.store.truncate(engine._kv.key("one"), num_left)
+            assert cached_of(session, PROMPTS[2:]) == [num_left]
+            engine.wait_for_saves()
+            assert [info.num_tokens for info in engine.stored.list()] == [len(session.token_ids) - 1]
+            assert engine.store_stats().misses.get(MissReason.OTHER_SHARD, 0) == (processes.index == 0)
+            return session.token_ids
 
-    for process, found in enumerate(run_together(2, lambda p: talk(p, shorten))):
-        assert found.answers == expected()[0]
-        assert found.stats.misses.get(MissReason.OTHER_SHARD, 0) == (process == 0)
-        assert found.cached[-1] == num_left
-        assert found.num_stored == [sum(map(len, PROMPTS)) + 3 * 12 - 1]
+    one, other = run_together(2, run)
+    assert one == other
 
 
 def test_a_load_that_breaks_on_one_is_begun_anew_on_all():
-    def broken(processes: ThreadProcesses) -> Talk:
+    def run(processes: ThreadProcesses) -> None:
         loads = InstantTransfers(lambda load: bool(load.layer))
         wrapper = functools.partial(ControlledStore, loads=loads) if processes.index == 1 else None
-        return talk(processes, store_wrapper=wrapper)
+        with kit.small_engine(processes=processes, store_wrapper=wrapper) as engine:
+            assert cached_of(engine.session(session_id="one"), PROMPTS) == [0, 0, 0]
+            assert engine.metrics.failed_loads == 2
 
-    for found in run_together(2, broken):
-        assert found.answers == expected()[0]
-        assert found.cached == [0, 0, 0]
-        assert found.metrics.failed_loads == 2
+    run_together(2, run)
 
 
 def test_what_one_cannot_put_on_its_device_fails_on_all_and_costs_no_kv(monkeypatch):
@@ -100,7 +74,7 @@ def test_what_one_cannot_put_on_its_device_fails_on_all_and_costs_no_kv(monkeypa
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
         return original(*args)
 
-    def run(processes: ThreadProcesses) -> tuple[list[int], int]:
+    def run(processes: ThreadProcesses) -> None:
         with kit.small_engine(processes=processes) as engine:
             session = engine.session(session_id="one")
             kit.say(session, PROMPTS[0])
@@ -109,42 +83,40 @@ def test_what_one_cannot_put_on_its_device_fails_on_all_and_costs_no_kv(monkeypa
             with pytest.raises(ProcessesError, match="could not be brought to its devices"):
                 kit.say(session, PROMPTS[1])
             out_of_memory.discard(threading.get_ident())
-            return kit.say(session, PROMPTS[1]), session.usage.num_cached_tokens
+            assert cached_of(session, PROMPTS[1:]) == CACHED[1:]
 
     monkeypatch.setattr(transfer, "staging_to_device", put)
-    answers, cached = expected()
-    assert run_together(2, run) == [(answers[1], cached[1])] * 2
+    run_together(2, run)
 
 
 @pytest.mark.parametrize("lost", ["nothing", "shard", "turn"])
 def test_a_conversation_goes_on_after_a_restart_whatever_one_has_lost(tmp_path, lost):
     """`turn`: one process died before the second turn was on its disk."""
-    store = kit.ssd_store(tmp_path)
+    store = kit.ssd_store(tmp_path / "store")
+    shard = shard_config(store, 1, 2).ssd_directory
 
-    def first(processes: ThreadProcesses) -> list[list[int]]:
+    def first(processes: ThreadProcesses) -> None:
         with kit.small_engine(processes=processes, store=store) as engine:
             session = engine.session(session_id="one")
-            answers = [kit.say(session, PROMPTS[0])]
+            cached_of(session, PROMPTS[:1])
             engine.wait_for_saves()
             processes.gather("saved", None)
             if processes.index == 1:
-                shutil.copytree(shard_config(store, 1, 2).ssd_dir, tmp_path.parent / "kept", dirs_exist_ok=True)
-            return [*answers, kit.say(session, PROMPTS[1])]
+                shutil.copytree(shard, tmp_path / "kept")
+            cached_of(session, PROMPTS[1:2])
 
-    def second(processes: ThreadProcesses) -> tuple[list[int], int, int]:
+    def second(processes: ThreadProcesses) -> None:
         with kit.small_engine(processes=processes, store=store) as engine:
             session = engine.session(session_id="one")
-            return kit.say(session, PROMPTS[2]), session.usage.num_cached_tokens, len(session.messages)
+            assert cached_of(session, PROMPTS[2:]) == [{"nothing": CACHED[2], "shard": 0, "turn": CACHED[1]}[lost]]
+            assert [session.token_ids[:40], len(session.messages)] == [PROMPTS[0], 6]
 
-    answers, cached = expected()
-    assert run_together(2, first) == [answers[:2]] * 2
-    shard = shard_config(store, 1, 2).ssd_directory
+    run_together(2, first)
     if lost != "nothing":
         shutil.rmtree(shard)
     if lost == "turn":
-        shutil.copytree(tmp_path.parent / "kept", shard)
-    loaded = {"nothing": cached[2], "shard": 0, "turn": len(PROMPTS[0]) + 12 - 1}[lost]
-    assert run_together(2, second) == [(answers[2], loaded, 6)] * 2
+        shutil.copytree(tmp_path / "kept", shard)
+    run_together(2, second)
 
 
 def test_several_conversations_at_once_and_a_full_context_end_alike():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import functools
 import itertools
 import json
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -28,6 +31,13 @@ def counting() -> Timeline:
 
 def brief(spans: list[Span]) -> list[tuple]:
     return [(span.track, span.name, span.start_s, span.end_s) for span in spans]
+
+
+def run_at_once(*actions: Callable[[], object]) -> None:
+    """Each on a thread of its own, to the end."""
+    with concurrent.futures.ThreadPoolExecutor(len(actions)) as pool:
+        for future in [pool.submit(action) for action in actions]:
+            future.result(PATIENCE_S)
 
 
 def test_blocks_and_what_is_over_are_spans_by_start():
@@ -54,11 +64,7 @@ def test_threads_record_at_once_and_nothing_is_lost():
             with timeline.annotate("save", f"{thread}.{i}"):
                 timeline.add("load", f"{thread}.{i}", 0, 1)
 
-    threads = [threading.Thread(target=record, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_at_once(*(functools.partial(record, i) for i in range(4)))
     assert len(timeline.spans()) == 1000
     assert timeline.num_forgotten == 4 * 400 * 2 - 1000, "the oldest make room"
     timeline.clear()
@@ -73,6 +79,10 @@ def test_nothing_is_recorded_when_off(tmp_path):
     NO_TIMELINE.write(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert [event["ph"] for event in events] == ["M"]
+    num_threads, watch = threading.active_count(), ComputeWatch(NO_TIMELINE)
+    watch.layer(Output(), 0.0, layer=0)
+    assert threading.active_count() == num_threads
+    watch.close()
 
 
 @pytest.mark.parametrize(
@@ -159,12 +169,7 @@ def test_no_event_of_many_threads_is_lost_and_all_who_wait_are_woken():
             seen = now
         found.append(seen)
 
-    threads = [threading.Thread(target=lambda: [wakeup.tell() for _ in range(200)]) for _ in range(4)]
-    threads += [threading.Thread(target=wait) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
+    run_at_once(*[lambda: [wakeup.tell() for _ in range(200)]] * 4, *[wait] * 3)
     assert (found, wakeup.count) == ([800] * 3, 800)
 
 
@@ -204,10 +209,3 @@ def test_layers_have_a_span_each_in_order_when_they_are_computed_and_their_calle
     assert spans[0].start_s == since_s
     for before, after in itertools.pairwise(spans):
         assert before.end_s == after.start_s, "what was dispatched early is computed behind what was before it"
-
-
-def test_where_nothing_is_recorded_there_is_no_thread():
-    num_threads, watch = threading.active_count(), ComputeWatch(NO_TIMELINE)
-    watch.layer(Output(), 0.0, layer=0)
-    assert threading.active_count() == num_threads
-    watch.close()

@@ -27,10 +27,6 @@ NUM_PROCESSES = 2
 ENVIRONMENT = os.environ | {
     "JAX_NUM_CPU_DEVICES": "2",
     "JAX_PLATFORMS": "cpu",
-    "PJRT_NPROC": "16",  # Fewer threads than devices of a collective could wait for each other.
-    "NPROC": "16",
-    # Each compiles far more than it runs.
-    "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip(),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # Each of several processes compiles all of it.
 }
 
@@ -86,6 +82,12 @@ def main(address: str, index: int, directory: str, data: int, tensor: int, first
 # Both together.
 
 
+def start(arguments: list[str], **options: object) -> subprocess.Popen:
+    """A process of python that is told what to do."""
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.Popen(command, env=ENVIRONMENT, stdin=subprocess.PIPE, text=True, **options)
+
+
 def free_address() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -96,20 +98,11 @@ class Pair:
     """Two processes that run `main`."""
 
     def __init__(self, directory: Path, *, data: int, tensor: int, first: int, stop: int) -> None:
-        address = free_address()
-        arguments = [str(directory), *(str(value) for value in (data, tensor, first, stop))]
-        root = Path(__file__).parent.parent
+        module, address, root = "tests.test_two_processes", free_address(), Path(__file__).parent.parent
+        arguments = [str(value) for value in (directory, data, tensor, first, stop)]
         self._logs = [directory.parent / f"log-{first}-{index}" for index in range(NUM_PROCESSES)]
         self._processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.test_two_processes", address, str(index), *arguments],
-                env=ENVIRONMENT,
-                cwd=root,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log.open("w"),
-                text=True,
-            )
+            start([module, address, str(index), *arguments], cwd=root, stdout=subprocess.PIPE, stderr=log.open("w"))
             for index, log in enumerate(self._logs)
         ]
 
@@ -192,17 +185,10 @@ def test_a_chat_of_two_processes_is_that_of_the_first_ones_user(tmp_path):
     flags = [f"--model={tmp_path / 'model'}", "--tensor_parallel_size=4", "--max_tokens=4", "--dram_gib=0.1"]
     flags += ["--context_window=256", "--prefill_chunk_tokens=64"]
     flags += ["--norecompute_if_faster"]  # As it is for a model as small as this.
-    command = [sys.executable, "-m", "ca_jax.launch.chat", *flags, f"--coordinator_address={free_address()}"]
+    flags += [f"--coordinator_address={free_address()}", f"--num_processes={NUM_PROCESSES}"]
     logs = [tmp_path / f"chat-{index}" for index in range(NUM_PROCESSES)]
     chats = [
-        subprocess.Popen(
-            [*command, f"--num_processes={NUM_PROCESSES}", f"--process_id={index}"],
-            env=ENVIRONMENT,
-            stdin=subprocess.PIPE,
-            stdout=log.open("w"),
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        start(["ca_jax.launch.chat", *flags, f"--process_id={index}"], stdout=log.open("w"), stderr=subprocess.STDOUT)
         for index, log in enumerate(logs)
     ]
     try:

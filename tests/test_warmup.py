@@ -7,11 +7,10 @@ import threading
 import numpy as np
 import pytest
 
-from benchmarks.paced import ControlledStore
 from ca_jax.engine import Engine
-from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tiers import dram
 from tests import engine_kit as kit
+from tests import overlap_kit
 from tests import server_kit as sk
 from tests.transfers_kit import InstantTransfers
 
@@ -22,13 +21,11 @@ def warm_up(engine) -> None:
     engine.warmup(max_history_tokens=0, max_new_tokens=8)
 
 
-def test_warming_up_measures_rates_through_the_wrapped_store_and_leaves_nothing_in_it():
+@pytest.mark.parametrize("read_buffer_gib", [None, 0.0], ids=["", "staging holds less than a history"])
+def test_warming_up_measures_rates_through_the_wrapped_store_and_leaves_nothing_in_it(read_buffer_gib):
     transfers = InstantTransfers()
-
-    def wrapper(store: AttentionStore) -> ControlledStore:
-        return ControlledStore(store, loads=transfers, saves=transfers)
-
-    with kit.small_engine(store_wrapper=wrapper) as engine:
+    wrapper = overlap_kit.controlled(loads=transfers, saves=transfers)
+    with kit.small_engine(store_wrapper=wrapper, read_buffer_gib=read_buffer_gib) as engine:
         assert engine.rates is None
         warm_up(engine)
         assert set(transfers.counts) == {(way, layer) for way in ("load", "save") for layer in range(MODEL.num_layers)}
@@ -40,8 +37,12 @@ def test_warming_up_measures_rates_through_the_wrapped_store_and_leaves_nothing_
         stats = engine.store_stats()
         assert (stats.num_sessions, stats.used_bytes, stats.num_aborted_saves) == (0, 0, 0)
         assert engine._kv._loader.room(engine._kv._loader.buffer.memory.nbytes) is not None, "staging is held"
+        engine._kv._loader.buffer.give_back()
         measured = engine.metrics
         assert (measured.turns, measured.prefill_passes, measured.failed_saves, measured.loaded_histories) == (0,) * 4
+        assert measured.failed_loads == 0
+        kit.converse(session := engine.session(), ("Hello.", "Go on."))
+        assert session.usage.num_cached_tokens > 0
 
 
 @pytest.mark.parametrize("store", [kit.STORE_OFF, kit.store_of(2)], ids=["off", "two blocks"])
@@ -51,25 +52,15 @@ def test_without_room_in_the_store_there_are_no_rates_and_turns_run_all_the_same
         assert engine.rates is None
         sessions = [engine.session() for _ in range(2)]
         kit.drain(*(session.send("Hello.", max_tokens=6) for session in sessions))
-        for session in sessions:
-            prompt = session.token_ids[: session.usage.prompt_tokens]
-            assert session.token_ids[len(prompt) :] == kit.greedy_answer(prompt, 6)
-
-
-def test_rates_are_measured_where_staging_holds_less_than_a_history():
-    with kit.small_engine(read_buffer_gib=0.0) as engine:
-        warm_up(engine)
-        assert engine.rates is not None
-        assert engine.metrics.failed_loads == 0
-        kit.converse(session := engine.session(), ("Hello.", "Go on."))
-        assert session.usage.num_cached_tokens > 0
+        kit.expect_right(*sessions)
+        assert [len(kit.last_answer(session)) for session in sessions] == [6, 6]
 
 
 @pytest.mark.parametrize("num_broken", [1, 2])
 def test_a_measurement_that_breaks_is_left_out(num_broken):
     """Of a save: there is nothing to load then, and the engine goes on without rates or with those of the rest."""
     transfers = InstantTransfers(lambda _: transfers.counts.total() <= num_broken)
-    with kit.small_engine(store_wrapper=lambda store: ControlledStore(store, saves=transfers)) as engine:
+    with kit.small_engine(store_wrapper=overlap_kit.controlled(saves=transfers)) as engine:
         warm_up(engine)
         assert engine.store_stats().used_bytes == 0
         kit.say(engine.session(), "Hello.", 3)
@@ -110,10 +101,8 @@ def test_an_engine_closes_while_its_memory_is_being_touched_and_asks_for_an_end(
     engine = kit.small_engine()
     assert gate.begun.wait(DEADLINE_S)
     assert not gate.stopped()
-    closing = threading.Thread(target=engine.close, daemon=True)
-    closing.start()
-    closing.join(DEADLINE_S)
-    assert not closing.is_alive()
+    with overlap_kit.in_thread(engine.close):
+        pass
     assert gate.stopped()
 
 
