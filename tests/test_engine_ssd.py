@@ -15,7 +15,7 @@ from ca_jax.storage.records import MissReason, Residency, SkipReason
 from ca_jax.storage.tickets import SaveTicket
 from tests import engine_kit as kit
 from tests.reliability import workload
-from tests.test_overlap_release import failing_from
+from tests.test_overlap_release import broken
 
 PROMPTS = [kit.prompt(40), kit.prompt(30), kit.prompt(25)]
 
@@ -257,11 +257,10 @@ def test_conversations_that_all_run_are_not_evicted_under_each_other():
     [("write", 0, 0), ("write", 2, 0), ("write_all", 0, 40), ("write_all", 1, 48)],
     ids=["first layer", "last layer", "first decoded tokens", "last decoded tokens"],
 )
-def test_a_save_that_breaks_shortens_what_is_stored_and_nothing_else(monkeypatch, method, num_calls, num_stored):
+def test_a_save_that_breaks_shortens_what_is_stored_and_nothing_else(method, num_calls, num_stored):
     with kit.small_engine() as engine:
         session = engine.session()
-        with monkeypatch.context() as patch:
-            patch.setattr(SaveTicket, method, failing_from(num_calls, getattr(SaveTicket, method)))
+        with broken(SaveTicket, method, num_calls):
             cached_of(session, PROMPTS[0])
             engine.wait_for_saves()
         assert engine.metrics.failed_saves >= 1

@@ -118,12 +118,11 @@ def say(page, text, max_tokens=None):
 
 def settled(server, page):
     """The server's own account of the page's session, once the page has shown it."""
+    page.locator("#turn-phase", has_text="done").wait_for()  # Until then there may be more to save.
     server.engine.wait_for_saves()
     session_id = page.evaluate("decodeURIComponent(location.hash.slice(1))")
     with server.http() as http:
-        told = http.get("/live", params={"once": "true", "session_id": session_id}).json()
-    page.locator("#turn-phase", has_text="done").wait_for()
-    return told
+        return http.get("/live", params={"once": "true", "session_id": session_id}).json()
 
 
 def test_a_conversation_by_keyboard_is_the_apis_and_its_second_turn_comes_from_the_cache(server, page):
