@@ -120,6 +120,27 @@ def test_the_first_failure_decides_and_memory_stays_taken_until_the_others_end(q
     other.result()
 
 
+def test_a_failure_counts_though_all_others_end_before_it_is_told(queue, device, monkeypatch):
+    handle, advance = queue.submit(device.operations("ab")), queue._advance
+    failed, others_ended = threading.Event(), threading.Event()
+
+    def advance_last_where_failed(handle: IoHandle, error: BlockIoError | None = None) -> None:
+        if error is not None:
+            failed.set()
+            assert others_ended.wait(PATIENCE_S)
+        advance(handle, error)
+        others_ended.set()
+
+    monkeypatch.setattr(queue, "_advance", advance_last_where_failed)
+    device.wait_begun("ab")
+    device.end("a", OSError("broken"))
+    assert failed.wait(PATIENCE_S)
+    device.end("b")
+    with pytest.raises(BlockIoError, match="OSError: broken"):
+        handle.result()
+    assert handle.settled
+
+
 def test_no_progress_within_the_deadline_is_an_error_and_late_ends_change_nothing(queue, device, clock):
     handle = queue.submit(device.operations("abc"))
     device.wait_begun("ab")

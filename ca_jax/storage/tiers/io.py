@@ -196,7 +196,8 @@ class IoQueue:
         with self._lock:
             self._progress_s = handle._progress_s = self.clock()
             handle._num_running -= 1
-            handle._num_left -= 1
+            if error is None:  # One that failed stays left: others may get to `_advance` first, and succeed.
+                handle._num_left -= 1
         self._advance(handle, error)
 
     def _advance(self, handle: IoHandle, error: BlockIoError | None = None) -> None:
