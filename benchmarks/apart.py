@@ -14,11 +14,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
-import numpy as np
 
 from benchmarks.harness import BenchError, Sample
-from ca_jax.device.runner import LayerSource, Prefill
-from ca_jax.device.transfer import to_host
+from ca_jax.device.passes import LayerSource, PassPart, Prefill
 from ca_jax.engine import Engine
 from ca_jax.kv.chunk_kv import FusedTicket
 from ca_jax.kv.layer_loader import LayerLoad, LayerLoader
@@ -30,12 +28,12 @@ from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tickets import LoadTicket
 from ca_jax.turns.text import ChunkSpan
 
-_SLOT = 0  # Nothing is put into it: a prefill that is not inserted leaves the decode slots as they are.
+_SLOT = 0  # An idle engine has all of them free, and gets this one back.
 
 
 @dataclasses.dataclass(frozen=True)
 class HistoryOnDevice:
-    """A history that needs no loading; a `runner.LayerSource`."""
+    """A history that needs no loading; a `passes.LayerSource`."""
 
     num_tokens: int
     """Of it that count."""
@@ -48,19 +46,11 @@ class HistoryOnDevice:
     history: History | None = None
     """Of chunks: what the engine would blend."""
 
-    @property
-    def num_held(self) -> int:
-        """All of them."""
-        return len(self.layers)
-
     def layer(self, layer: int) -> jax.Array:
         """A layer's KV."""
         return self.layers[layer]
 
     def computed(self, layer: int, result: jax.Array) -> None:
-        """Nothing waits for it."""
-
-    def used(self, layer: int, result: jax.Array) -> None:
         """Nothing waits for it."""
 
 
@@ -182,18 +172,21 @@ class ApartEngine:
         runner = self._engine._runner
         with self._engine._lock:
             started_s = time.perf_counter()
-            history = source()
+            history: LayerSource | None = source()
             prefill = Prefill(_SLOT, new_ids, num_tokens)
-            while prefill.num_left:
-                runner.run_pass(
-                    prefill, min(prefill.num_left, runner.chunk_tokens), None if prefill.num_done else history
-                )
-            if prefill.logits is None:
-                raise RuntimeError("a prefill of all tokens has ended without logits")
-            token = int(np.argmax(to_host(prefill.logits)))
-            elapsed_s = time.perf_counter() - started_s
-            jax.block_until_ready((prefill.past, prefill.kv))
-        return token, elapsed_s
+            runner.pool.begin(_SLOT, num_tokens + len(new_ids))
+            try:
+                while prefill.num_left:
+                    part = PassPart(prefill, min(prefill.num_left, runner.chunk_tokens), history, draws_behind=0)
+                    passed, history = runner.run_pass([part]), None
+                    if part.error is not None:
+                        raise part.error
+                if passed.draw is None:
+                    raise RuntimeError("a prefill of all tokens has ended without a token")
+                token = int(passed.draw.wait().tokens[passed.rows[_SLOT]])
+                return token, time.perf_counter() - started_s
+            finally:
+                runner.pool.end(_SLOT)
 
     def _open_load(self, session: Session) -> LoadTicket:
         num_tokens, num_found = len(session.token_ids), 0

@@ -29,7 +29,7 @@ from ca_jax.turns.requests import SamplingParams, Usage
 SSD_BLOCK_EXTRA_BYTES = 64 << 10
 """A generous bound of what a driver adds to a block on SSD."""
 SETTLING_STEPS = 4
-"""Decode steps before the first sample, so that the last prefill's KV is in its slot."""
+"""Decode steps before the first sample: the first ones are not computed ahead."""
 _WARM_SHARE = 0.95  # Of its pages a file has in memory that counts as warm.
 _SSD_SESSIONS = 4  # On SSD at once at most: two, and what replaces them.
 

@@ -266,9 +266,9 @@ class ControlledStore:
         ticket = self.store.prepare_save(*args, **options)
         return ticket if ticket is None or self._saves is None else ControlledTicket(ticket, self._saves)
 
-    def complete_load(self, ticket: Any) -> None:
+    def complete_load(self, ticket: Any, **options: Any) -> None:
         """As `AttentionStore.complete_load`."""
-        self.store.complete_load(_settled(ticket))
+        self.store.complete_load(_settled(ticket), **options)
 
     def abort_load(self, ticket: Any, *reason: MissReason) -> None:
         """As `AttentionStore.abort_load`."""

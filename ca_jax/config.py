@@ -85,7 +85,7 @@ class EngineConfig:
     """Of KV in DRAM and on SSD: `model`, as it was computed, or `int8` with a scale for each head and token: half the
     bytes of bfloat16, and a history that is loaded is rounded. KV of one kind is never served for the other."""
     context_window: int | None = None
-    """Most tokens a session may hold, answer included; None: the model's, at most 4,096. Every slot has this room."""
+    """Most tokens a session may hold, answer included; None: the model's, at most 4,096."""
     overflow: OverflowConfig | None = dataclasses.field(default_factory=OverflowConfig)
     """What happens when a conversation outgrows the window. None: it is an error, or ends the answer."""
     blend: BlendConfig = dataclasses.field(default_factory=BlendConfig)
@@ -95,17 +95,26 @@ class EngineConfig:
     end a message and begin another's. False: only the chat template makes special tokens. A prompt of `Engine.generate`
     is read as a whole either way."""
     max_batch_size: int = 8
-    """Most jobs that decode together, each in a slot of its own."""
-    prefill_chunk_tokens: int = 512
-    """Most new tokens prefilled in one pass; other jobs decode between passes."""
+    """Most jobs that run together."""
+    max_num_batched_tokens: int = 512
+    """Most tokens of a step: of prompts, several in one pass, and of jobs that decode along with them."""
+    page_tokens: int = 128
+    """Tokens of a page of KV on the devices, a multiple of 8. Contexts take pages as they grow."""
+    kv_pool_gib: float | None = None
+    """Pages of KV on the devices, GiB in all. None: room for `max_batch_size` full windows, or half of what the weights
+    leave of the devices' memory where that is less, on a CPU a quarter. A job begins once what it may come to need is
+    free."""
     tensor_parallel_size: int = 1
     """Devices that share the heads of the model, of its KV and of its weights. A size that divides the query heads, and
     divides the KV heads or is a multiple of them."""
     data_parallel_size: int = 1
-    """Parts that the decode slots are in, each on `tensor_parallel_size` devices of its own, which hold all weights."""
+    """Parts that running jobs are in, each on `tensor_parallel_size` devices of its own, which hold all weights."""
+    keep_pages: bool = True
+    """Keep conversations' pages on the devices between turns, until running jobs need them: what is there still is not
+    loaded. With `kv_rest_dtype="int8"` none are kept, since what is loaded is rounded."""
     max_tpot_ms: float | None = None
     """Most milliseconds between two tokens of a decoding job for the sake of others' prefill: passes are shortened to
-    what measured rates say fits, down to 16 tokens. None: a whole pass."""
+    what measured rates say fits. None: passes of `max_num_batched_tokens`."""
     read_buffer: int | str = "auto"
     """Layers of a history that are loaded ahead of the one that computes, from before its job begins: a number, `all`,
     `auto` (where `read_buffer_gib` is set the paper's `S_buf` from measured rates, else all), or `off` (first all are
@@ -132,12 +141,17 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check(self.dtype in (None, "float32", "bfloat16"), "dtype", "float32, bfloat16 or None", self.dtype)
         check(self.kv_rest_dtype in KV_REST_DTYPES, "kv_rest_dtype", " or ".join(KV_REST_DTYPES), self.kv_rest_dtype)
-        sizes = ("context_window", "max_batch_size", "prefill_chunk_tokens", "save_group_tokens")
+        sizes = ("context_window", "max_batch_size", "max_num_batched_tokens", "save_group_tokens")
         for name in (*sizes, "tensor_parallel_size", "data_parallel_size"):
             value = getattr(self, name)
             check(value is None or value > 0, name, "positive", value)
-        chunk_tokens, num_slots, num_parts = self.prefill_chunk_tokens, self.max_batch_size, self.data_parallel_size
-        check(chunk_tokens % 64 == 0, "prefill_chunk_tokens", "a multiple of 64", chunk_tokens)
+        num_tokens, num_slots, num_parts = self.max_num_batched_tokens, self.max_batch_size, self.data_parallel_size
+        check(num_tokens % 64 == 0, "max_num_batched_tokens", "a multiple of 64", num_tokens)
+        check(num_tokens > num_slots, "max_num_batched_tokens", f"above max_batch_size={num_slots}", num_tokens)
+        is_page = is_count(self.page_tokens, 8) and self.page_tokens % 8 == 0
+        check(is_page, "page_tokens", "a multiple of 8", self.page_tokens)
+        pool = self.kv_pool_gib
+        check(pool is None or 0 < pool < math.inf, "kv_pool_gib", "a number > 0", pool)
         wanted = f"a multiple of data_parallel_size={num_parts}"
         check(num_slots % num_parts == 0, "max_batch_size", wanted, num_slots)
         if self.overflow is not None and self.context_window is not None:

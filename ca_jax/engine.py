@@ -17,6 +17,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -221,7 +222,9 @@ class Engine:
     def generate(
         self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:
-        """Answers prompts, each on its own, in one continuous batch. Nothing of them is stored.
+        """Answers prompts, each on its own, in one continuous batch.
+
+        Their KV is stored, and each begins with what is stored of others, and of sessions without tenant, alike.
 
         Args:
           prompts: texts, or token ids.
@@ -242,7 +245,12 @@ class Engine:
             raise InvalidRequestError(f"there must be one params for each of {len(prompts)} prompts, got {len(each)}")
         ids = [prompt_ids(self.model, prompt) for prompt in prompts]
         with self._open_now():
-            jobs = [self._scheduler.submit(job) for job in list(map(self._turns.job, ids, each))]
+            sessions = [self._new_session(None, Conversation.begin([]), is_noted=False) for _ in prompts]
+            jobs = list(map(self._turns.job, ids, each, sessions))
+            for job, session in zip(jobs, sessions, strict=True):
+                job.may_drop = False
+                self._kv.announce(job, session)
+                self._scheduler.submit(job)
         try:
             self._run(jobs)
         finally:
@@ -356,7 +364,7 @@ class Engine:
 
         Args:
           max_history_tokens: largest history; None means the context window.
-          max_new_tokens: largest number of new tokens in one pass; None means `prefill_chunk_tokens`.
+          max_new_tokens: largest number of new tokens in one pass; None means `max_num_batched_tokens`.
           contexts: tokens of each chunk, of contexts of chunks that will begin conversations; others compile when they
             first come.
           progress: told how far it is.
@@ -467,12 +475,16 @@ class Engine:
     def _open(
         self, session_id: str | None, begun: Conversation, tenant: str, ttl_s: float | None, is_kept: bool = True
     ) -> Session:
-        name = session_id or from_first(self._processes, "a session's name", uuid.uuid4().hex)
-        session = Session(self, name, begun, tenant=tenant, ttl_s=ttl_s, is_kept=is_kept)
-        session.key = self._kv.key(name, tenant)
+        session = self._new_session(session_id, begun, tenant, ttl_s=ttl_s, is_kept=is_kept)
         if is_kept:
-            self._sessions[name] = session
+            self._sessions[session.session_id] = session
             self._kv.conversations.opened(session.key)
+        return session
+
+    def _new_session(self, session_id: str | None, begun: Conversation, tenant: str = "", **options: Any) -> Session:
+        name = session_id or from_first(self._processes, "a session's name", uuid.uuid4().hex)
+        session = Session(self, name, begun, tenant=tenant, **options)
+        session.key = self._kv.key(name, tenant)
         return session
 
     @contextlib.contextmanager

@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -75,11 +75,11 @@ class Job:
     pieces: collections.deque[str] = dataclasses.field(default_factory=collections.deque)
     """Text not yet taken by the caller."""
     priority: int = 0  # Jobs of lower values go first; among equals the first to come.
-    slot: int | None = None  # Decode slot while running.
+    slot: int | None = None  # Its row in the pool of KV while it runs.
     finish_reason: FinishReason | None = None  # Set when it has ended.
     error: Exception | None = None  # What broke it, if something did.
     cached_tokens: int = 0  # History tokens whose KV was loaded.
-    cached_tier: str = "dram"  # Where it was when the turn was queued: `dram` or `ssd`.
+    cached_tier: str = "dram"  # Where it was when the turn was queued: `device`, `dram` or `ssd`.
     submitted_s: float = dataclasses.field(default_factory=time.perf_counter)  # When it was submitted.
     started_s: float = 0.0  # When its prefill began.
     first_token_s: float = 0.0  # When its first token was there.
@@ -111,6 +111,11 @@ class Job:
         return len(self.token_ids)
 
     @property
+    def most_tokens(self) -> int:
+        """Of its context at most, if the window lets it become so long."""
+        return len(self.prompt_ids) + self.params.max_tokens
+
+    @property
     def num_prompt_tokens(self) -> int:
         """That the answer is conditioned on, those among them that a sliding window has left behind."""
         return len(self.slid_ids) + len(self.prompt_ids)
@@ -136,6 +141,30 @@ class Job:
         """Puts a generated token behind the context."""
         self.output_ids.append(token)
         self.token_ids.append(token)
+
+    def take(self, token: int, logprob: TokenLogprob | None, is_full: Callable[[Job], bool]) -> FinishReason | None:
+        """Takes a token that was drawn, and gives out the text that is certain with it.
+
+        Args:
+          token: its id.
+          logprob: how likely it was, where that is asked for.
+          is_full: whether a job has no room for another behind it.
+
+        Returns:
+          Why the job ends with it; None: it goes on.
+        """
+        self.add(token)
+        self.token_times_s.append(time.perf_counter())
+        self.first_token_s = self.token_times_s[0]
+        if logprob is not None:
+            self.token_logprobs.append(logprob)
+        text, reason = "" if token in self.stop_ids else self.output.push(token), None
+        if token in self.stop_ids or self.output.stopped:
+            reason = FinishReason.STOP
+        elif is_full(self) or len(self.output_ids) >= self.params.max_tokens:
+            reason = FinishReason.LENGTH
+        self.show(text if reason is None else text + self.output.finish())
+        return reason
 
     def show(self, text: str) -> None:
         """Gives out the text that became certain with the last token, possibly none."""
@@ -236,6 +265,7 @@ class Session:
         tenant: str = "",
         ttl_s: float | None = None,
         is_kept: bool = True,
+        is_noted: bool = True,
     ) -> None:
         self._engine = engine
         self._closed = False
@@ -252,6 +282,8 @@ class Session:
         """Whose it is: no other tenant meets its KV."""
         self.ttl_s = ttl_s
         """How long its KV is kept after its last use, seconds; None: as the store's config says."""
+        self.is_noted = is_noted
+        """Whether the conversation is kept with its KV; else that is there for whoever begins like it."""
         self.is_kept = is_kept
         """Whether its turns are stored and it is found by its name. Else stored KV is read for it, and none written."""
         self.usage: Usage | None = None
@@ -413,6 +445,13 @@ class Session:
         self._check_ready()
         self._engine.discard(self, check_discarded(tokens, len(self.token_ids)))
         return len(self.token_ids)
+
+    def forget_lost(self, num_stored: int, num_slid: int) -> None:
+        """Tokens behind what is stored are computed anew: at their places, with nothing to repair."""
+        if self.conversation.num_slid != num_slid:
+            self.resume(self.conversation.slid(num_slid))
+        if self.conversation.num_to_repair > num_stored:
+            self.resume(self.conversation.with_kv_of(num_stored))
 
     def resume(self, conversation: Conversation) -> None:
         """Makes the conversation another one; for the engine."""

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import flax.traverse_util
 import jax
@@ -21,6 +21,7 @@ from ca_jax.kv import layout as device_memory
 from ca_jax.kv.layer_loader import LayerLoad
 from ca_jax.kv.save import TurnSaver
 from ca_jax.models.config import ModelConfig, RopeConfig
+from ca_jax.models.paged_attention import Rows
 from ca_jax.models.random_weights import random_params
 from ca_jax.models.sharding import model_sharding
 from ca_jax.models.transformer import Transformer
@@ -155,16 +156,21 @@ def test_replicas_are_read_once(mesh, monkeypatch):
 
 @pytest.fixture
 def passing(monkeypatch) -> dict[str, list[jax.Array]]:
-    """A history's layers on their way in, and new KV on its way out, prefilled and decoded."""
-    seen: dict[str, list[jax.Array]] = {"loaded": [], "prefilled": [], "decoded": []}
+    """A history's layers on their way in, and KV on its way out, prefilled, repaired and decoded."""
+    seen: dict[str, list[jax.Array]] = {"loaded": [], "prefilled": [], "repaired": [], "decoded": []}
 
     def layer(self, index, original=LayerLoad.layer):
         seen["loaded"].append(original(self, index))
         return seen["loaded"][-1]
 
-    def add_layer(self, index, kv, original=TurnSaver.add_layer):
+    def add_layer(self, index, kv, first, original=TurnSaver.add_layer):
         seen["prefilled"].append(kv)
-        original(self, index, kv)
+        original(self, index, kv, first)
+
+    def add_pass(self, *args, original=TurnSaver.add_pass):
+        prefilled, seen["prefilled"] = seen["prefilled"], seen["repaired"]
+        original(self, *args)
+        seen["prefilled"] = prefilled
 
     def add_decoded(self, token, kv, row, original=TurnSaver.add_decoded):
         seen["decoded"].append(kv)
@@ -172,6 +178,7 @@ def passing(monkeypatch) -> dict[str, list[jax.Array]]:
 
     monkeypatch.setattr(LayerLoad, "layer", layer)
     monkeypatch.setattr(TurnSaver, "add_layer", add_layer)
+    monkeypatch.setattr(TurnSaver, "add_pass", add_pass)
     monkeypatch.setattr(TurnSaver, "add_decoded", add_decoded)
     return seen
 
@@ -187,14 +194,15 @@ def test_the_tokens_are_those_of_one_device_and_each_holds_its_share(data, tenso
         assert engine.metrics.truncations == 1
         assert engine.sessions[0].usage.num_cached_tokens > 0
         assert engine.metrics.failed_saves == engine.metrics.failed_loads == 0
-        slots, params = engine._runner.slots, engine.model.params
-        num_bytes = 2 * 2 * 4 * 8 * 512 * 8 * 4
-        assert slots.num_bytes == num_bytes // (data * tensor)
+        pool, params = engine._runner.pool, engine.model.params
+        num_bytes = 2 * 2 * 4 * 8 * WINDOW * 8 * 4
+        assert pool.num_bytes == num_bytes // (data * tensor)
         shares = {
-            "slots": (jax.tree.leaves(slots.buffers), data * tensor),
+            "pages": (pool.buffers, data * tensor),
             "weights": ([leaf for leaf in jax.tree.leaves(params) if leaf.ndim > 1], tensor),
             "loaded": (passing["loaded"], tensor),
-            "prefilled": (passing["prefilled"], tensor),
+            "prefilled": (passing["prefilled"], data * tensor),
+            "repaired": (passing["repaired"], tensor),
             "decoded": (passing["decoded"], data * tensor),
         }
         for name, (arrays, num_parts) in shares.items():
@@ -254,14 +262,14 @@ def test_fewer_kv_heads_than_shards():
     with engine_of(data, tensor, model) as engine:
         expect_greedy(talk(engine, TURNS[:2]), model, TURNS[:2])
         runner = engine._runner
-        keys, kv = runner.slots.buffers.keys[0], runner.empty_kv(16)
+        pages, kv = runner.pool.buffers[0], runner.empty_kv(16)
         wq = engine.model.params["params"]["layer_0"]["attn"]["wq"]
         head_of = {shard.device: range(num_kv_heads)[shard.index[2]] for shard in kv.addressable_shards}
         assert sorted(map(list, head_of.values())) == sorted(
             [head] for head in range(num_kv_heads) for _ in range(data * tensor // num_kv_heads)
         )
-        for shard in keys.addressable_shards:
-            assert range(num_kv_heads)[shard.index[1]] == head_of[shard.device]
+        for shard in pages.addressable_shards:
+            assert range(num_kv_heads)[shard.index[2]] == head_of[shard.device]
         for shard in wq.addressable_shards:
             groups = {query // (8 // num_kv_heads) for query in range(8)[shard.index[1]]}
             assert groups == set(head_of[shard.device])
@@ -324,8 +332,8 @@ def test_every_family_on_a_mesh(name):
         assert num_divided >= 2 + 4 * config.num_layers  # Of one KV head keys and values are whole.
 
 
-def test_jobs_together_on_two_parts_of_the_slots():
-    """More than there are slots, some sampled with a penalty, some cut in the middle of their answers."""
+def test_jobs_together_on_two_parts_of_the_rows():
+    """More than there are rows, some sampled with a penalty, some cut in their answers, some over pages that stayed."""
     sampling = SamplingParams(
         temperature=0.8,
         top_k=20,
@@ -338,7 +346,7 @@ def test_jobs_together_on_two_parts_of_the_slots():
 
     def answers(data: int, tensor: int) -> tuple[list[list[int]], np.ndarray]:
         logprobs = []
-        with engine_of(data, tensor) as engine:
+        with engine_of(data, tensor, keep_pages=data > 1) as engine:
             sessions = [engine.session() for _ in range(6)]
             for turn, max_tokens in enumerate((5, 70)):
                 sends = [
@@ -348,6 +356,7 @@ def test_jobs_together_on_two_parts_of_the_slots():
                 kit.drain(*sends)
                 logprobs += [[each.logprob, *(p for _, p in each.top)] for each in sends[-1].job.token_logprobs]
             assert engine.metrics.truncations > 2
+            assert (engine.metrics.resident_histories > 0) == (data > 1)
             return [session.token_ids for session in engine.sessions], np.array(logprobs)
 
     expected, expected_logprobs = answers(1, 1)
@@ -394,7 +403,7 @@ def test_buffers_are_held_against_what_each_device_has(monkeypatch):
         engine_of(1, 1)
     engine_of(1, 4).close()
     monkeypatch.setattr(device_memory, "device_memory_bytes", lambda: GIB // 4)
-    with pytest.raises(ValueError, match=r"got .*, 0\.25 for write_buffer_gib, .* for the decode slots"):
+    with pytest.raises(ValueError, match=r"got .*, 0\.25 for write_buffer_gib, .* for the pool of KV"):
         engine_of(1, 4)
     with pytest.raises(ValueError, match=r"4 times a device's 0\.25 GiB of memory, got 2"):
         engine_of(1, 4, write_buffer_gib=2.0)
@@ -425,47 +434,60 @@ def test_weights_are_put_and_drawn_where_the_paper_says():
 # What is compiled.
 
 
-def collectives(text: str) -> Iterator[tuple[str, str]]:
-    """Of a compiled function: each collective's kind, and the shapes that it gives."""
-    for shapes, kind in re.findall(r"= (.*?) (all-\w+|collective-\w+|reduce-scatter|ragged-\w+)(?:-start)?\(", text):
-        yield kind, shapes
+class OnMesh:
+    """A model on a mesh, and what a step of 4 rows takes: pages, rows with a token each, rotations, and scalars."""
+
+    def __init__(self, num_kv_heads: int, data: int, tensor: int) -> None:
+        self.config = config = config_of(num_kv_heads)
+        self.sharding = model_sharding(config, data_parallel_size=data, tensor_parallel_size=tensor)
+        self.params = params_to_device(tiny.tiny_params(config), self.sharding.of_params(config))
+        self.pages = steps.make_pages(config, 8, 128, "float32", self.sharding)
+        starts = np.tile(np.arange(4 // data + 1), data)
+        self.rows = Rows(*map(self.put, (np.zeros((4, 2)), starts, np.zeros(4))))
+        self.rotations = steps.rotation_table(config, WINDOW, sharding=self.sharding)
+        self.zero = self.put(0)
+
+    def put(self, numbers: object, dtype: type = np.int32) -> jax.Array:
+        return jax.device_put(np.asarray(numbers, dtype), self.sharding.replicated)
+
+    def collectives(self, function: Callable, *arguments: object) -> list[tuple[str, str]]:
+        """Of a compiled function: each collective's kind, and the shapes that it gives."""
+        text = function.lower(*arguments, sharding=self.sharding).compile().as_text()
+        pattern = r"= (.*?) (all-\w+|collective-\w+|reduce-scatter|ragged-\w+)(?:-start)?\("
+        return [(kind, shapes) for shapes, kind in re.findall(pattern, text)]
 
 
 @pytest.mark.parametrize(("num_kv_heads", "data", "tensor"), [(8, 2, 2), (2, 1, 8)])
 def test_a_decode_step_adds_up_twice_a_layer_and_gathers_no_kv(num_kv_heads, data, tensor):
-    config = config_of(num_kv_heads)
-    sharding = model_sharding(config, data_parallel_size=data, tensor_parallel_size=tensor)
-    params = params_to_device(tiny.tiny_params(config), sharding.of_params(config))
-    row = jax.device_put(np.zeros(4, np.int32), sharding.replicated)
-    slots = steps.make_slots(config, 4, 512, "float32", sharding)
-    table = steps.rotation_table(config, WINDOW, sharding=sharding)
-    lowered = steps.decode.lower(config, params, slots, row, row, table, sharding=sharding)
-    found = list(collectives(lowered.compile().as_text()))
+    on = OnMesh(num_kv_heads, data, tensor)
+    found = on.collectives(steps.decode, on.config, on.params, on.pages, on.put(np.zeros(4)), on.rows, on.rotations)
     num_rows = 4 // data
     sums = [shapes for kind, shapes in found if kind == "all-reduce"]
     of_layers = [shapes for shapes in sums if shapes.startswith(f"f32[{num_rows},32]")]
-    assert len(of_layers) == 2 * config.num_layers
-    assert [shapes for shapes in sums if shapes not in of_layers] == [f"f32[{num_rows},1,32]{{2,1,0}}"], "of embedding"
+    assert len(of_layers) == 2 * on.config.num_layers
+    assert [shapes for shapes in sums if shapes not in of_layers] == [f"f32[1,{num_rows},32]{{2,1,0}}"], "of embedding"
     others = [(kind, shapes) for kind, shapes in found if kind != "all-reduce"]
     assert {kind for kind, _ in others} == {"all-gather"}
     assert len(others) <= 2
     assert all(re.match(rf"f32\[({num_rows}|4),256\]", shapes) for _, shapes in others), "of logits"
 
 
-def test_a_prefilled_layer_adds_up_twice_and_gathers_nothing():
-    config = config_of(2)
-    sharding = model_sharding(config, data_parallel_size=2, tensor_parallel_size=4)
-    params = params_to_device(tiny.tiny_params(config), sharding.of_params(config))
-    x, length = (jax.device_put(v, sharding.replicated) for v in (np.zeros((1, 16, 32), np.float32), np.int32(3)))
-    history = steps.empty_kv(config, 256, "float32", sharding)
-    table = steps.rotation_table(config, 512, sharding=sharding)
-    layer = params["params"]["layer_0"]
-    lowered = steps.prefill_layer.lower(config, layer, x, history, length, table, sharding=sharding)
-    found = [(kind, shapes.split("{")[0]) for kind, shapes in collectives(lowered.compile().as_text())]
-    assert found == [("all-reduce", "f32[16,32]")] * 2
-    slots = steps.make_slots(config, 4, 512, "float32", sharding)
-    lowered = steps.insert_slot.lower(slots.keys[0], slots.values[0], history, length, length, table, sharding=sharding)
-    assert list(collectives(lowered.compile().as_text())) == []
+def test_a_layer_of_a_pass_adds_up_twice_and_gathers_nothing():
+    on = OnMesh(2, 2, 4)
+    x = steps.embed(on.config, on.params, on.put(np.zeros((2, 24))), on.sharding)
+    found = on.collectives(
+        steps.layer_step, on.config, steps.layer_of(on.params, 0), x, on.pages[0], on.rows, on.rotations, 16
+    )
+    assert [(kind, shapes.split("{")[0]) for kind, shapes in found] == [("all-reduce", "f32[16,32]")] * 2
+
+
+def test_pages_are_filled_cut_and_copied_where_they_are():
+    on = OnMesh(2, 2, 4)
+    history, table = steps.empty_kv(on.config, 256, "float32", on.sharding), on.put([0, 1])
+    assert on.collectives(steps.fill_pages, on.pages[0], history, table, on.zero, on.zero, on.zero) == []
+    numbers, drift = (on.zero, on.put(np.zeros(256)), on.zero), on.put(np.zeros((2, 2, 2, 8)), np.float32)
+    assert on.collectives(steps.cut_pages, on.pages, on.put([[0, 1]] * 2), *numbers, drift, on.zero) == []
+    assert on.collectives(steps.copy_page, on.pages, on.zero, on.zero, on.zero) == []
 
 
 def test_nothing_is_compiled_after_warmup():
@@ -495,7 +517,7 @@ def test_one_device_is_no_mesh():
     with engine_of(1, 1) as engine:
         assert engine.model is model_of()
         talk(engine, TURNS[:1])
-        arrays = (engine._runner.slots.buffers, engine.model.params, engine._runner.empty_kv(8))
+        arrays = (engine._runner.pool.buffers, engine.model.params, engine._runner.empty_kv(8))
         assert not any(leaf.committed for leaf in jax.tree.leaves(arrays))
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ca_jax.device import steps
+from ca_jax.device.sampler import Draw
 from ca_jax.engine import Engine
 from ca_jax.models.kv import KVCache, LayerKV
 from ca_jax.overflow.config import DiscardContext, OverflowConfig, TokenDiscarder, num_leaving, oldest_first
@@ -156,6 +157,10 @@ class Conversation:
         for token, logits in zip(answer, self.logits, strict=True):
             assert logits.max() - logits[token] <= ATOL, f"token {token}, where {logits.argmax()} is likelier"
 
+    def give_up(self, token_ids: Sequence[int]) -> None:
+        """A turn that ended before its first token: what has left for it does not come back."""
+        self._make_room(len(self.token_ids), len(token_ids) + 1)
+
     def discard(self, discarded: np.ndarray) -> None:
         """Forgets tokens by hand, bool `[T]`: nothing drifts then."""
         self.num_cuts += 1
@@ -287,13 +292,13 @@ def say(session: Session, token_ids: Sequence[int], max_tokens: int) -> list[int
 
 @contextlib.contextmanager
 def recorded_logits(engine: Engine) -> Iterator[list[np.ndarray]]:
-    """The logits that an engine draws from, `[V]` for each token of the one job that runs, in slot 0."""
+    """The logits that an engine draws from, `[V]` for each token of the one job that runs."""
     sampler, rows = engine._sampler, []
     start = sampler.start
 
-    def record(logits: jax.Array, positions: np.ndarray, first_slot: int = 0) -> jax.Array:
+    def record(logits: jax.Array, *args: object, **options: object) -> Draw:
         rows.append(np.asarray(logits)[0])
-        return start(logits, positions, first_slot)
+        return start(logits, *args, **options)
 
     sampler.start = record
     try:

@@ -9,13 +9,13 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.paced import ControlledStore, Transfer, Transfers
+from ca_jax.device.pages import Holding
 from ca_jax.engine import Engine
 from ca_jax.kv.costs import PrefillRate, Rates, TransferRate
 from ca_jax.kv.layer_loader import ReadBuffer
@@ -50,15 +50,15 @@ def rates_of(load_token_s: float, token_s: float = 1e-3, pair_s: float = 0.0) ->
 def poison(engine: Engine, *, staged_layers: int = 2 * kit.NUM_LAYERS) -> None:
     """Fills all memory that is not in use with NaN, now and whenever some is let go of.
 
-    Blocks of DRAM when they are free, regions of the read buffer when they are given back, decode slots when their job
-    has ended: who reads one of them too late finds NaN, and who writes too early is written over.
+    Blocks of DRAM when they are free, regions of the read buffer and pages of the pool when they are given back: who
+    reads one of them too late finds NaN, and who writes too early is written over.
 
     Args:
       engine: whose memory; idle.
       staged_layers: how many layers of a history of up to 256 tokens its read buffer holds from here on.
     """
     engine.wait_until_ready()
-    store, loader, sampler = _store(engine), engine._kv._loader, engine._sampler
+    store, loader, pool = _store(engine), engine._kv._loader, engine._runner.pool
     slab = store._dram.slab
     blocks = store._blocks
 
@@ -67,20 +67,23 @@ def poison(engine: Engine, *, staged_layers: int = 2 * kit.NUM_LAYERS) -> None:
         original(tenant, given_back)
         slab.view(np.uint8)[[block for block in given_back if not blocks._taken[block]]] = NAN_BYTE
 
-    def free_slot(slot: int, original: Callable = sampler.free_slot) -> None:
-        original(slot)
-        engine._runner.slots.buffers = _nan_in_slot(engine._runner.slots.buffers, slot)
+    def release(holding: Holding, original: Callable = pool._release) -> None:
+        original(holding)
+        if holding.pages and holding.generation == pool.generation:
+            is_free = np.zeros((pool.size.num_parts, pool.size.num_pages), bool)
+            is_free[holding.part, [page for page in holding.pages if page not in pool._holders[holding.part]]] = True
+            pool.buffers = _nan_in_pages(pool.buffers, is_free.ravel())
 
     slab.view(np.uint8)[...] = NAN_BYTE
-    engine._runner.slots.buffers = jax.tree.map(lambda slot: jnp.full_like(slot, jnp.nan), engine._runner.slots.buffers)
+    pool.buffers = _nan_in_pages(pool.buffers, np.ones(len(pool.buffers[0]), bool))
     blocks.free = free
-    sampler.free_slot = free_slot
+    pool._release = release
     loader.buffer = PoisonedBuffer(staged_layers * REGION_BYTES)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _nan_in_slot(slots: Any, slot: int) -> Any:
-    return jax.tree.map(lambda buffer: buffer.at[slot].set(jnp.nan), slots)
+def _nan_in_pages(pages: list[jax.Array], is_free: jax.Array) -> list[jax.Array]:
+    return [jnp.where(is_free[:, None, None, None, None], jnp.nan, each) for each in pages]
 
 
 class PoisonedBuffer(ReadBuffer):
@@ -195,15 +198,21 @@ def step_until(engine: Engine, reached: Callable[[], object]) -> None:
 
 
 def assert_nothing_is_held(engine: Engine) -> None:
-    """Checks that an engine without jobs holds nothing of any: slots, staging, tickets, pins, blocks, KV to be saved.
+    """Checks that an engine without jobs holds nothing of any: slots, pages, staging, tickets, pins, blocks, saves.
 
     It waits for saves that are under way.
     """
-    scheduler, kv = engine._scheduler, engine._kv
+    scheduler, kv, pool = engine._scheduler, engine._kv, engine._runner.pool
     assert scheduler.idle, f"jobs: {scheduler.waiting}, {scheduler.running}"
     assert len({*scheduler._free_slots}) == engine.config.max_batch_size, "a slot did not come back"
-    assert scheduler.prefilling is None
-    assert engine._batch._prefilling is None, "a prefill was not let go of"
+    assert not scheduler.prefilling
+    assert not engine._batch._prefilling, "a prefill was not let go of"
+    assert not pool._rows, "a row of the pool was not given back"
+    assert not pool._promised, "pages are promised to nobody"
+    kept = {(each.holding.part, page) for each in kv.resident._kept.values() for page in each.holding.pages}
+    free = {(part, page) for part, pages in enumerate(pool._free) for page in pages}
+    assert pool.num_held == len(kept), "pages were not given back"
+    assert len(kept | free) == len(kept) + len(free) == pool.size.num_pages * pool.size.num_parts
     assert engine._sampler._params == [None] * engine.config.max_batch_size
     engine.wait_for_saves()
 
@@ -217,7 +226,7 @@ def assert_nothing_is_held(engine: Engine) -> None:
     loader = kv._loader
     assert not loader._loads, "a load is open"
     for stage in loader.staged:
-        jax.block_until_ready((stage.computed, stage.used))
+        jax.block_until_ready(stage.computed)
     loader.pump()
     assert not loader.staged, "staging is in use"
     assert loader.buffer.take(loader.buffer.memory.nbytes // 128 * 128) is not None, "the read buffer is not free"

@@ -50,7 +50,9 @@ BAD_VALUES: dict[type, dict[str, list[Any]]] = {
         "dtype": ["float64"],
         "context_window": [0],
         "max_batch_size": [0],
-        "prefill_chunk_tokens": [-64, 1, 100, 513],
+        "max_num_batched_tokens": [-64, 1, 100, 513],
+        "page_tokens": [0, -8, 12, 8.0, True],
+        "kv_pool_gib": [0, -1.0, NAN, INF],
         "save_group_tokens": [0],
         "tensor_parallel_size": [0],
         "data_parallel_size": [0, 3],  # Slots are in equal parts.
@@ -102,6 +104,7 @@ def test_a_value_outside_its_range_is_named_with_what_was_got(config, field, val
         (lambda: kit.small_engine(context_window=None, overflow=ok.config(512)), "keep_first_tokens.*512 tokens"),
         (lambda: kit.small_engine(context_window=513), "context_window.*512 tokens, got 513"),
         (lambda: kit.small_engine(store=ca_jax.StoreConfig(dram_gib=1e6)), "DRAM.*at most this machine's"),
+        (lambda: EngineConfig(max_batch_size=64, max_num_batched_tokens=64), "above max_batch_size=64, got 64"),
         (lambda: kit.small_engine(read_buffer_gib=1e6), r"read_buffer_gib.*\d+\.\d\d GiB of memory, got 1000000"),
         (lambda: kit.small_engine(write_buffer_gib=1e6), r"write_buffer_gib.*\d+\.\d\d GiB of memory, got 1000000"),
         (lambda: kit.small_engine(blend=BlendConfig(check_layers=99)), "check_layers"),

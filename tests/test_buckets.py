@@ -6,18 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ca_jax.device.buckets import batch_buckets, history_buckets, new_token_buckets, pad_to
+from ca_jax.device.buckets import batch_buckets, history_buckets, pad_to, token_buckets
 
 
-@given(st.integers(1, 32).map(lambda n: 64 * n))
-def test_new_tokens_are_padded_by_little_and_at_most_to_the_chunk(chunk):
-    buckets = new_token_buckets(chunk)
+@given(st.integers(1, 64).map(lambda n: 64 * n), st.booleans())
+def test_steps_are_padded_by_little_and_at_most_to_their_most_tokens(most, coarse):
+    buckets = token_buckets(most, coarse)
     assert list(buckets) == sorted(set(buckets))
-    assert buckets[-1] == chunk
-    for size in range(1, chunk + 1):
-        padded = pad_to(buckets, size)
-        allowed = 8 if size <= 8 else 16 if size <= 128 else 32 if size <= 256 else 64
-        assert size <= padded < size + allowed
+    assert buckets[-1] == most
+    for size in range(1, most + 1):
+        fine = 8 if size <= 8 else 16 if size <= 128 else 32 if size <= 256 else 64 if size <= 512 else size
+        assert size <= pad_to(buckets, size) < size + (max(size, 16) if coarse else fine)
 
 
 @given(st.integers(1, 40_000))
@@ -26,8 +25,8 @@ def test_history_is_padded_by_little_and_holds_the_window(window):
     assert buckets[0] == 0
     assert list(buckets) == sorted(set(buckets))
     assert buckets[-2] < window <= buckets[-1]
-    steps = {(low, high - low) for low, high in itertools.pairwise(buckets)}
-    assert all(step == (256 if low < 1024 else 512 if low < 4096 else 1024) for low, step in steps)
+    for low, high in itertools.pairwise(buckets):
+        assert high == low + 256 if low < 1024 else high <= low * (1.5 if low < 4096 else 2)
 
 
 @given(st.integers(1, 300))

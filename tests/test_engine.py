@@ -41,11 +41,10 @@ def test_jobs_that_join_midway_answer_as_if_they_were_alone(engine, sampling):
     assert [session.token_ids for session in sessions] == alone
 
 
-def test_more_prompts_than_slots_are_answered_in_order_with_times_of_their_own_and_not_stored(engine):
+def test_more_prompts_than_slots_are_answered_in_order_with_times_of_their_own(engine):
     """Texts and token ids together; each with a size of its own."""
     prompts = ["some text", *(kit.prompt(5 + 9 * i) for i in range(10))]
     sizes = [1 + i % 4 * 5 for i in range(11)]
-    stored = engine.store_stats().num_saves
     completions = engine.generate(prompts, [SamplingParams(max_tokens=n, ignore_eos=True) for n in sizes])
     for prompt, size, done in zip(prompts, sizes, completions, strict=True):
         ids = list(prompt.encode()) if isinstance(prompt, str) else prompt
@@ -55,7 +54,20 @@ def test_more_prompts_than_slots_are_answered_in_order_with_times_of_their_own_a
         usage = done.usage
         assert (usage.prompt_tokens, usage.completion_tokens, usage.num_cached_tokens) == (len(ids), size, 0)
         expect_times(usage)
-    assert engine.store_stats().num_saves == stored
+
+
+def test_prompts_begin_with_what_is_stored_of_others_and_no_conversation_is_made_of_them():
+    with kit.small_engine() as engine:
+        params, prompt = SamplingParams(max_tokens=6, ignore_eos=True), kit.prompt(50)
+        (first,) = engine.generate([prompt], params)
+        engine.wait_for_saves()
+        longer = [*prompt, *first.token_ids, *kit.prompt(9)]
+        (second,) = engine.generate([longer], params)
+        assert second.token_ids == kit.greedy_answer(longer, 6)
+        assert second.usage.num_cached_tokens == 55
+        assert engine.sessions == engine.stored.names() == ()
+        stranger = engine.session(tenant="bob")
+        assert kit.check_turn(stranger, longer).num_cached_tokens == 0
 
 
 def test_two_threads_may_stream_two_sessions_at_once(engine):
@@ -277,12 +289,12 @@ def test_an_answer_let_go_of_while_a_step_runs_ends_once(engine, monkeypatch):
     next(staying)
     next(going[0])
 
-    def decode(*args, original=engine._runner.slots.decode):
+    def decode(*args, original=engine._runner.decode):
         going.clear()
         return original(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._runner.slots, "decode", decode)
+        patch.setattr(engine._runner, "decode", decode)
         kit.drain(staying)
     kit.expect_right(stays)
     assert [message["role"] for message in goes.messages] == ["user", "assistant"]

@@ -7,13 +7,15 @@ sliding windows, and of lengths that few functions are compiled for.
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from ca_jax.device import steps
-from ca_jax.device.runner import Prefill, Runner
-from ca_jax.device.slots import RunnerSizes
+from ca_jax.device.pages import PoolSize
+from ca_jax.device.passes import PassPart, Prefill
+from ca_jax.device.runner import Runner, RunnerSizes
+from ca_jax.session import Job
 from ca_jax.telemetry.metrics import CompileCounter
+from ca_jax.turns.requests import SamplingParams
 from tests import engine_kit as kit
 from tests import families_kit
 from tests import overflow_kit as ok
@@ -68,13 +70,16 @@ def test_three_turns_and_an_overflow(name):
 
 def test_layers_of_each_window_are_compiled_once_and_by_the_warm_up():
     model = kit.model_of(num_layers=4, sliding_window=20, full_layers=(0, 3))
-    runner = Runner(model.config, model.params, RunnerSizes(window=WINDOW, num_slots=1, chunk_tokens=64))
-    before = steps.prefill_layer._cache_size()
-    runner.warmup(max_history=0, max_new=8)
-    assert steps.prefill_layer._cache_size() - before == 2
+    pool = PoolSize.for_window(WINDOW, num_rows=1, num_parts=1, page_tokens=kit.BLOCK_TOKENS)
+    runner = Runner(model.config, model.params, RunnerSizes(pool=pool, chunk_tokens=64))
+    before = steps.layer_step._cache_size()
+    runner.warmup(max_new=8)
+    assert steps.layer_step._cache_size() - before == 2
+    runner.sampler.warmup(runner.batch_buckets)
+    job = Job([1, 2, 3], SamplingParams(), output=None, stop_ids=frozenset(), slot=0)
+    runner.pool.begin(0, WINDOW)
     with CompileCounter() as counter:
-        prefill = Prefill(0, [1, 2, 3], 0)
-        runner.run_pass(prefill, 3)
-        runner.insert(prefill)
-        runner.slots.decode(np.array([4], np.int32), np.array([3], np.int32))
+        runner.run_pass([PassPart(Prefill(0, job.prompt_ids, 0), 3, draws_behind=3)])
+        job.add(4)
+        runner.decode([job], run_ahead=True)
     assert counter.count == 0

@@ -295,7 +295,7 @@ def answered(kv: np.ndarray, num_tokens: int, question: np.ndarray, config=CONFI
     for i, layer in enumerate(layers()):
         window = config.window_of(i)
         x, _ = steps.prefill_layer(config, layer, x, jnp.asarray(kv[i]), length, table(), window=window)
-    return np.asarray(steps.last_logits(config, MODEL.params, x, jnp.int32(len(question) - 1)))[0]
+    return np.asarray(steps.all_logits(config, MODEL.params, x))[0, len(question) - 1]
 
 
 QUESTION = tokens_of(9, seed=77)

@@ -122,14 +122,7 @@ def take_layers(load: LayerLoad, key: str = "a", num_layers: int = LAYERS) -> No
     """Takes and computes first layers of a session."""
     for layer in range(num_layers):
         expect(key, layer, load.layer(layer))
-        load.computed(layer, Computation())
-        if gives_up(load, layer):
-            load.used(layer, Computation())
-
-
-def gives_up(load: LayerLoad, layer: int) -> bool:
-    """Whether a layer's place is wanted for a later one, so that all that reads it is dispatched now."""
-    return layer < load.num_layers - load.num_held
+        load.computed(layer, Computation(is_over=lambda: True))
 
 
 # What is issued when.
@@ -239,8 +232,6 @@ def run_pipeline(store, monkeypatch):
             expect("a", layer, load.layer(layer))
             computing = machine.compute()
             load.computed(layer, computing)
-            if gives_up(load, layer):
-                load.used(layer, machine.compute(0))
         computing.block_until_ready()
         took_s = machine.timer.now_s() - max(head_start_s, 0)
         assert load.stall_s == took_s - LAYERS * compute_s - max(-head_start_s, 0), "it computes, or waits for copies"
@@ -305,25 +296,20 @@ def test_the_next_load_begins_when_all_of_this_one_has_begun(store, device_ahead
 
 @device_ahead
 @pytest.mark.parametrize("depth", [1, LAYERS])
-def test_room_is_made_by_giving_up_computed_layers_oldest_first(store, depth, device_ahead):
-    """With room for three layers each place is used again, once what is dispatched in its favour has been read."""
+def test_room_is_made_by_layers_that_are_computed_oldest_first(store, depth, device_ahead):
+    """With room for three layers each place is used again, once what reads it is done."""
     rig = Rig(store, None, num_regions=3, device_ahead=device_ahead)
     load = rig.open("a", depth)
-    arrays: dict[int, jax.Array] = {}
-    given_up: list[Computation] = []
+    computations: list[Computation] = []
     load.begin()
     for layer in range(LAYERS):
-        arrays[layer] = load.layer(layer)
-        expect("a", layer, arrays[layer])
-        reading = functools.partial(expect, "a", layer, arrays[layer])  # Read as late as can be.
-        load.computed(layer, Computation(reading))
-        if gives_up(load, layer):
-            given_up.append(Computation(reading))
-            load.used(layer, given_up[-1])
-        assert load.num_issued - len(given_up) <= 3
-    assert len(given_up) >= LAYERS - 3
+        array = load.layer(layer)
+        expect("a", layer, array)
+        computations.append(Computation(functools.partial(expect, "a", layer, array)))  # Read as late as can be.
+        load.computed(layer, computations[-1])
+        assert load.num_issued - sum(each.has_ended for each in computations) <= 3
     rig.end(load)
-    for each in given_up:
+    for each in computations:
         each.finish()
     assert rig.is_free
 
@@ -342,29 +328,26 @@ def test_a_layer_is_had_though_the_ring_has_no_room_for_the_one_in_front_of_it()
     with contextlib.closing(filled_store(layout, kvs)) as store:
         loader = LayerLoader(layout, 2 * 16 * layout.token_bytes // 2)
         loader.device_ahead = 1
-        done, last_readers = Computation(), []
+        done, readers = Computation(), []
         done.finish()
         for num_tokens in (12, 8):
             load = loader.open(store.prepare_load(str(num_tokens), range(64)), num_tokens, 2)
             load.begin()
             load.layer(1)
-            last_readers.append(Computation())
-            for layer, reader in enumerate((done, last_readers[-1])):
-                load.computed(layer, done)
-                load.used(layer, reader)
+            readers.append(Computation())
+            load.computed(0, done)
+            load.computed(1, readers[-1])
             load.release()
             store.complete_load(load.ticket)
-        last_readers[0].finish()
+        readers[0].finish()
         long = loader.open(store.prepare_load("16", range(64)), 16, 2)
         assert long.num_issued == 1
         long.begin()
-        last_readers[1].finish()
+        readers[1].finish()
         for layer in range(2):
             long.layer(layer)
             assert long.num_issued == layer + 1
             long.computed(layer, done)
-            if gives_up(long, layer):
-                long.used(layer, done)
         long.release()
         store.complete_load(long.ticket)
 
@@ -406,25 +389,21 @@ def test_closing_ends_what_is_open_and_memory_is_pinned_only_for_a_device_to_cop
 @pytest.mark.parametrize("num_regions", [3, 2 * LAYERS])
 @pytest.mark.parametrize("num_taken", range(-1, LAYERS + 1))
 def test_a_load_can_be_let_go_of_at_any_moment(store, num_taken, num_regions, device_ahead):
-    """Before its job begins (-1), after some layers were taken, after all; the last one taken is not computed yet."""
+    """Before its job begins (-1), after some layers are read and one more was taken, after all."""
     rig = Rig(store, None, num_regions=num_regions, device_ahead=device_ahead)
     load = rig.open("a", 1)
     computations: list[Computation] = []
-    inserted: list[Computation] = []
     if num_taken >= 0:
         load.begin()
     for layer in range(num_taken):
         array = load.layer(layer)
         computations.append(Computation(lambda layer=layer, array=array: expect("a", layer, array)))
         load.computed(layer, computations[-1])
-        if gives_up(load, layer):
-            inserted.append(Computation())
-            load.used(layer, inserted[-1])
+    if 0 <= num_taken < LAYERS:
+        load.layer(num_taken)
     load.release()
-    are_over = [each.has_ended for each in computations + inserted]
-    assert rig.is_free == all(are_over)
-    assert inserted or all(are_over), "what nobody waits for later is waited for now"
-    for each in computations + inserted:
+    assert rig.is_free == all(each.has_ended for each in computations)
+    for each in computations:
         each.finish()
     assert rig.is_free
     load.release()
@@ -450,9 +429,9 @@ def test_layer_times_leave_out_what_a_layer_waited_for_the_one_before(store, mon
     assert load.layer_times_s == [2, 2]
     load.begin()  # Layers 2 and 3 from 10 on.
     timer.advance(3)
+    load.layer(0)
     computing = Computation()
     load.computed(0, computing)
-    load.layer(0)
     computing.finish()
     timer.advance(0)
     rig.loader.pump()  # Layer 4 from 13 on, behind 3.

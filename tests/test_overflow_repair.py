@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from ca_jax.kv.layer_loader import LayerLoad
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.recompute.drift import Drift
 from ca_jax.storage.tickets import LoadTicket
@@ -183,3 +184,26 @@ def test_repair_in_a_batch(drift):
             for pair, part, answer in zip(pairs, ids, answers, strict=True):
                 assert answer.job.output_ids == pair.reference.say(part, 24)
         assert [bool(answer.job.repaired_tokens) for answer in answers] == [True, False, True]
+
+
+def test_a_repair_is_alone_in_its_pass_also_where_the_prompt_before_it_breaks(drift, monkeypatch):
+    with repaired_pair("default", drift) as pair:
+        first, beside = pair.engine.session(), pair.engine.session()
+        ok.say(first, kit.prompt(30), 4)
+        pair.turns(60)
+        pair.discard(np.arange(68) % 3 == 1)
+        next(going_on := beside.send_ids(kit.prompt(20), max_tokens=40))
+        broken = first.send_ids(kit.prompt(10), max_tokens=4)
+        repaired = pair.session.send_ids(kit.prompt(10), max_tokens=8)
+
+        def begin(load: LayerLoad, original=LayerLoad.begin) -> None:
+            monkeypatch.setattr(LayerLoad, "begin", original)
+            raise OSError("the device is on fire")
+
+        monkeypatch.setattr(LayerLoad, "begin", begin)
+        kit.drain(going_on, repaired)
+        with pytest.raises(OSError, match="on fire"):
+            kit.drain(broken)
+        assert repaired.job.output_ids == pair.reference.say(kit.prompt(10), 8)
+        assert repaired.job.repaired_tokens
+        kit.expect_right(beside)

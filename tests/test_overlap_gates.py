@@ -21,7 +21,7 @@ LAYERS = list(range(kit.NUM_LAYERS))
 
 @contextlib.contextmanager
 def one_at_a_time(**changes: object) -> Iterator[tuple[Engine, GatedTransfers, GatedTransfers]]:
-    """An engine of one decode slot, so that whoever comes second waits, and its gates."""
+    """An engine of one slot, so that whoever comes second waits, and its gates."""
     with overlap_kit.gated_engine(max_batch_size=1, staged_layers=kit.NUM_LAYERS, **changes) as gated:
         yield gated
         assert (gated[0].metrics.failed_loads, gated[0].metrics.failed_saves) == (0, 0)
@@ -54,9 +54,9 @@ def let_layer_through(gate: GatedTransfers, layer: int) -> None:
 def test_while_the_next_jobs_loads_are_held_the_running_one_decodes_on(read_buffer, layers):
     with one_at_a_time(read_buffer=read_buffer) as (engine, loads, _):
         waits, runs = with_history(engine, 1), with_history(engine, 2)
-        running, waiting = runs.send_ids(kit.prompt(20), max_tokens=30), waits.send_ids(kit.prompt(20), max_tokens=8)
-        next(running)
+        next(running := runs.send_ids(kit.prompt(20), max_tokens=30))
         with overlap_kit.shut(loads):
+            waiting = waits.send_ids(kit.prompt(20), max_tokens=8)
             overlap_kit.take(running, 20)
             assert held_layers(loads) == layers
         kit.drain(running, waiting)
@@ -81,9 +81,9 @@ def being_released(monkeypatch) -> threading.Event:
 def test_a_job_given_up_amid_its_reads_gives_its_staging_back_when_they_have_ended(being_released):
     with one_at_a_time() as (engine, loads, _):
         goes, runs = with_history(engine, 1), with_history(engine, 2)
-        running, going = runs.send_ids(kit.prompt(20), max_tokens=30), goes.send_ids(kit.prompt(20), max_tokens=8)
-        next(running)
+        next(running := runs.send_ids(kit.prompt(20), max_tokens=30))
         with overlap_kit.shut(loads):
+            going = goes.send_ids(kit.prompt(20), max_tokens=8)
             overlap_kit.take(running, 5)
             being_released.clear()
             with overlap_kit.in_thread(going.close):
@@ -104,10 +104,10 @@ def test_an_urgent_job_overtakes_one_whose_load_has_begun(has_history):
     with one_at_a_time() as (engine, loads, _):
         waits, runs = with_history(engine, 1), with_history(engine, 2)
         urgent = with_history(engine, 3) if has_history else engine.session()
-        running, waiting = runs.send_ids(kit.prompt(20), max_tokens=12), waits.send_ids(kit.prompt(20), max_tokens=8)
-        next(running)
+        next(running := runs.send_ids(kit.prompt(20), max_tokens=12))
         with overlap_kit.shut(loads):
-            overlap_kit.take(running, 3)  # Behind its first decode step its own staging is free.
+            waiting = waits.send_ids(kit.prompt(20), max_tokens=8)
+            overlap_kit.take(running, 3)
             assert held_layers(loads, waits) == LAYERS
             overtaking = urgent.send_ids(kit.prompt(20), max_tokens=8, priority=-1)
             with overlap_kit.in_thread(lambda: kit.drain(running, overtaking)):

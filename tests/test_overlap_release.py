@@ -15,12 +15,12 @@ import pytest
 
 from ca_jax.device import sampler as sampling
 from ca_jax.device import steps, transfer
+from ca_jax.device.passes import Passed, PassPart
 from ca_jax.engine import Engine
 from ca_jax.kv.async_saver import DecodedPart, LayerPart
-from ca_jax.kv.layer_loader import LayerLoad, LayerLoader
+from ca_jax.kv.layer_loader import LayerLoad, LayerLoader, LoadError
 from ca_jax.kv.load import Histories
 from ca_jax.overflow.config import OverflowConfig
-from ca_jax.serving.batch import Prefilling
 from ca_jax.session import Answer, Session
 from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tickets import SaveTicket
@@ -29,8 +29,9 @@ from tests import engine_kit as kit
 from tests import overlap_kit
 from tests.transfers_kit import GatedTransfers
 
-NUM_NEW = 150  # Passes of 64, 64 and 23 tokens, with the last one of the history.
-NUM_PASSES = 3
+NUM_NEW = 150
+PASSES = (63, 126, NUM_NEW + 1)
+"""Tokens that are done behind each pass, with the last one of the history; one of 64 is of who decodes along."""
 
 
 @dataclasses.dataclass
@@ -42,7 +43,7 @@ class Scene:
     saves: GatedTransfers
     session: Session
     beside: Session
-    going_on: Answer
+    going_on: Answer = dataclasses.field(init=False)
 
     def begin(self, max_tokens: int = 20) -> Answer:
         """Queues the turn that will end midway."""
@@ -53,13 +54,16 @@ class Scene:
         answer = self.begin()
 
         def reached() -> bool:
-            prefilling = self.engine._batch._prefilling
-            if prefilling is None or prefilling.job is not answer.job:
-                return False
-            return prefilling.prefill.num_done == num_done
+            prefilling = self.engine._batch._prefilling.get(answer.job)
+            return bool(answer.job.output_ids) if prefilling is None else prefilling.prefill.num_done == num_done
 
         overlap_kit.step_until(self.engine, reached)
         return answer
+
+    def go_on(self) -> None:
+        """Another turn beside, where the last one has ended."""
+        self.going_on = self.beside.send_ids(kit.prompt(20), max_tokens=40)
+        next(self.going_on)
 
 
 @contextlib.contextmanager
@@ -70,10 +74,10 @@ def scene(*, max_batch_size: int = 2, **changes: object) -> Iterator[Scene]:
         for each in (session, beside):
             kit.say(each, kit.prompt(60))
         engine.wait_for_saves()
-        going_on = beside.send_ids(kit.prompt(20), max_tokens=40)
-        next(going_on)
-        yield Scene(engine, loads, saves, session, beside, going_on)
-        kit.drain(going_on)
+        at = Scene(engine, loads, saves, session, beside)
+        at.go_on()
+        yield at
+        kit.drain(at.going_on)
         kit.expect_right(beside)
         overlap_kit.assert_nothing_is_held(engine)
         for each in (session, beside):
@@ -106,14 +110,14 @@ def expect_end(answer: Answer) -> None:
 
 
 @pytest.mark.parametrize("holds_saves", [False, True])
-@pytest.mark.parametrize("num_done", [64, 128, NUM_NEW + 1])
-def test_given_up_between_two_passes_or_before_its_slot(num_done, holds_saves):
+@pytest.mark.parametrize("num_done", PASSES)
+def test_given_up_behind_any_pass(num_done, holds_saves):
     """The slot is free at once; what was submitted is saved all the same, or given up where its pass was."""
     with scene() as at, overlap_kit.shut(*[at.saves] * holds_saves):
         answer = at.begin_to(num_done)
         answer.close()
         assert len(answer.job.output_ids) == (num_done > NUM_NEW)
-        assert at.engine._scheduler.prefilling is None
+        assert not at.engine._scheduler.prefilling
         assert answer.job.slot is None
         assert not holds_saves or at.engine._kv.write_buffer.num_bytes > 0
         overlap_kit.take(at.going_on, 3)
@@ -158,12 +162,17 @@ def test_a_read_that_breaks_at_any_layer_is_a_miss(layer, is_preloaded):
         assert at.session.usage.num_cached_tokens == 0
 
 
-def break_prefill(at: Scene, owner: object, name: str, num_calls: int = 0) -> None:
-    """Breaks the turn; its session stays as it was, and the next finds all that was stored before."""
+def break_prefill(at: Scene, owner: object, name: str, num_calls: int = 0, *, is_shared: bool = False) -> None:
+    """Breaks the turn; its session stays as it was, and the next finds all that was stored before.
+
+    So does the one that decodes along where a pass breaks, which is both of theirs.
+    """
     before, stored = at.session.token_ids, at.engine.stored.find(at.session.session_id)
     answer = at.begin()
     with broken(owner, name, num_calls):
         expect_end(answer)
+        if is_shared:
+            expect_end(at.going_on)
     assert at.session.token_ids == before
     assert at.engine.metrics.failed_loads == 0
     at.engine.wait_for_saves()
@@ -172,34 +181,81 @@ def break_prefill(at: Scene, owner: object, name: str, num_calls: int = 0) -> No
     assert left.num_tokens >= stored.num_tokens
     assert left.ssd_tokens >= stored.ssd_tokens
     assert kit.check_turn(at.session, kit.prompt(9)).num_cached_tokens >= len(before) - 1
+    if is_shared:
+        at.go_on()
 
 
-@pytest.mark.parametrize("nth_pass", range(NUM_PASSES))
-def test_a_prefill_that_breaks_at_any_layer_of_any_pass_costs_no_kv(nth_pass):
+@pytest.mark.parametrize("nth_pass", range(len(PASSES)))
+def test_a_pass_that_breaks_at_any_layer_ends_all_that_it_was_of_and_costs_no_kv(nth_pass):
     with scene() as at:
         for layer in range(kit.NUM_LAYERS):
-            break_prefill(at, steps, "prefill_layer", nth_pass * kit.NUM_LAYERS + layer)
+            break_prefill(at, steps, "layer_step", nth_pass * kit.NUM_LAYERS + layer, is_shared=True)
+
+
+def test_what_a_pass_gives_may_break_when_it_is_waited_for():
+    """That is when the device says so."""
+    with scene() as at:
+        break_prefill(at, sampling.Draw, "wait", is_shared=True)
+
+
+@pytest.mark.parametrize("error", [LoadError("it is gone"), OSError("the device is on fire")], ids=["load", "other"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_history_that_breaks_in_a_pass_of_two_prompts_is_that_of_one(monkeypatch, is_first, error):
+    """The other goes on; it begins anew where only its load broke."""
+    with scene(max_batch_size=3) as at:
+        other, before, num_parts = at.engine.session(), at.session.token_ids, []
+        kit.say(other, kit.prompt(9))
+        at.engine.wait_for_saves()
+
+        def take(load: LayerLoad, layer: int, original=LayerLoad.layer) -> jax.Array:
+            if layer == 1 and load.ticket.parts[0][0].key == at.session.key:
+                raise error
+            return original(load, layer)
+
+        def run_pass(parts: list[PassPart], *args: object, original=at.engine._runner.run_pass) -> Passed:
+            num_parts.append(len(parts))
+            return original(parts, *args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(LayerLoad, "layer", take)
+            patch.setattr(at.engine._runner, "run_pass", run_pass)
+            sessions = (at.session, other) if is_first else (other, at.session)
+            answers = {each: each.send_ids(kit.prompt(10 + i), max_tokens=8) for i, each in enumerate(sessions)}
+            kit.drain(answers[other])
+            with pytest.raises(OSError, match="on fire") if isinstance(error, OSError) else contextlib.nullcontext():
+                kit.drain(answers[at.session])
+        assert num_parts[0] == 2
+        assert (at.session.token_ids == before) == isinstance(error, OSError)
+        kit.expect_right(at.session, other)
+        assert other.usage.num_cached_tokens == 20
+        assert at.engine.metrics.failed_loads == isinstance(error, LoadError)
 
 
 def test_a_first_pass_that_breaks_otherwise_than_by_its_load_costs_no_kv(tmp_path):
     """Out of memory, a compile error: the bytes at rest are sound, in DRAM and on SSD."""
     with scene(store=kit.ssd_store(tmp_path)) as at:
         assert at.engine.stored.find(at.session.session_id).ssd_tokens > 0
-        for owner, name in ((transfer, "staging_to_device"), (LayerLoad, "begin"), (Histories, "complete")):
+        pool = at.engine._runner.pool
+        for owner, name in (
+            (transfer, "staging_to_device"),
+            (LayerLoad, "begin"),
+            (pool, "fill"),
+            (Histories, "complete"),
+        ):
             break_prefill(at, owner, name)
 
 
-def test_a_turn_that_cannot_begin_or_go_on_fails_alone():
+def test_a_turn_that_cannot_begin_fails_alone():
     with scene() as at:
         engine, kv = at.engine, at.engine._kv
-        for num_done, owner, name in (
-            (0, kv.write_buffer, "begin_turn"),
-            (0, kv.histories, "open"),
-            (0, engine._sampler, "set_slot"),
-            (0, AttentionStore, "prepare_save"),
-            (128, engine._sampler, "draw"),
+        for owner, name in (
+            (kv.write_buffer, "begin_turn"),
+            (kv.histories, "open"),
+            (engine._sampler, "set_slot"),
+            (engine._runner.pool, "begin"),
+            (AttentionStore, "prepare_save"),
         ):
-            answer = at.begin_to(num_done) if num_done else at.begin()
+            answer = at.begin()
             with broken(owner, name), pytest.raises(OSError, match="on fire"):
                 next(answer)
 
@@ -212,15 +268,6 @@ def test_a_load_that_cannot_begin_before_its_turn_is_its_own_jobs_failure(owner,
         with broken(owner, name):
             overlap_kit.take(at.going_on, 5)
             expect_end(answer)
-
-
-def test_a_pass_that_breaks_while_others_decode_is_its_own_jobs_failure():
-    """What the device was asked for may break when somebody waits for it: here the job that decodes beside it."""
-    with scene() as at:
-        answer = at.begin_to(64)
-        with broken(Prefilling, "await_pass"):
-            at.engine.step()
-        expect_end(answer)
 
 
 @pytest.mark.parametrize("num_calls", [0, 3])
@@ -254,42 +301,35 @@ def test_a_save_that_breaks_while_its_turn_runs_or_when_it_was_given_up(owner, m
         assert at.engine.metrics.failed_saves > 0
 
 
-# The decode slots.
+# The pages.
 
 
 @contextlib.contextmanager
-def broken_slots(engine: Engine, method: str, *, loses: bool = True) -> Iterator[None]:
-    """A method of the slots that breaks before it takes the donated buffers or, if it loses them, after."""
+def lost_pages(engine: Engine, owner: object, name: str, *, loses: bool = True) -> Iterator[None]:
+    """Something that breaks before it takes the donated pages or, if it loses them, after."""
 
     def call(*_: object, **__: object) -> None:
         if loses:
-            jax.tree.map(lambda buffer: buffer.delete(), engine._runner.slots.buffers)
+            jax.tree.map(lambda buffer: buffer.delete(), engine._runner.pool.buffers)
         raise OSError("the device is on fire")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine._runner.slots, method, call)
+        patch.setattr(owner, name, call)
         yield
 
 
-@pytest.mark.parametrize("loses", [False, True])
 @pytest.mark.parametrize("who_runs", ["its caller", "another"])
-def test_a_slot_that_cannot_be_filled_is_not_decoded(loses, who_runs):
-    """Where the slots went with it no job that is in one goes on."""
+def test_pages_that_are_lost_to_a_history_end_all_that_run(who_runs):
     with scene() as at:
-        before = at.session.token_ids
-        answer = at.begin_to(NUM_NEW + 1)
-        with broken_slots(at.engine, "insert", loses=loses):
-            if who_runs == "another" and not loses:
-                at.engine.step()
-            elif who_runs == "another":
-                expect_end(at.going_on)
-            expect_end(answer)
+        before, pool = at.session.token_ids, at.engine._runner.pool
+        answer = at.begin()
+        answers = (answer, at.going_on) if who_runs == "its caller" else (at.going_on, answer)
+        with lost_pages(at.engine, pool, "fill"):
+            for each in answers:
+                with pytest.raises((OSError, RuntimeError)):
+                    kit.drain(each)
         assert at.session.token_ids == before
-        assert not at.engine._runner.slots.remake_if_broken()
-        if loses:
-            with contextlib.suppress(OSError):
-                kit.drain(at.going_on)
-            assert at.going_on.job.error is not None
+        assert not pool.remake_if_broken()
 
 
 @pytest.mark.parametrize("loses", [False, True])
@@ -297,17 +337,17 @@ def test_a_decode_step_that_breaks_ends_all_that_it_was_of(loses):
     with scene() as at:
         answer = at.begin()
         overlap_kit.take(answer, 3)
-        with broken_slots(at.engine, "decode", loses=loses):
+        with lost_pages(at.engine, steps, "decode", loses=loses):
             expect_end(answer)
             expect_end(at.going_on)
 
 
-def test_slots_that_are_lost_to_a_cut_end_all_that_are_in_one():
+def test_pages_that_are_lost_to_a_cut_end_all_that_run():
     with kit.small_engine(overflow=OverflowConfig(repair="none")) as engine:
         cut, other = engine.session(), engine.session()
         beside = other.send_ids(kit.prompt(20), max_tokens=60)
         next(beside)
-        with broken_slots(engine, "cut"):
+        with lost_pages(engine, engine._runner.pool, "cut"):
             expect_end(cut.send_ids(kit.prompt(kit.WINDOW - 20), max_tokens=40))
         expect_end(beside)
         for each in (cut, other):

@@ -1,131 +1,236 @@
-"""A prompt prefilled in passes: the same logits, KV and slots as in one, however it is split and whatever is before it.
+"""Prompts in passes and jobs that decode: the same logits and KV as alone in one, whatever is packed into a step.
 
-Not here: which passes an engine takes (test_scheduler, test_costs), what it compiles (test_invariants).
+Not here: which passes an engine takes (test_scheduler, test_packing), what it compiles (test_invariants).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import hypothesis
 import hypothesis.strategies as st
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ca_jax.device.runner import Prefill, Runner
-from ca_jax.device.slots import RunnerSizes
+from ca_jax.device import steps
+from ca_jax.device.pages import PoolSize
+from ca_jax.device.passes import PassPart, Prefill
+from ca_jax.device.runner import Runner, RunnerSizes
+from ca_jax.device.sampler import Draw, Sampler
+from ca_jax.session import Job
+from ca_jax.turns.requests import SamplingParams
+from ca_jax.turns.text import TextOutput
 from tests import engine_kit as kit
 
 ATOL = kit.ATOL
-CHUNK = kit.SMALL.prefill_chunk_tokens
-SLOT = 3
+CHUNK = kit.SMALL.max_num_batched_tokens
 HISTORIES = (0, 1, 40, 256, 300)
-PASS_SIZES = st.lists(st.sampled_from((16, 32, CHUNK)), max_size=8)
+ROWS = st.lists(st.tuples(st.sampled_from(HISTORIES), st.sampled_from((1, 16, 65, 180))), min_size=1, max_size=3)
+PASS_SIZES = st.lists(st.sampled_from((1, 16, 32, CHUNK)), min_size=1, max_size=8)
 
 with_buckets_of_a_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="elsewhere buckets are coarser")
 
 
-@pytest.fixture(scope="module")
-def runner() -> Runner:
+class RecordingSampler(Sampler):
+    """Notes what tokens are drawn from: by slot, how many tokens are before the drawn one, and logits."""
+
+    def start(self, logits: jax.Array, positions: np.ndarray, slots: Sequence[int | None], *known: jax.Array) -> Draw:
+        rows = zip(slots, np.asarray(positions).tolist(), np.asarray(logits), strict=True)
+        self.last = {slot: (place, row) for slot, place, row in rows if slot is not None}
+        return super().start(logits, positions, slots, *known)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["", "with attention"])
+def runner(request) -> Runner:
+    """One whose pages were full of NaN."""
     model = kit.tiny_model()
-    sizes = RunnerSizes(window=kit.WINDOW, num_slots=8, chunk_tokens=CHUNK, shorter_passes=True)
-    return Runner(model.config, model.params, sizes)
+    pool = PoolSize.for_window(kit.WINDOW, num_rows=8, num_parts=1, page_tokens=16)
+    sizes = RunnerSizes(pool=pool, chunk_tokens=CHUNK, with_attention=request.param)
+    runner = Runner(model.config, model.params, sizes)
+    runner.sampler = RecordingSampler(8, model.config.vocab_size)
+    runner.pool.buffers = [jnp.full_like(pages, np.nan) for pages in runner.pool.buffers]
+    return runner
 
 
 class HeldHistory:
-    """A history on the device, NaN behind its tokens, that notes who has read it."""
+    """A history on the device, NaN behind its tokens, that notes who has read it, and may break at a layer."""
 
-    def __init__(self, runner: Runner, kv: np.ndarray) -> None:
+    def __init__(self, runner: Runner, kv: np.ndarray, breaks_at: int | None = None) -> None:
         self.kv, num_tokens = kv, kv.shape[2]
         padded = np.full((*kv.shape[:2], runner.padded_history(num_tokens), *kv.shape[3:]), np.nan, np.float32)
         padded[:, :, :num_tokens] = kv
         self.layers = [jax.device_put(layer) for layer in padded]
-        self.told: set[tuple[str, int]] = set()
-
-    @property
-    def num_held(self) -> int:
-        return len(self.layers)
+        self.breaks_at = breaks_at
+        self.read: list[int] = []
 
     def layer(self, layer: int) -> jax.Array:
+        if layer == self.breaks_at:
+            raise OSError("worn out")
         return self.layers[layer]
 
     def computed(self, layer: int, result: jax.Array) -> None:
         jax.block_until_ready(result)
-        self.told.add(("computed", layer))
-
-    def used(self, layer: int, result: jax.Array) -> None:
-        jax.block_until_ready(result)
-        self.told.add(("used", layer))
+        self.read.append(layer)
 
     def expect_read(self) -> None:
-        """All that reads it is done, and was told; nothing was written to it."""
-        assert self.told == {(what, layer) for what in ("computed", "used") for layer in range(len(self.layers))}
+        """Each layer was, once, and nothing was written to it."""
+        assert self.read == list(range(len(self.layers)))
         for layer, kv in zip(self.layers, self.kv, strict=True):
             np.testing.assert_array_equal(np.asarray(layer)[:, : kv.shape[1]], kv)
             assert np.isnan(np.asarray(layer)[:, kv.shape[1] :]).all()
 
 
-def split_into(num_tokens: int, sizes: Sequence[int]) -> list[int]:
-    """Passes of these sizes, and of the largest behind them; the last takes what is left."""
-    passes = []
-    for size in itertools.chain(sizes, itertools.repeat(CHUNK)):
-        passes.append(min(size, num_tokens - sum(passes)))
-        if sum(passes) == num_tokens:
-            return passes
-    raise AssertionError
+class Row:
+    """A job in a row of the pool, and what was computed of it so far."""
 
+    def __init__(self, runner: Runner, slot: int, num_history: int, num_new: int) -> None:
+        self.job = Job(kit.prompt(num_history + num_new, slot), SamplingParams(), TextOutput(None), frozenset())
+        self.job.slot = slot
+        kv = kit.full_pass(self.job.prompt_ids)[1]
+        self.history = HeldHistory(runner, kv[:, :, :num_history]) if num_history else None
+        self.runner = runner
+        self.received = np.zeros(kit.WINDOW)
+        self.refuses_at: int | None = None  # The layer that is not taken.
+        runner.pool.end(slot)
+        runner.pool.begin(slot, kit.WINDOW)
+        self.begin(num_history)
 
-def run(
-    runner: Runner, tokens: list[int], num_history: int, sizes: Sequence[int] = ()
-) -> tuple[Prefill, np.ndarray, HeldHistory | None]:
-    """Prefills what is behind the history; also the new tokens' KV `[L, 2, T, K, H]` as it was handed out."""
-    history = HeldHistory(runner, kit.full_pass(tokens)[1][:, :, :num_history]) if num_history else None
-    prefill = Prefill(SLOT, tokens[num_history:], num_history)
-    passes = []
-    for index, size in enumerate(split_into(len(prefill.tokens), sizes)):
-        assert prefill.logits is None
-        layers: list[jax.Array] = []
+    def begin(self, num_history: int) -> None:
+        """Its prompt is to be computed behind that."""
+        self.prefill = Prefill(self.job.slot, self.job.prompt_ids[num_history:], num_history)
+        self.kv: list[np.ndarray] = []  # [L, 2, t, K, H] each.
+        self.logits: dict[int, np.ndarray] = {}
 
-        def take(layer: int, kv: jax.Array, layers: list[jax.Array] = layers) -> None:
+    def part(self, num_tokens: int) -> PassPart:
+        layers: list[np.ndarray] = []
+        is_last, place = num_tokens == self.prefill.num_left, len(self.job.prompt_ids)
+        history = None if self.prefill.num_done else self.history
+
+        def take(layer: int, kv: jax.Array, first: int) -> None:
             assert layer == len(layers)
-            layers.append(kv)
+            if layer == self.refuses_at:
+                raise OSError("worn out")
+            layers.append(np.asarray(kv)[:, first : first + num_tokens])
+            if layer == kit.NUM_LAYERS - 1:
+                self.kv.append(np.stack(layers))
 
-        runner.run_pass(prefill, size, None if index else history, take)
-        passes.append(np.stack([np.asarray(kv)[:, :size] for kv in layers]))
-    assert (prefill.num_left, prefill.num_done) == (0, len(prefill.tokens))
-    return prefill, np.concatenate(passes, axis=2), history
+        return PassPart(self.prefill, num_tokens, history, take, place if is_last else None)
+
+    def take(self, draw: Draw, row: int) -> None:
+        """A token was drawn behind it."""
+        place, logits = self.runner.sampler.last[self.job.slot]
+        assert place == self.job.num_tokens
+        self.logits[place] = logits
+        self.job.add(int(draw.tokens[row]))
+
+    def expect(self) -> None:
+        """All of it is what a full pass gives."""
+        assert [*self.logits] == [*range(len(self.job.prompt_ids), self.job.num_tokens)]
+        logits, kv = kit.full_pass(self.job.token_ids[:-1])
+        for place, found in self.logits.items():
+            np.testing.assert_allclose(found, logits[place - 1], atol=ATOL, rtol=0)
+        new_kv = np.concatenate(self.kv, axis=2)
+        np.testing.assert_allclose(new_kv, kv[:, :, self.prefill.history_length :], atol=ATOL, rtol=0)
+        if self.history is not None and self.prefill.history_length:
+            self.history.expect_read()
+        if self.runner.with_attention:
+            for each in self.prefill.received:
+                each.add_to(self.received)
+            expected = received_of_all(self.job.token_ids[:-1], self.runner)
+            expected -= received_of_all(self.job.token_ids[: self.prefill.history_length], self.runner)
+            np.testing.assert_allclose(self.received, expected, atol=ATOL, rtol=0)
 
 
-@hypothesis.given(st.sampled_from(HISTORIES), st.sampled_from((1, 16, 65, 180)), PASS_SIZES)
+def received_of_all(token_ids: list[int], runner: Runner) -> np.ndarray:
+    """The attention that places receive where all of these tokens are new."""
+    padded = np.zeros((1, kit.WINDOW), np.int32)
+    padded[0, : len(token_ids)] = token_ids
+    x, total = runner.embed(padded), np.zeros(kit.WINDOW)
+    for layer in runner.layers:
+        given = runner.config, layer, x, None, jnp.int32(0), runner.table
+        x, _, received = steps.prefill_layer(*given, num_new=jnp.int32(len(token_ids)))
+        total += np.asarray(received)
+    return total
+
+
+def run_pass(runner: Runner, rows: Sequence[Row], sizes: Iterator[int]) -> list[PassPart]:
+    """A pass of prompts, as many tokens of each as comes next and there is room for, and of jobs that decode."""
+    decoding = [row for row in rows if not row.prefill.num_left]
+    parts, room = [], CHUNK - len(decoding)
+    for row in rows:
+        if row.prefill.num_left and room:
+            parts.append(row.part(min(next(sizes), row.prefill.num_left, room)))
+            room -= parts[-1].num_tokens
+    passed = runner.run_pass(parts, [row.job for row in decoding])
+    assert (passed.draw is None) == (not passed.rows)
+    drawn = None if passed.draw is None else passed.draw.wait()
+    for row in rows:
+        slot = row.job.slot
+        if row in decoding:
+            row.kv.append(np.asarray(passed.kv)[:, :, passed.kv_rows[slot]][:, :, None])
+            if runner.with_attention:
+                passed.received[slot].add_to(row.received)
+        if slot in passed.rows:
+            row.take(drawn, passed.rows[slot])
+    return parts
+
+
+def decode(runner: Runner, rows: Sequence[Row]) -> None:
+    """A token for each."""
+    decoded = runner.decode([row.job for row in rows], run_ahead=False)
+    for row in rows:
+        index = decoded.rows[row.job.slot]
+        row.kv.append(np.asarray(decoded.kv)[:, :, index][:, :, None])
+        if runner.with_attention:
+            row.received += decoded.received[index, : kit.WINDOW]
+        row.take(decoded.draw, index)
+
+
+@hypothesis.given(ROWS, PASS_SIZES)
 @hypothesis.settings(max_examples=15, deadline=None)
-def test_any_split_into_passes_computes_what_one_pass_does(runner, num_history, num_new, sizes):
-    tokens = kit.prompt(num_history + num_new)
-    logits, kv = kit.full_pass(tokens)
-    prefill, new_kv, history = run(runner, tokens, num_history, sizes)
-    np.testing.assert_allclose(np.asarray(prefill.logits)[0], logits[-1], atol=ATOL, rtol=0)
-    np.testing.assert_allclose(new_kv, kv[:, :, num_history:], atol=ATOL, rtol=0)
-    if history is not None and prefill.owns_past:  # The first of several passes has copied it.
-        history.expect_read()
-    runner.insert(prefill)
-    if history is not None:  # It is staging: others load into it once all that reads it is done.
-        history.expect_read()
+def test_whatever_is_packed_into_a_pass_computes_what_each_does_alone_in_one(runner, lengths, sizes):
+    slots = (5, 0, 3)
+    rows = [Row(runner, *args) for args in zip(slots, *zip(*lengths, strict=True), strict=False)]
+    next_size = itertools.cycle(sizes)
+    while any(row.prefill.num_left for row in rows):
+        run_pass(runner, rows, next_size)
+    decode(runner, rows)
+    decode(runner, rows[::-1])
+    for row in rows:
+        row.expect()
 
-    lengths = np.zeros(8, np.int32)
-    lengths[SLOT] = len(tokens)
-    next_token = np.zeros(8, np.int32)
-    next_token[SLOT] = 0x41
-    decoded, decoded_kv, _ = runner.slots.decode(next_token, lengths)
-    logits, kv = kit.full_pass([*tokens, 0x41])
-    np.testing.assert_allclose(np.asarray(decoded)[SLOT], logits[-1], atol=ATOL, rtol=0)
-    np.testing.assert_allclose(np.asarray(decoded_kv)[:, :, SLOT], kv[:, :, -1], atol=ATOL, rtol=0)
+
+@pytest.mark.parametrize("breaks", ["its history", "what takes its KV"])
+@pytest.mark.parametrize("beside", [0, 1, 2])  # A job that decodes, and another prompt.
+def test_what_breaks_of_one_prompt_is_kept_in_its_part_and_it_may_begin_anew(runner, breaks, beside):
+    others = [Row(runner, slot, 40, num_new) for slot, num_new in ((2, 16), (6, 80))[:beside]]
+    if beside:
+        run_pass(runner, others[:1], itertools.repeat(CHUNK))
+    broken = Row(runner, 4, 40, 20)
+    if breaks == "its history":
+        broken.history.breaks_at = 1
+    else:
+        broken.refuses_at = 1
+    *parts, last = run_pass(runner, [*others, broken], itertools.repeat(CHUNK // 2))
+    assert str(last.error) == "worn out"
+    assert [part.error for part in parts] == [None] * max(beside - 1, 0)
+    assert broken.prefill.num_done == 0
+    assert broken.history.read == [0] if breaks == "its history" else len(broken.history.read) > 1
+    broken.history, broken.refuses_at = None, None
+    broken.begin(0)
+    while any(row.prefill.num_left for row in (*others, broken)):
+        run_pass(runner, [*others, broken], itertools.repeat(CHUNK))
+    for row in (*others, broken):
+        row.expect()
 
 
 @with_buckets_of_a_cpu
 @pytest.mark.parametrize(
     ("num_history", "num_new", "padded"),
-    [(0, 1, (0, 8)), (1, 64, (256, 64)), (256, 65, (256, 72)), (257, 200, (512, 64 * 3 + 8))],
+    [(0, 1, (0, 8)), (1, 64, (1, 64)), (256, 65, (256, 72)), (257, 200, (257, 64 * 3 + 8))],
 )
 def test_padding_is_of_whole_passes_and_the_rest(runner, num_history, num_new, padded):
     assert runner.padded(num_history, num_new) == padded

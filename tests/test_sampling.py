@@ -92,7 +92,7 @@ def test_tokens_are_drawn_from_the_distribution_that_the_parameters_leave(params
             sampler.mark(slot, token)
     logits, counts = jnp.asarray(np.tile(LOGITS, (ROWS, 1))), np.zeros(VOCAB)
     for position in range(STEPS):
-        np.add.at(counts, sampler.draw(logits, np.full(ROWS, position)).tokens, 1)
+        np.add.at(counts, sampler.start(logits, np.full(ROWS, position), range(ROWS)).wait().tokens, 1)
     expected = reference(LOGITS, params, tuple({*prompt, *said}), said)
     drawn = ROWS * STEPS
     assert not counts[expected == 0].any(), "a token was drawn that the parameters rule out"
@@ -135,8 +135,8 @@ def test_what_is_added_is_of_one_slot_and_of_one_answer():
     best, second, third = LIKELIEST[:3]
     gap = float(LOGITS[best] - LOGITS[second])
 
-    def drawn() -> list[int]:
-        return sampler.draw(logits, np.zeros(3)).tokens.tolist()
+    def drawn(slots: Sequence[int | None] = range(3)) -> list[int]:
+        return sampler.start(logits[: len(slots)], np.zeros(len(slots)), slots).wait().tokens.tolist()
 
     for _ in range(2):  # What the first round has added is forgotten in the second.
         sampler.set_slot(0, SamplingParams(repetition_penalty=50.0), [second])
@@ -148,7 +148,8 @@ def test_what_is_added_is_of_one_slot_and_of_one_answer():
         assert drawn() == [third, best, third], "once is not enough for this frequency penalty"
         sampler.mark(1, best)
         assert drawn() == [third, second, third]
-        assert sampler.draw(logits[:1], np.zeros(1), first_slot=1).tokens.tolist() == [second]
+        assert drawn([1]) == [second]
+        assert drawn([1, None, 0])[::2] == [second, third], "rows are of any slots, in any order"
         for slot in range(3):
             sampler.free_slot(slot)
     sampler.set_slot(0, SamplingParams(repetition_penalty=50.0), [best])
@@ -172,7 +173,9 @@ def test_equals_stay_or_go_together_and_each_row_by_its_own_parameters():
     ]
     params = [dataclasses.replace(params, seed=seed) for seed in range(500) for params, _ in kept]
     batch, rows = jnp.asarray(np.tile(logits, (len(params), 1))), sampling.SamplerRows.of(params)
-    drawn = sampling.sample(batch, rows, np.zeros(batch.shape, bool), np.int32(0), np.zeros(len(params), np.int32))
+    drawn = sampling.sample(
+        batch, rows, np.zeros(batch.shape, bool), np.arange(len(params)), np.zeros(len(params), np.int32)
+    )
     assert [set(each) for each in np.asarray(drawn).reshape(-1, len(kept)).T.tolist()] == [left for _, left in kept]
 
 

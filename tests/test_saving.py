@@ -142,7 +142,7 @@ def test_a_write_that_breaks_ends_its_save_and_no_other(gated):
     a, b = gated.prepare("a"), gated.prepare("b")
     submit(gated.saver, a, parts())
     submit(gated.saver, b, parts())
-    assert gated.saver.pending_bytes == 6 * KV[0, :, :8].nbytes, "padding is held too"
+    assert gated.saver.pending_bytes == 2 * 6 * LAYOUT.token_bytes, "each tells of its own tokens"
     assert (gated.saver.poll(), gated.saver.poll(wait=True, key="c")) == ([], []), "there is no such save to wait for"
     assert gated.write_out(2, OSError("worn out")) == [("a", 0), ("a", 1)]
     assert gated.write_out(3) == [("b", 0), ("b", 1), ("b", 2)], "more of a broken save was written"
@@ -181,9 +181,11 @@ def test_copies_large_enough_to_say_something_are_measured_and_all_are_on_the_ti
 
 
 def run_layers(turn: TurnSaver, start: int, stop: int, layers: range = LAYERS) -> None:
-    """Layers of a pass over tokens [start, stop), with padding behind that is like nothing else."""
+    """Layers of a pass over tokens [start, stop), with others before and behind that are like nothing else."""
     for layer in layers:
-        turn.add_layer(layer, to_device(np.concatenate([KV[layer, :, start:stop], PADDING[layer]], axis=1)))
+        others, first = PADDING[layer], (start + layer) % 3
+        around = np.concatenate([others[:, :first], KV[layer, :, start:stop], others[:, first:]], axis=1)
+        turn.add_layer(layer, to_device(around), first)
 
 
 def run_pass(turn: TurnSaver, start: int, stop: int) -> None:
@@ -232,8 +234,7 @@ def test_what_waits_for_room_is_held_in_order_and_goes_when_there_is_some(rig, e
     run_pass(turn, 10, 14)
     turn.begin_pass(TOKENS[14:20], 14)
     run_layers(turn, 14, 20, range(num_layers))
-    num_padded = 3 + num_layers
-    assert turn.held_bytes == num_padded * PADDING[0].nbytes + (3 * 4 + num_layers * 6) * LAYOUT.token_bytes // 3
+    assert turn.held_bytes == (3 * 4 + num_layers * 6) * LAYOUT.token_bytes // 3
     assert rig.publish() == []
     rig.expect_stored(10)
     turn.submit_held()

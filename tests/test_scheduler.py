@@ -1,8 +1,9 @@
-"""The scheduler, against its promises: the order, the lowest free slot, one prefill at a time, nobody starves."""
+"""The scheduler, against its promises: the order, the lowest free slot, prefills as there is room, nobody starves."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 from hypothesis import settings
@@ -35,7 +36,7 @@ def submitted(scheduler: Scheduler, *priorities: int) -> list[Job]:
 
 def run_one(scheduler: Scheduler, ready=lambda job, is_next: True) -> Job | None:
     """Has a job prefilled and ended, if there is one that can run."""
-    taken = scheduler.schedule(ready).prefill
+    taken = scheduler.schedule(ready).taken
     if taken is not None:
         scheduler.prefilled(taken)
         scheduler.remove(taken)
@@ -63,7 +64,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = Scheduler(NUM_SLOTS)
         self.waiting: list[Waiting] = []
         self.slots: dict[int, Job] = {}
-        self.prefilling: Job | None = None
+        self.prefilling: list[Job] = []
         self.taken: set[Job] = set()
 
     def in_order(self) -> list[Waiting]:
@@ -77,7 +78,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for each in self.waiting:
             each.overtaken += each.job.job_id < taken.job.job_id
             assert each.overtaken <= MAX_OVERTAKEN
-        self.slots[slot] = self.prefilling = taken.job
+        self.slots[slot] = taken.job
+        self.prefilling.append(taken.job)
 
     @rule(priority=PRIORITIES)
     def submit(self, priority: int) -> None:
@@ -87,13 +89,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def schedule(self, data: st.DataObject) -> None:
         """Some jobs wait for their KV, and some for room; what is asked of whom is part of the promise."""
+        has_room = data.draw(st.sampled_from((None, False, True)), "room for another prompt")
         order = self.in_order()
         on_their_way = set(data.draw(st.lists(st.integers(0, PASSED_JOBS), unique=True), "positions not ready"))
         admitted = data.draw(st.booleans(), "admitted")
         free = sorted(set(range(NUM_SLOTS)) - set(self.slots))
-        decode = tuple(self.slots[slot] for slot in sorted(self.slots) if self.slots[slot] is not self.prefilling)
+        decode = tuple(self.slots[slot] for slot in sorted(self.slots) if self.slots[slot] not in self.prefilling)
         will_ask, chosen = [], None
-        if self.prefilling is None and free:
+        if free and (not self.prefilling if has_room is None else has_room):
             for position, each in enumerate(order[:PASSED_JOBS]):
                 will_ask.append((each.job, position == 0))
                 chosen = None if position in on_their_way else each
@@ -109,41 +112,40 @@ class SchedulerMachine(RuleBasedStateMachine):
             asked_room.append(asked_of)
             return admitted
 
-        plan = self.scheduler.schedule(ready, admits)
+        plan = self.scheduler.schedule(ready, admits, has_room)
         assert asked == will_ask
         assert asked_room == ([] if chosen is None else [chosen.job])
         if chosen is not None and admitted:
             self.take(chosen, free[0])
         assert plan.decode == decode
-        assert plan.prefill is self.prefilling
+        assert plan.prefill == tuple(self.prefilling)
+        assert plan.taken is (chosen.job if chosen is not None and admitted else None)
         assert plan.preload is (self.in_order()[0].job if self.waiting else None)
 
     @precondition(lambda self: self.prefilling)
-    @rule()
-    def complete_prefill(self) -> None:
-        self.scheduler.prefilled(self.prefilling)
-        self.prefilling = None
+    @rule(data=st.data())
+    def complete_prefill(self, data: st.DataObject) -> None:
+        self.scheduler.prefilled(self.prefilling.pop(data.draw(st.integers(0, len(self.prefilling) - 1))))
 
-    @precondition(lambda self: self.prefilling is None and len(self.slots) < NUM_SLOTS)
+    @precondition(lambda self: not self.prefilling and len(self.slots) < NUM_SLOTS)
     @rule(num_jobs=st.integers(1, MAX_OVERTAKEN + 2), priority=st.sampled_from((-9, 9)))
     def a_stream_of_jobs_comes_and_goes(self, num_jobs: int, priority: int) -> None:
         for _ in range(num_jobs):
             self.submit(priority)
             first = self.in_order()[0]
-            taken = self.scheduler.schedule().prefill
+            taken = self.scheduler.schedule().taken
             assert taken is first.job
             self.take(first, taken.slot)
-            self.scheduler.prefilled(taken)
+            self.scheduler.prefilled(self.prefilling.pop())
             del self.slots[taken.slot]
-            self.prefilling = None
             self.scheduler.remove(taken)
 
     @precondition(lambda self: self.slots)
     @rule(data=st.data())
     def end_running(self, data: st.DataObject) -> None:
         ended = self.slots.pop(data.draw(st.sampled_from(sorted(self.slots))))
-        if ended is self.prefilling:
-            self.prefilling = None
+        if ended in self.prefilling:
+            self.prefilling.remove(ended)
         self.scheduler.remove(ended)
         assert ended.slot is None
 
@@ -156,8 +158,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def a_stranger(self) -> None:
         stranger = job()
-        found = "none is" if self.prefilling is None else f"job {self.prefilling.job_id} is"
-        with pytest.raises(ValueError, match=f"job {stranger.job_id} must be .*, got that {found}"):
+        found = [each.job_id for each in self.prefilling]
+        with pytest.raises(ValueError, match=re.escape(f"job {stranger.job_id} must be being prefilled, got {found}")):
             self.scheduler.prefilled(stranger)
         self.scheduler.remove(stranger)
         stranger.slot = 0  # In another engine.
@@ -169,7 +171,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.waiting == tuple(each.job for each in self.in_order())
         assert self.scheduler.num_waiting == len(self.waiting)
         assert self.scheduler.running == tuple(self.slots[slot] for slot in sorted(self.slots))
-        assert self.scheduler.prefilling is self.prefilling
+        assert self.scheduler.prefilling == tuple(self.prefilling)
+        free = set(range(NUM_SLOTS)) - set(self.slots)
+        assert self.scheduler.next_slot == min(free, default=None)
+        assert self.scheduler.may_take == bool(self.waiting and free)
         assert {slot: each.slot for slot, each in self.slots.items()} == {slot: slot for slot in self.slots}
         assert self.scheduler.idle == (not self.waiting and not self.slots)
 
@@ -184,7 +189,7 @@ def test_where_slots_are_in_parts_jobs_take_one_of_each_in_turn():
     def slots_of(num_jobs: int) -> list[int | None]:
         jobs = submitted(scheduler, *[0] * num_jobs)
         for each in jobs:
-            assert scheduler.schedule().prefill is each
+            assert scheduler.schedule().taken is each
             scheduler.prefilled(each)
         return [each.slot for each in jobs]
 
@@ -211,5 +216,5 @@ def test_a_job_is_overtaken_and_passed_by_as_often_as_is_allowed_and_then_comes_
     (urgent,) = submitted(scheduler, 0)
     asked.clear()
     plan = scheduler.schedule(ready)
-    assert (plan.prefill, plan.preload, asked) == (None, late, [(late, True)])
+    assert (plan.taken, plan.preload, asked) == (None, late, [(late, True)])
     assert [run_one(scheduler) for _ in range(4)] == [late, *patient, urgent], "of several the earliest"

@@ -1,4 +1,4 @@
-"""Slots that are cut and drift, in half precision, against rows inserted at their new places; others bit for bit.
+"""Rows that are cut and drift, in half precision: what stays is moved bit for bit, and nothing else is touched.
 
 Not here: the same in float32, and what batches decode then (test_overflow_exact, test_overflow_turns).
 """
@@ -9,49 +9,35 @@ import pytest
 
 from ca_jax.device import steps
 from ca_jax.testing import tiny
+from tests.storage.store_helpers import as_bits
 
 CONFIG = tiny.tiny_config()
-NUM_SLOTS, CAPACITY, NUM_TOKENS = 3, 128, 100
-TABLE = steps.rotation_table(CONFIG, 2 * CAPACITY)
+PAGE, NUM_PAGES, NUM_TOKENS, MOST = 8, 40, 100, 16
+SHAPE = (2, CONFIG.num_kv_heads, CONFIG.head_dim)
 
 
-def kv(slot: int) -> np.ndarray:
-    """Unrotated, `[L, 2, T, K, H]`."""
-    shape = (CONFIG.num_layers, 2, NUM_TOKENS, CONFIG.num_kv_heads, CONFIG.head_dim)
-    return np.random.default_rng(slot).standard_normal(shape).astype(np.float32)
+def read(pages: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """All that a row's pages hold: `[L, P, 2, K, page, H]` to `[L, 2, T, K, H]`."""
+    found = pages[:, table].transpose(0, 2, 1, 4, 3, 5)
+    return found.reshape(*found.shape[:2], -1, *SHAPE[1:])
 
 
-def filled(slots_kv: list[np.ndarray]) -> steps.Slots:
-    """Slots in bfloat16 that hold unrotated rows, inserted at places 0 and on."""
-    slots = steps.make_slots(CONFIG, NUM_SLOTS, CAPACITY, "bfloat16")
-    for slot, layers in enumerate(slots_kv):
-        for layer, part in enumerate(layers):
-            slots.keys[layer], slots.values[layer], _ = steps.insert_slot(
-                slots.keys[layer], slots.values[layer], jnp.asarray(part), jnp.int32(slot), jnp.int32(0), TABLE
-            )
-    return slots
-
-
-def held(slots: steps.Slots) -> np.ndarray:
-    """`[2, L, slots, K, C, H]`."""
-    assert {buffer.dtype for part in slots for buffer in part} == {jnp.dtype("bfloat16")}
-    return np.stack([[np.asarray(buffer, np.float32) for buffer in part] for part in slots])
-
-
-@pytest.mark.parametrize("drifts", [None, (0, 52), (4, 30), (5, 5)])
-def test_half_precision_slots_are_cut_in_half_precision(drifts):
-    """Rotated once more, and rounded once more."""
-    kept, rows = np.r_[0:4, 52:NUM_TOKENS], [kv(slot) for slot in range(NUM_SLOTS)]
-    whole, moved, drift = held(filled(rows)), rows[1][:, :, kept], ()
-    if drifts is not None:
-        values = kv(7)[:, :, 0]
-        moved[:, :, slice(*drifts)] += values[:, :, None]
-        drift = (jnp.asarray(values), jnp.array(drifts, jnp.int32))
-    places, turned = np.zeros(CAPACITY, np.int32), np.zeros(CAPACITY, np.int32)
-    places[: len(kept)], turned[: len(kept)] = kept, kept - np.arange(len(kept))
-    found = held(steps.cut_slot(filled(rows), jnp.int32(1), jnp.asarray(places), jnp.asarray(turned), TABLE, *drift))
-    expected = held(filled([rows[0], moved, rows[2]]))[:, :, 1, :, : len(kept)]
-    np.testing.assert_allclose(found[:, :, 1, :, : len(kept)], expected, atol=2**-7 * np.abs(expected).max(), rtol=0)
-    np.testing.assert_array_equal(found[:, :, [0, 2]], whole[:, :, [0, 2]])
-    if drifts is None:
-        np.testing.assert_array_equal(found[1, :, 1, :, : len(kept)], whole[1, :, 1][:, :, kept])  # Only moved.
+@pytest.mark.parametrize("num_others", [0, 3, MOST])  # Of its first pages, which stay as they are.
+@pytest.mark.parametrize("drifts_from", [None, 0, 4, 52])
+def test_half_precision_rows_are_cut_in_half_precision(drifts_from, num_others):
+    rng, kept = np.random.default_rng(0), np.r_[0:4, 52:NUM_TOKENS]
+    shape = (CONFIG.num_layers, NUM_PAGES, 2, CONFIG.num_kv_heads, PAGE, CONFIG.head_dim)
+    before = np.asarray(jnp.asarray(rng.standard_normal(shape), jnp.bfloat16))
+    tables = rng.permutation(NUM_PAGES)[: 2 * MOST].astype(np.int32).reshape(2, MOST)
+    tables[1, num_others:] = tables[0, num_others:]
+    expected, drift = read(before, tables[0])[:, :, kept], ()
+    if drifts_from is not None:
+        values = np.asarray(jnp.asarray(rng.standard_normal((CONFIG.num_layers, *SHAPE)), jnp.bfloat16))
+        expected[:, :, drifts_from:] += values[:, :, None]
+        drift = (jnp.asarray(values, jnp.float32), jnp.int32(drifts_from))
+    places = jnp.zeros(MOST * PAGE, jnp.int32).at[: len(kept)].set(kept)
+    counts = jnp.int32(0), places, jnp.int32(len(kept))
+    found = np.stack(steps.cut_pages([*map(jnp.array, before)], jnp.array(tables), *counts, *drift))
+    np.testing.assert_array_equal(as_bits(read(found, tables[1])[:, :, : len(kept)]), as_bits(expected))
+    touched = tables[1, : -(-len(kept) // PAGE)]
+    np.testing.assert_array_equal(*(as_bits(np.delete(part, touched, axis=1)) for part in (found, before)))

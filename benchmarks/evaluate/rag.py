@@ -219,7 +219,7 @@ class _Asker:
 
     @functools.cached_property
     def _mapper(self) -> Mapper:
-        """Made when it is asked for: its slots take memory."""
+        """Made when it is asked for: its pages take memory."""
         return self._make_mapper()
 
     def answer(self, of: PromptContexts, kv: Sequence[jax.Array], asked: Asked) -> Answer:

@@ -22,13 +22,15 @@ import numpy as np
 
 from benchmarks.evaluate.items import RagPrompt
 from benchmarks.evaluate.statistics import log_softmax
+from ca_jax.config import EngineConfig
 from ca_jax.device import steps
 from ca_jax.device.steps import Params, apply, slice_rotation
 from ca_jax.device.transfer import to_device, to_host
 from ca_jax.models import rope
-from ca_jax.models.attention import MASKED, SLOT_BLOCK, dot, seen_keys
+from ca_jax.models.attention import MASKED, dot, seen_keys
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import LayerKV
+from ca_jax.models.paged_attention import Rows
 from ca_jax.models.transformer import Layer
 from ca_jax.pretrained import LoadedModel
 from ca_jax.recompute.plan import Plan, TokenKind, plan_blend
@@ -301,10 +303,11 @@ class Answerer:
     def __init__(self, contexts: ContextModel, *, num_rows: int, max_tokens: int, capacity: int) -> None:
         self._contexts = contexts
         self._max_tokens = max_tokens
-        most = capacity + contexts.question_capacity + max_tokens
-        self._capacity = -(-most // SLOT_BLOCK) * SLOT_BLOCK
-        self._slots = steps.make_slots(contexts.config, num_rows, self._capacity, contexts.model.dtype)
-        self._table = steps.rotation_table(contexts.config, self._capacity, contexts.window)
+        config, size = contexts.config, EngineConfig.page_tokens
+        each = -(-(capacity + contexts.question_capacity + max_tokens) // size)
+        self._pages = steps.make_pages(config, num_rows * each, size, contexts.model.dtype)
+        self._numbers = to_device(np.arange(num_rows * each, dtype=np.int32).reshape(num_rows, each))
+        self._rotations = steps.rotation_table(config, each * size, contexts.window)
 
     def answer(self, rows: Sequence[Behind], stop_ids: Collection[int] = ()) -> list[Answer]:
         """Answers as many questions as there are rows, at once.
@@ -314,7 +317,8 @@ class Answerer:
           stop_ids: tokens that end an answer.
         """
         for nth, row in enumerate(rows):
-            self._insert(nth, row)
+            self._fill(nth, row)
+        starts = to_device(np.arange(len(rows) + 1, dtype=np.int32))
         lengths = np.array([row.num_tokens + row.num_asked for row in rows], np.int32)
         logprobs = np.stack([row.asked.logprobs[-1] for row in rows])
         found: list[list[int]] = [[] for _ in rows]
@@ -330,24 +334,21 @@ class Answerer:
                     found[nth].append(int(tokens[nth]))
             if ended.all() or step == self._max_tokens - 1:
                 break
-            logits, _, self._slots = steps.decode(
+            logits, _, _, self._pages, _ = steps.decode(
                 self._contexts.config,
                 self._contexts.model.params,
-                self._slots,
+                self._pages,
                 to_device(tokens, np.int32),
-                to_device(lengths),
-                self._table,
+                Rows(self._numbers[: len(rows)], starts, to_device(lengths)),
+                self._rotations,
             )
             logprobs = log_softmax(to_host(logits))
             lengths = lengths + 1
         return [Answer(ids, float(total / count)) for ids, total, count in zip(found, sums, counts, strict=True)]
 
-    def _insert(self, nth: int, row: Behind) -> None:
-        """Puts a context and its question into a slot, the question's first token behind the context's last."""
-        slot = to_device(nth, np.int32)
-        zero, length = to_device(0, np.int32), to_device(row.num_tokens, np.int32)
+    def _fill(self, nth: int, row: Behind) -> None:
+        """Puts a context and its question into a row's pages, the question's first token behind the context's last."""
+        zero, length, asked = (to_device(n, np.int32) for n in (0, row.num_tokens, row.num_asked))
         for i, (context, own) in enumerate(zip(row.kv, row.asked.kv, strict=True)):
-            for kv, start in ((context, zero), (own, length)):
-                self._slots.keys[i], self._slots.values[i], _ = steps.insert_slot(
-                    self._slots.keys[i], self._slots.values[i], kv, slot, start, self._table
-                )
+            for kv, start, count in ((context, zero, length), (own, length, asked)):
+                self._pages[i], _ = steps.fill_pages(self._pages[i], kv, self._numbers[nth], zero, start, count)

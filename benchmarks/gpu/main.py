@@ -35,7 +35,7 @@ FLAGS = flags.FLAGS
 ERRORS = (CaJaxError,)
 """What ends the script with one line; a section that fails is told of and ends nothing."""
 
-_LARGE_MODEL_BYTES = 45e9  # The 13B model in 16 bits, and the decode slots of the engines that are compared.
+_LARGE_MODEL_BYTES = 45e9  # The 13B model in 16 bits, and the KV pools of the engines that are compared.
 
 
 def define_flags() -> None:

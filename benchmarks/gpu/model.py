@@ -18,10 +18,11 @@ import numpy as np
 from benchmarks import harness
 from benchmarks.engines import random_ids
 from benchmarks.gpu.rows import MATMUL_FLOOR, ROOFLINE_FLOOR, Findings, Floor, GpuBenchConfig, Probes
-from ca_jax.device.runner import Prefill, Runner
-from ca_jax.device.sampler import greedy
-from ca_jax.device.slots import RunnerSizes
-from ca_jax.models import attention
+from ca_jax.config import EngineConfig
+from ca_jax.device.pages import PoolSize
+from ca_jax.device.passes import PassPart, Prefill
+from ca_jax.device.runner import Runner, RunnerSizes
+from ca_jax.models.paged_attention import paged_attention
 from ca_jax.models.transformer import Transformer
 from ca_jax.pretrained import LoadedModel, random_model
 
@@ -75,16 +76,17 @@ class RunnerBench:
         self._model = model
         self._config = config
         longest = config.context_tokens + _SETTLING_STEPS + (1 + config.repeats) * config.decode_steps
+        window = max(longest, config.prefill_tokens)
         self._runner = Runner(
             model.config,
             model.params,
             RunnerSizes(
-                window=max(longest, config.prefill_tokens),
-                num_slots=config.batch_size,
+                pool=PoolSize.for_window(window, config.batch_size, 1, EngineConfig.page_tokens),
                 chunk_tokens=config.chunk_tokens,
             ),
         )
-        self._tokens = random_ids(np.random.default_rng(config.seed), model, max(longest, config.prefill_tokens))
+        self._notes = [model_note(model), f"attention: {paged_attention(self._runner.pool.buffers[0])}"]
+        self._tokens = random_ids(np.random.default_rng(config.seed), model, window)
 
     def prefill(self, probes: Probes) -> Findings:
         """Time of a prefill without history, against the matmul peak."""
@@ -103,21 +105,19 @@ class RunnerBench:
             "share_of_matmul_peak": share,
             "recompiles": harness.recompiles(rounds),
         }
-        c = self._model.config
-        how = attention.prefill_attention(self._model.params["params"]["embed"]["embedding"].dtype, c.head_dim)
         return Findings(
             rows=[row],
             floors=[Floor(what="prefill, share of the matmul peak", value=share, bound=MATMUL_FLOOR)],
-            notes=[model_note(self._model), f"attention of prefill: {how}", *_spread_notes(samples, "prefill_s")],
+            notes=[*self._notes, *_spread_notes(samples, "prefill_s")],
         )
 
     def decode(self, probes: Probes) -> Findings:
         """Time of a decode step of a full batch, against reading all weights and all KV once."""
         config, num_rows = self._config, self._config.batch_size
         for slot in range(num_rows):
-            self._runner.insert(self._prefill(slot, config.context_tokens))
+            self._prefill(slot, config.context_tokens)
         lengths = np.full(num_rows, config.context_tokens, np.int32)
-        tokens = self._steps(_SETTLING_STEPS, np.zeros(num_rows, np.int32), lengths)
+        tokens = self._steps(_SETTLING_STEPS, jax.numpy.zeros(num_rows, np.int32), lengths)
 
         def step() -> dict[str, float]:
             nonlocal tokens
@@ -144,7 +144,6 @@ class RunnerBench:
             "share_of_roofline": roofline_s / step_s,
             "recompiles": harness.recompiles(rounds),
         }
-        how = attention.slot_attention(self._runner.slots.buffers.keys[0])
         return Findings(
             rows=[row],
             floors=[
@@ -154,22 +153,25 @@ class RunnerBench:
                     bound=ROOFLINE_FLOOR,
                 )
             ],
-            notes=[model_note(self._model), f"attention of decode: {how}", *_spread_notes(samples, "step_s")],
+            notes=[*self._notes, *_spread_notes(samples, "step_s")],
         )
 
-    def _prefill(self, slot: int, num_tokens: int) -> Prefill:
-        """A prefill that has ended."""
-        prefill = Prefill(slot, self._tokens[:num_tokens], 0)
+    def _prefill(self, slot: int, num_tokens: int) -> None:
+        """Computes a prompt into the pages of a row, which holds nothing else then, and waits for it."""
+        prefill, pool = Prefill(slot, self._tokens[:num_tokens], 0), self._runner.pool
+        pool.end(slot)
+        pool.begin(slot, self._runner.window)
         while prefill.num_left:
-            self._runner.run_pass(prefill, min(prefill.num_left, self._config.chunk_tokens))
-        jax.block_until_ready((prefill.logits, prefill.kv))
-        return prefill
+            part = PassPart(prefill, min(prefill.num_left, self._config.chunk_tokens), draws_behind=num_tokens)
+            draw = self._runner.run_pass([part]).draw
+        jax.block_until_ready((draw and draw.tokens, prefill.outputs))
 
-    def _steps(self, num_steps: int, tokens: np.ndarray | jax.Array, lengths: np.ndarray) -> np.ndarray | jax.Array:
+    def _steps(self, num_steps: int, tokens: jax.Array, lengths: np.ndarray) -> jax.Array:
         """Decodes greedily, and waits for the last tokens; `lengths` grow in place."""
+        slots: list[int | None] = [*range(len(lengths))]
         for _ in range(num_steps):
-            logits, _, _ = self._runner.slots.decode(tokens, lengths.copy())
-            tokens = greedy(logits)
+            none_gone = np.zeros_like(lengths)
+            _, tokens = self._runner._dispatch((), slots, tokens, lengths.copy(), none_gone, draws=False).found
             lengths += 1
         return jax.block_until_ready(tokens)
 

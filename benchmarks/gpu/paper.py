@@ -156,7 +156,7 @@ def _preload_rows(
 
 
 def _engine(config: GpuBenchConfig) -> EngineConfig:
-    return EngineConfig(prefill_chunk_tokens=config.chunk_tokens, recompute_if_faster=False, compile_cache_dir=None)
+    return EngineConfig(max_num_batched_tokens=config.chunk_tokens, recompute_if_faster=False, compile_cache_dir=None)
 
 
 def _of(model: LoadedModel) -> str:

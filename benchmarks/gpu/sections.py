@@ -62,7 +62,7 @@ class GpuBench:
 
     def model(self, preset: str) -> LoadedModel:
         """The model; of two the device may not have room for, so there is one at a time."""
-        self._runner = None  # Its decode slots are in the way as well.
+        self._runner = None  # Its pages of KV are in the way as well.
         if self._model is None or self._model[0] != preset:
             self._model = None
             gc.collect()

@@ -40,7 +40,7 @@ def measure_ttft(model: LoadedModel, config: GpuBenchConfig, probes: Probes) -> 
     """
     longest = max(config.history_tokens) + config.new_tokens + 1
     settings = EngineConfig(
-        prefill_chunk_tokens=config.chunk_tokens, read_buffer="all", recompute_if_faster=False, compile_cache_dir=None
+        max_num_batched_tokens=config.chunk_tokens, read_buffer="all", recompute_if_faster=False, compile_cache_dir=None
     )
     engine_config = engine_for(settings, model, [longest], context_window=longest + 1)
     with contextlib.ExitStack() as stack:

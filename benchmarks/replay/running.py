@@ -119,7 +119,7 @@ def replay(
             on_sample(name, workload, sample)
 
         with Engine(model, config.engine if name == STORE else without_store(config.engine)) as engine:
-            most_new = min(longest, config.engine.prefill_chunk_tokens)
+            most_new = min(longest, config.engine.max_num_batched_tokens)
             engine.warmup(max_history_tokens=longest, max_new_tokens=most_new, progress=progress)
             engine.wait_until_ready()  # First touch would share the memory bus with the run.
             with CompileCounter() as compiles:

@@ -102,7 +102,7 @@ class _Replay:
         self._samples: list[Sample] = []
         self._decode_samples: list[DecodeSample] = []
         self._counted: set[int] = set()  # Ids of jobs.
-        self._before = self._totals()
+        self._first = self._before = self._totals()
 
     def run(self) -> Served:
         """See `serve`."""
@@ -119,6 +119,9 @@ class _Replay:
         self._sample()
         totals = {name: value - self._before[name] for name, value in self._totals().items()}
         totals["elapsed_s"] = end_s - self._before["elapsed_s"]
+        uncounted = [turn for _, turn in self._ended if not turn.is_counted]
+        for name in ("prefill_s", "load_stall_s"):  # A step may prefill prompts of the warm-up and others at once.
+            totals[name] += self._before[name] - self._first[name] - sum(getattr(turn, name) for turn in uncounted)
         return Served(
             turns=tuple(turn for _, turn in sorted(self._ended, key=lambda each: each[0])),
             answers=self._answers,
@@ -275,7 +278,7 @@ class ServedTurn:
     answer_tokens: int
     cached_tokens: int
     tier: str
-    """Where that was when the turn was queued, `dram` or `ssd`."""
+    """Where that was when the turn was queued: `device`, `dram` or `ssd`."""
     dropped_tokens: int
     """Tokens of the conversation that left in this turn or an earlier one."""
     is_counted: bool
@@ -359,7 +362,7 @@ class Summary:
     returning_turns: int
     """Of those, the ones that had a history."""
     dram_hits: int
-    """Of those, the ones whose history was loaded, in part at least, and had been in DRAM since it was last used."""
+    """Of those, the ones whose history was used, in part at least, and had been in DRAM since, or on devices."""
     ssd_hits: int
     """Likewise, and it had been fetched from SSD for this turn, ahead of it or while it waited."""
     misses: int

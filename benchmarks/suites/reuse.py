@@ -271,7 +271,9 @@ class DecodeConfig(OneEngineConfig):
     @property
     def max_answer_tokens(self) -> int:
         """Tokens the longest answer may grow to, the steps in which other sessions are prefilled included."""
-        return 1 + max(self.batch_sizes) + SETTLING_STEPS + (1 + self.repeats) * self.decode_steps
+        of_prompts = self.engine.max_num_batched_tokens - max(self.batch_sizes)  # In a pass, at least.
+        num_passes = -(-max(self.batch_sizes) * max(self.context_tokens) // of_prompts)
+        return 1 + num_passes + SETTLING_STEPS + (1 + self.repeats) * self.decode_steps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -325,7 +327,9 @@ def _decode_row(
     prompts = [random_ids(rng, run.model, num_context) for _ in range(batch_size)]
     sessions = [engine.session() for _ in prompts]
     answers = [session.send_ids(prompt, sampling=params) for session, prompt in zip(sessions, prompts, strict=True)]
-    for _ in range(batch_size + SETTLING_STEPS):  # The engine prefills one session a step, while others decode.
+    while not all(answer.job.output_ids for answer in answers):  # Sessions decode while others are prefilled.
+        engine.step()
+    for _ in range(SETTLING_STEPS):
         engine.step()
     if run.peer is not None:
         run.peer.start_decode(prompts)

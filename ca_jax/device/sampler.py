@@ -1,4 +1,4 @@
-"""Drawing tokens: the jitted draw, and the parameters of each decode slot that it takes.
+"""Drawing tokens: the jitted draw, and the parameters of each running job that it takes.
 
 A draw depends on the seed and on how many tokens are before the drawn one, and on nothing else: the same turn gives the
 same answer in any batch. Shapes: B rows, V tokens of the vocabulary, `logits` f32 `[B, V]`.
@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from ca_jax.device.transfer import to_device, to_host
 from ca_jax.models.sharding import ModelSharding, replicated
@@ -96,7 +97,7 @@ def sample(
     logits: jax.Array,
     rows: SamplerRows,
     seen: jax.Array,
-    first_slot: jax.Array,
+    slots: jax.Array,
     positions: jax.Array,
     addends: jax.Array | None = None,
 ) -> jax.Array:
@@ -106,19 +107,18 @@ def sample(
 
     Args:
       seen: bool `[slots, V]`, tokens the repetition penalty applies to.
-      first_slot: i32 scalar, the slot that row 0 is.
+      slots: i32 `[B]`, the slot of each row.
       positions: i32 `[B]`, position of the token being drawn; with the seed it fixes the draw.
       addends: f32 `[slots, V]`, biases less presence and frequency penalties; None where all are 0.
 
     Returns:
       i32 `[B]`.
     """
-    num_rows = logits.shape[0]
-    seen = jax.lax.dynamic_slice_in_dim(seen, first_slot, num_rows, 0)
+    seen = seen[slots]
     penalty = rows.repetition_penalty[:, None]
     logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
     if addends is not None:
-        logits = logits + jax.lax.dynamic_slice_in_dim(addends, first_slot, num_rows, 0)
+        logits = logits + addends[slots]
     best = jnp.argmax(logits, axis=-1)
 
     scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
@@ -208,7 +208,7 @@ class Sampler:
         self._added: set[int] = set()  # slots whose addends are not all 0
         self._counts: list[collections.Counter[int]] = [collections.Counter() for _ in range(num_slots)]
         self._barred: list[tuple[int, ...]] = [()] * num_slots  # stop tokens that are not to be drawn yet
-        self._rows: dict[tuple[int, int], SamplerRows] = {}
+        self._rows: dict[tuple[int | None, ...], tuple[SamplerRows, jax.Array]] = {}
 
     def set_slot(self, slot: int, params: SamplingParams, token_ids: list[int], stop_ids: Collection[int] = ()) -> None:
         """Gives a slot to an answer whose prompt is `token_ids`, and that ends with any of `stop_ids`."""
@@ -247,34 +247,36 @@ class Sampler:
         """Whether a draw depends on tokens that must be marked first."""
         return any(params is not None and _penalises(params) for params in self._params)
 
-    def draw(self, logits: jax.Array, positions: np.ndarray, first_slot: int = 0) -> Draw:
-        """Draws as `start` does, and waits for the tokens."""
-        return self.start(logits, positions, first_slot).wait()
-
-    def start(self, logits: jax.Array, positions: np.ndarray, first_slot: int = 0) -> Draw:
+    def start(
+        self,
+        logits: jax.Array,
+        positions: npt.ArrayLike,
+        slots: Sequence[int | None],
+        likeliest: jax.Array | None = None,
+    ) -> Draw:
         """Draws a token for each row. Does not wait.
 
         Args:
           positions: i32 `[n]`, of the tokens being drawn.
-          first_slot: which slot the first row is.
+          slots: which each row is; None: no slot's, for which anything is drawn.
+          likeliest: token of each row, i32 `[n]`, where that is known.
 
         Returns:
-          Of n rows, anything for slots not in use; with log-probabilities where a slot's answer is to have them.
+          Of n rows; with log-probabilities where a slot's answer is to have them.
         """
-        num_rows = logits.shape[0]
-        slots = range(first_slot, first_slot + num_rows)
-        used = [params for slot in slots if (params := self._params[slot]) is not None]
+        used = [params for slot in slots if slot is not None and (params := self._params[slot]) is not None]
         if self._seen is None or all(_is_greedy(params) for params in used):
-            tokens = greedy(logits)
+            tokens = greedy(logits) if likeliest is None else likeliest
         else:
-            rows = self._rows.get((first_slot, num_rows))
-            if rows is None:
-                rows = self._rows[first_slot, num_rows] = SamplerRows.of(
-                    (self._params[slot] or SamplingParams() for slot in slots), self._to_device
-                )
-            first, places = self._to_device(first_slot, np.int32), self._to_device(positions, np.int32)
+            key = tuple(slots)
+            if key not in self._rows:
+                found = (None if slot is None else self._params[slot] for slot in slots)
+                rows = SamplerRows.of((params or SamplingParams() for params in found), self._to_device)
+                self._rows[key] = rows, self._to_device([slot or 0 for slot in slots], np.int32)
+            rows, numbers = self._rows[key]
             addends = self._addends if any(_adds(params) for params in used) else None
-            tokens = sample(logits, rows, self._seen, first, places, addends)
+            places = self._to_device(positions, np.int32)
+            tokens = sample(logits, rows, self._seen, numbers, places, addends)
         if all(params.logprobs is None for params in used):
             return Draw(tokens)
         return log_probabilities(logits, tokens, self._num_top)
@@ -285,7 +287,9 @@ class Sampler:
         for params in (SamplingParams(logprobs=0), sampled, dataclasses.replace(sampled, presence_penalty=1.0)):
             self.set_slot(0, params, [])
             for size in batch_sizes:
-                self.draw(self._to_device(np.zeros((size, self._vocab_size), np.float32)), np.zeros(size, np.int32))
+                logits = self._to_device(np.zeros((size, self._vocab_size), np.float32))
+                likeliest = self._to_device(np.zeros(size, np.int32))
+                self.start(logits, np.zeros(size, np.int32), (0, *[None] * (size - 1)), likeliest)
             self.mark(0, 0)
         self.free_slot(0)
         self._addends = None

@@ -1,31 +1,35 @@
 """Every jitted function of the engine. Each is pure: it takes and returns all it touches, and says what it donates.
 
-Prefill walks the layers one by one, so that a layer's history may still be on its way while earlier layers compute.
-It reads history unrotated. Decode is one function over all layers and reads the decode slots, which hold keys rotated
-at their positions: a working copy, never saved, donated by whatever changes it. New tokens' KV leaves both unrotated.
+A step computes some tokens of each of several rows over the pages of their contexts (`models.paged_attention`). Layers
+are called one by one, so that the history of a layer may still be on its way while earlier ones compute; where all of
+it is there and each row has one token, all layers are one function. Both put new tokens' KV into pages, and hand it
+out in buffers of its own, unrotated as everything is.
 
-Shapes: n rows decoded, T new tokens (padded), S history places (padded), C slot capacity, L K G H F V as in models.
-Slots are `[slots, K, C, H]` a layer, `slot` is an i32 scalar, `table` the rotations of all positions; `config`,
-`window` (`config.window_of` the layer) and `sharding` are static. With a `sharding` functions run over its mesh: what
-is done for each head by each device for the heads that it has, the products between by all, and what is small is whole
-on each device.
+Shapes: D parts that rows are in, each on devices of its own, 1 without a mesh; T tokens of a part (padded), n rows of
+all parts, S places of history (padded), P pages, M pages of a row, L K H F V as in models. `table` has the rotations of
+all places; `config`, `window` (`config.window_of` the layer) and `sharding` are static. With a `sharding` functions run
+over its mesh: what is done for each head by each device for the heads and rows that it has, the products between by
+all, and what is small is whole on each device.
 
-Not here: buffers and their owners (runner, slots), host transfers (transfer), sampling (sampler).
+Not here: buffers, their owners, which pages are whose (runner, pages), host transfers (transfer), sampling (sampler).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ca_jax.device.sampler import greedy
+from ca_jax.models import paged_attention as paged
 from ca_jax.models import rope
-from ca_jax.models.attention import attend, attend_slots, pure_attention, slot_attention
-from ca_jax.models.attention_received import attention_received, slot_attention_received
+from ca_jax.models.attention import attend, pure_attention
+from ca_jax.models.attention_received import attention_received
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import LayerKV, dequantize, quantize, unpacked
 from ca_jax.models.sharding import Axes, ModelSharding, by_device, constrain
@@ -39,15 +43,15 @@ HEADS: Axes = (None, None, "heads", None)
 KV_HEADS: Axes = (None, None, "kv_heads", None)
 """Of new KV `[1, T, K, H]` and of unrotated KV `[2, S, K, H]`."""
 ROWS: Axes = ("batch",)
-"""Of what has a row for each slot."""
-ROW_HEADS: Axes = ("batch", None, "heads", None)
-"""Of queries `[n, 1, N, H]`."""
-ROW_KV_HEADS: Axes = ("batch", None, "kv_heads", None)
-"""Of new KV `[n, 1, K, H]`."""
+"""Of what has a row for each job, or a part for each part of them."""
+TOKEN_HEADS: Axes = ("batch", None, "heads", None)
+"""Of queries `[D, T, N, H]`."""
+TOKEN_KV: Axes = ("batch", None, "kv_heads", None)
+"""Of new KV `[D, T, K, H]`."""
 STEP_KV: Axes = (None, "batch", "kv_heads", None)
-"""Of a layer's new KV of a decode step `[2, n, K, H]`."""
-SLOT_HEADS: Axes = ("batch", "kv_heads", None, None)
-"""Of a layer's slots `[slots, K, C, H]`."""
+"""Of a layer's new KV as it is handed out `[2, D T, K, H]`."""
+PAGES: Axes = ("batch", None, "kv_heads", None, None)
+"""Of a layer's pages `[P, 2, K, page, H]`."""
 
 
 def apply(module: nn.Module, variables: Params, *args: Any, method: Any = None) -> Any:
@@ -119,8 +123,8 @@ def unpack_kv(kv: jax.Array, dtype: str, sharding: ModelSharding | None = None) 
 
 @partial(jax.jit, static_argnames=("config", "sharding"))
 def embed(config: ModelConfig, params: Params, tokens: jax.Array, sharding: ModelSharding | None = None) -> jax.Array:
-    """i32 `[1, T]` to `[1, T, F]`."""
-    return constrain(apply(Transformer(config), params, tokens, method=Transformer.embed), sharding)
+    """i32 `[D, T]` to `[D, T, F]`."""
+    return constrain(apply(Transformer(config), params, tokens, method=Transformer.embed), sharding, ROWS)
 
 
 @partial(jax.jit, static_argnames=("config", "window", "sharding"))
@@ -180,289 +184,285 @@ def prefill_layer(
     return constrain(x, sharding), *carried
 
 
-@partial(jax.jit, static_argnames=("config", "sharding"))
-def last_logits(
-    config: ModelConfig, params: Params, x: jax.Array, index: jax.Array, sharding: ModelSharding | None = None
-) -> jax.Array:
-    """Logits of one token: `x [1, T, F]` and an i32 scalar to f32 `[1, V]`."""
-    return logits_of(config, params, lax.dynamic_slice_in_dim(x, index, 1, 1), sharding, (None,))
-
-
 @partial(jax.jit, static_argnames=("config",))
 def all_logits(config: ModelConfig, params: Params, x: jax.Array) -> jax.Array:
     """Logits of all tokens: `x [1, T, F]` to f32 `[1, T, V]`."""
     return apply(Transformer(config), params, x, method=Transformer.head)
 
 
-@partial(jax.jit, static_argnames=("capacity", "dtype", "sharding"))
-def grow_history(
-    history: jax.Array, capacity: int, dtype: str, sharding: ModelSharding | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """A copy of unrotated history with more room: `[2, S, K, H]` to `[2, capacity, K, H]` of `dtype`, and a scalar.
-
-    What is packed in int8 is unpacked. The scalar is ready when the copy is, and outlives it: the copy is donated later
-    on.
-    """
-    history = unpacked(history, dtype)
-    _, num_places, num_kv, head_dim = history.shape
-    room = jnp.zeros((2, capacity, num_kv, head_dim), history.dtype)
-    room = constrain(lax.dynamic_update_slice(room, history[:, :capacity], (0, 0, 0, 0)), sharding, KV_HEADS)
-    return room, constrain(room[0, 0, 0, 0] * 0 + num_places, sharding)
+# Over pages.
 
 
-@partial(jax.jit, static_argnames=("sharding",), donate_argnames=("history",))
-def append_history(
-    history: jax.Array, new: jax.Array, length: jax.Array, sharding: ModelSharding | None = None
-) -> jax.Array:
-    """Puts new unrotated KV `[2, T, K, H]` behind the `length` tokens of `[2, S, K, H]`, which is donated.
-
-    `length + T` is at most S.
-    """
-    return constrain(lax.dynamic_update_slice(history, new, (0, length, 0, 0)), sharding, KV_HEADS)
+@partial(jax.jit, static_argnames=("config", "num_pages", "page_tokens", "dtype", "sharding"))
+def make_pages(
+    config: ModelConfig, num_pages: int, page_tokens: int, dtype: str, sharding: ModelSharding | None = None
+) -> list[jax.Array]:
+    """Per layer `[P, 2, K, page, H]`, all zeros, in buffers of their own."""
+    shape = (num_pages, 2, config.num_kv_heads, page_tokens, config.head_dim)
+    return [constrain(jnp.zeros(shape, dtype), sharding, PAGES) for _ in range(config.num_layers)]
 
 
-# The decode slots.
-
-
-class Slots(NamedTuple):
-    """The decode slots: a rotated working copy of the running jobs' KV, per layer `[slots, K, C, H]`."""
-
-    keys: list[jax.Array]
-    values: list[jax.Array]
-
-
-@partial(jax.jit, static_argnames=("config", "capacity", "num_slots", "dtype", "sharding"))
-def make_slots(
-    config: ModelConfig, num_slots: int, capacity: int, dtype: str, sharding: ModelSharding | None = None
-) -> Slots:
-    """Empty decode slots; every layer has its own buffers, so that each can be donated."""
-    shape = (num_slots, config.num_kv_heads, capacity, config.head_dim)
-
-    def make() -> list[jax.Array]:
-        return [constrain(jnp.zeros(shape, dtype), sharding, SLOT_HEADS) for _ in range(config.num_layers)]
-
-    return Slots(make(), make())
-
-
-def _own_slot(slot: jax.Array, num_slots: int, sharding: ModelSharding | None) -> tuple[jax.Array, jax.Array | None]:
-    """Where a slot is among the `num_slots` of this device, and whether it is one of them; None: each is."""
-    if sharding is None or sharding.num_data == 1:
-        return slot, None
-    own = slot - lax.axis_index("data") * num_slots
-    return jnp.clip(own, 0, num_slots - 1), (own >= 0) & (own < num_slots)
-
-
-def _write_slot(
-    buffer: jax.Array, rows: jax.Array, slot: jax.Array, start: jax.Array | int, is_own: jax.Array | None
-) -> jax.Array:
-    """Puts `rows [K, T, H]` into a slot of `[slots, K, C, H]` from place `start` on, if it is this device's."""
-    new, at = rows[None].astype(buffer.dtype), (slot, 0, start, 0)
-    if is_own is not None:
-        new = jnp.where(is_own, new, lax.dynamic_slice(buffer, at, new.shape))
-    return lax.dynamic_update_slice(buffer, new, at)
-
-
-@partial(jax.jit, static_argnames=("sharding",), donate_argnames=("keys", "values"))
-def insert_slot(
-    keys: jax.Array,
-    values: jax.Array,
-    kv: jax.Array,
-    slot: jax.Array,
-    start: jax.Array,
+def _through_layer(
+    config: ModelConfig,
+    layer_params: Params,
+    x: jax.Array,
+    pages: jax.Array,
+    rows: paged.Rows,
     table: rope.Rotation,
-    sharding: ModelSharding | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Puts one layer's unrotated KV into a slot, rotated at its positions. Donates the slots.
+    window: int | None,
+    num_first: int,
+    *,
+    one_each: bool,
+    with_attention: bool,
+    sharding: ModelSharding | None,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """`x [D, T, F]` through a layer; its new KV, that of each part's first tokens, pages, and what places received."""
 
-    Args:
-      keys: `[slots, K, C, H]`, donated.
-      values: `[slots, K, C, H]`, donated.
-      kv: `[2, T, K, H]`, unrotated, or int8 `[2, T, K, H + 2]`.
-      start: i32 scalar, position of the first token; `start + T` is at most C.
+    def attend_heads(
+        q: jax.Array, new: LayerKV, pages: jax.Array, rows: tuple[jax.Array, ...], table: rope.Rotation
+    ) -> tuple[jax.Array, ...]:
+        own = paged.Rows(*rows)
+        out, pages = paged.attend_pages(q[0], new, pages, own, table, window, one_each=one_each)
+        kv = jnp.concatenate([new.k, new.v], axis=0)
+        given = (out[None], kv, kv[:, :num_first], pages)
+        if not with_attention:
+            return given
+        return *given, paged.attention_received(q[0], pages, own, table, window, one_each=one_each)[None]
 
-    Returns:
-      The slots, and where the next token goes: a scalar that is ready when they are, and outlives them.
-    """
-    rotation = slice_rotation(table, start, kv.shape[1])
+    def attend_fn(q: jax.Array, new: LayerKV) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        in_axes = (TOKEN_HEADS, TOKEN_KV, PAGES, (ROWS, ROWS, ROWS), ())
+        received: tuple[Axes, ...] = (("heads", "batch"),) if with_attention else ()
+        of_device = by_device(attend_heads, sharding, in_axes, (TOKEN_HEADS, STEP_KV, STEP_KV, PAGES, *received))
+        out, *carried = of_device(q, new, pages, tuple(rows), table)
+        return out, tuple(carried)
 
-    def insert(
-        keys: jax.Array,
-        values: jax.Array,
-        kv: jax.Array,
-        slot: jax.Array,
-        start: jax.Array,
-        rotation: rope.Rotation,
-    ) -> tuple[jax.Array, jax.Array]:
-        own, is_own = _own_slot(slot, keys.shape[0], sharding)
-        kv = unpacked(kv, keys.dtype)
-        rotated = rope.rotate(kv[0], rotation)
-        return (
-            _write_slot(keys, rotated.transpose(1, 0, 2), own, start, is_own),
-            _write_slot(values, kv[1].transpose(1, 0, 2), own, start, is_own),
-        )
-
-    in_axes, out_axes = (SLOT_HEADS, SLOT_HEADS, KV_HEADS, (), (), ()), (SLOT_HEADS, SLOT_HEADS)
-    keys, values = by_device(insert, sharding, in_axes, out_axes)(keys, values, kv, slot, start, rotation)
-    return keys, values, constrain(start + kv.shape[1], sharding)
+    x, (kv, first, pages, *seen) = apply(Layer(config, sharding), variables_of(layer_params), x, attend_fn)
+    kv, first = (constrain(each, sharding, _handed_out(sharding)) for each in (kv, first))
+    return constrain(x, sharding, ROWS), (kv, first, pages, *(constrain(each.sum(0), sharding) for each in seen))
 
 
-@partial(jax.jit, static_argnames=("sharding",), donate_argnames=("slots",))
-def cut_slot(
-    slots: Slots,
-    slot: jax.Array,
-    places: jax.Array,
-    turned: jax.Array,
-    table: rope.Rotation,
-    drift: jax.Array | None = None,
-    span: jax.Array | None = None,
-    sharding: ModelSharding | None = None,
-) -> Slots:
-    """Moves the rows of a slot that stay to its beginning, keys rotated on to their new positions. Donates the slots.
-
-    Args:
-      places: i32 `[C]`, where the row of each place comes from, at or behind it; anything where none comes.
-      turned: i32 `[C]`, positions that a key is turned back by, >= 0.
-      drift: f32 `[L, 2, K, H]`, added to unrotated keys and to values; None adds nothing.
-      span: i32 `[2]`, with a drift: the first of the tokens that drift at its new place, and one past the last.
-
-    Returns:
-      The slots.
-    """
-    capacity = slots.keys[0].shape[2]
-
-    def moved(
-        slots: Slots,
-        slot: jax.Array,
-        places: jax.Array,
-        back: rope.Rotation,
-        drift: jax.Array | None,
-        span: jax.Array | None,
-        rotation: rope.Rotation,
-    ) -> Slots:
-        def move(buffer: jax.Array, shift: jax.Array | None, is_key: bool) -> jax.Array:
-            own, is_own = _own_slot(slot, buffer.shape[0], sharding)
-            rows = lax.dynamic_index_in_dim(buffer, own, 0, keepdims=False)[:, places].transpose(1, 0, 2)  # [C, K, H]
-            rows = rope.rotate(rows, back) if is_key else rows
-            if shift is not None and span is not None:
-                drifts = (jnp.arange(capacity) >= span[0]) & (jnp.arange(capacity) < span[1])
-                full = jnp.broadcast_to(shift, (capacity, *shift.shape))
-                full = (rope.rotate(full, rotation) if is_key else full).astype(rows.dtype)
-                rows = jnp.where(drifts[:, None, None], rows + full, rows)
-            return _write_slot(buffer, rows.transpose(1, 0, 2), own, 0, is_own)
-
-        shifts = [(None, None)] * len(slots.keys) if drift is None else [(layer[0], layer[1]) for layer in drift]
-        return Slots(
-            [move(keys, shift, True) for keys, (shift, _) in zip(slots.keys, shifts, strict=True)],
-            [move(values, shift, False) for values, (_, shift) in zip(slots.values, shifts, strict=True)],
-        )
-
-    of_device = by_device(moved, sharding, (SLOT_HEADS, (), (), (), KV_HEADS, (), ()), SLOT_HEADS)
-    back, rotation = rope.turned_back(table, turned), slice_rotation(table, 0, capacity)
-    return of_device(slots, slot, places, back, drift, span, rotation)
-
-
-def _update(slots: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Writes `new [n, 1, K, H]` behind the lengths of the first n slots `[slots, K, C, H]`, row by row."""
-    for row in range(new.shape[0]):
-        at = (row, 0, lengths[row], 0)
-        slots = lax.dynamic_update_slice(slots, new[row].transpose(1, 0, 2)[None].astype(slots.dtype), at)
-    return slots
-
-
-def _scatter(slots: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:
-    """The same, all rows at once."""
-    rows = jnp.arange(new.shape[0])
-    at = slots.at[rows, :, lengths]
-    return at.set(new[:, 0].astype(slots.dtype), unique_indices=True, indices_are_sorted=True, mode="promise_in_bounds")
+def _handed_out(sharding: ModelSharding | None) -> Axes:
+    return STEP_KV if sharding is None or not sharding.shares_rows else KV_HEADS
 
 
 @partial(
     jax.jit,
-    static_argnames=("config", "num_blocks", "scatter", "with_attention", "packs", "sharding"),
-    donate_argnames=("slots",),
+    static_argnames=("config", "num_tokens", "window", "num_first", "with_attention", "sharding"),
+    donate_argnames=("x", "pages"),
 )
+def layer_step(
+    config: ModelConfig,
+    layer_params: Params,
+    x: jax.Array,
+    pages: jax.Array,
+    rows: paged.Rows,
+    table: rope.Rotation,
+    num_tokens: int,
+    window: int | None = None,
+    num_first: int = 1,
+    *,
+    with_attention: bool = False,
+    sharding: ModelSharding | None = None,
+) -> tuple[jax.Array, ...]:
+    """One layer over some tokens of each row. Layers of a window share a compiled function for each T. Donates both.
+
+    Args:
+      x: `[D, T', F]`, of which the first T tokens of each part are computed.
+      pages: this layer's, `[P, 2, K, page, H]`.
+      num_tokens: T, static.
+      num_first: static: of how many first tokens of each part KV is handed out by itself, too.
+      with_attention: static: also return the attention that places received.
+
+    Returns:
+      `x` for the next layer; the tokens' unrotated KV `[2, D T, K, H]`, that of each part's first tokens, both fresh
+      buffers; the pages. If asked for, the attention that places received, f32 `[n, M page]`: summed over query heads
+      and new tokens.
+    """
+    part, carried = _through_layer(
+        config,
+        layer_params,
+        x[:, :num_tokens],
+        pages,
+        rows,
+        table,
+        window,
+        num_first,
+        one_each=False,
+        with_attention=with_attention,
+        sharding=sharding,
+    )
+    return constrain(lax.dynamic_update_slice_in_dim(x, part, 0, 1), sharding, ROWS), *carried
+
+
+@partial(jax.jit, static_argnames=("config", "sharding"))
+def row_logits(
+    config: ModelConfig, params: Params, x: jax.Array, index: jax.Array, sharding: ModelSharding | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Logits of some tokens of each part: `x [D, T', F]` and i32 `[n]`, n / D in each part, to f32 `[n, V]`.
+
+    And the likeliest token behind each, i32 `[n]`.
+    """
+    chosen = jnp.take_along_axis(x, index.reshape(len(x), -1, 1), axis=1)
+    logits = logits_of(config, params, chosen.reshape(-1, 1, x.shape[-1]), sharding, ROWS)
+    return logits, greedy(logits)
+
+
+@partial(jax.jit, static_argnames=("packs", "sharding"))
+def stack_layers(kv: Sequence[jax.Array], packs: bool = False, sharding: ModelSharding | None = None) -> jax.Array:
+    """KV of layers `[2, n, K, H]` as one array, `[L, 2, n, K, H]`, or packed as int8."""
+    stacked = jnp.stack(kv)
+    return constrain(quantize(stacked) if packs else stacked, sharding, (None, *_handed_out(sharding)))
+
+
+@partial(jax.jit, static_argnames=("config", "with_attention", "packs", "sharding"), donate_argnames=("pages",))
 def decode(
     config: ModelConfig,
     params: Params,
-    slots: Slots,
+    pages: Sequence[jax.Array],
     tokens: jax.Array,
-    lengths: jax.Array,
+    rows: paged.Rows,
     table: rope.Rotation,
-    num_blocks: int | None = None,
-    scatter: bool = False,
+    *,
     with_attention: bool = False,
     packs: bool = False,
     sharding: ModelSharding | None = None,
-) -> tuple[jax.Array, jax.Array, Slots] | tuple[jax.Array, jax.Array, Slots, jax.Array]:
-    """One token for the first n slots. Donates the slots. Where a mesh has them in parts n is all of them.
+) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array], jax.Array | None]:
+    """One token for each row, through all layers. Donates the pages.
 
     Args:
-      tokens: i32 `[n]`.
-      lengths: i32 `[n]`, tokens already in each slot: the position of the new one.
-      num_blocks: static, see `attend_slots`.
-      scatter: static: write all rows at once. On CPU an update for each row is faster, on a GPU each is a kernel.
-      with_attention: static: also return the attention that each token received.
+      pages: per layer `[P, 2, K, page, H]`.
+      tokens: i32 `[n]`, one for each row.
+      with_attention: static: also return the attention that places received.
       packs: static: return the new KV in int8.
 
     Returns:
-      Logits f32 `[n, V]`; the new tokens' unrotated KV `[L, 2, n, K, H]`, or packed, a fresh buffer; the slots. If
-      asked for, the attention that the tokens of each slot received, f32 `[n, C]`: summed over query heads and layers,
-      0 behind the new token.
+      Logits f32 `[n, V]`; the likeliest tokens i32 `[n]`; the tokens' unrotated KV `[L, 2, n, K, H]`, or packed, fresh;
+      the pages; and if asked for, the attention that places received, f32 `[n, M page]`: summed over query
+      heads and layers; else None.
     """
-    model = Transformer(config)
-    rotation = rope.Rotation(*(part[lengths][:, None] for part in table))
-    new_keys, new_values, new_kv, received = [], [], [], []
-
-    def attend_heads(
-        q: jax.Array,
-        new: LayerKV,
-        keys: jax.Array,
-        values: jax.Array,
-        lengths: jax.Array,
-        rotation: rope.Rotation,
-        window: int | None,
-    ) -> tuple[jax.Array, ...]:
-        rotated = rope.rotate(new.k, rotation).astype(keys.dtype)
-        if scatter:
-            keys, values = _scatter(keys, rotated, lengths), _scatter(values, new.v, lengths)
-        else:
-            keys, values = _update(keys, rotated, lengths), _update(values, new.v, lengths)
-        grouped = rope.rotate(q, rotation)[:, 0].reshape(q.shape[0], keys.shape[1], -1, q.shape[-1])
-        how = slot_attention(keys) if sharding is None and not with_attention else None
-        out = attend_slots(grouped, keys, values, lengths + 1, num_blocks, how, window=window).reshape(q.shape)
-        kv = jnp.stack([new.k[:, 0], new.v[:, 0]])
-        if not with_attention:
-            return out, kv, keys, values
-        given = slot_attention_received(grouped, keys, lengths + 1, num_blocks, window=window)
-        return out, kv, keys, values, given[None]
-
-    in_axes = (ROW_HEADS, ROW_KV_HEADS, SLOT_HEADS, SLOT_HEADS, ROWS, ROWS)
-    out_axes = (ROW_HEADS, STEP_KV, SLOT_HEADS, SLOT_HEADS, *((("heads", "batch"),) if with_attention else ()))
-    x = constrain(apply(model, params, tokens[:, None], method=Transformer.embed), sharding, ROWS)
-    for i in range(config.num_layers):
-
-        def attend_fn(
-            q: jax.Array,
-            new: LayerKV,
-            keys: jax.Array = slots.keys[i],
-            values: jax.Array = slots.values[i],
-            window: int | None = config.window_of(i),
-        ) -> tuple[jax.Array, list[jax.Array]]:
-            of_device = by_device(partial(attend_heads, window=window), sharding, in_axes, out_axes)
-            out, *carried = of_device(q, new, keys, values, lengths, rotation)
-            return out, carried
-
-        layer_params = layer_of(params, i)
-        x, (kv, keys, values, *of_layer) = apply(Layer(config, sharding), variables_of(layer_params), x, attend_fn)
-        x = constrain(x, sharding, ROWS)
+    num_parts = 1 if sharding is None else sharding.num_data
+    x = embed(config, params, tokens.reshape(num_parts, -1), sharding)
+    new_kv, new_pages, received = [], [], []
+    for i, of_layer in enumerate(pages):
+        x, (kv, _, of_layer, *seen) = _through_layer(
+            config,
+            layer_of(params, i),
+            x,
+            of_layer,
+            rows,
+            table,
+            config.window_of(i),
+            0,
+            one_each=True,
+            with_attention=with_attention,
+            sharding=sharding,
+        )
         new_kv.append(kv)
-        new_keys.append(keys)
-        new_values.append(values)
-        received += of_layer
-    logits = logits_of(config, params, x, sharding, ROWS)
-    kv = jnp.stack(new_kv)
-    rows = None if sharding is not None and sharding.shares_rows else "batch"
-    kv = constrain(quantize(kv) if packs else kv, sharding, (None, None, rows, "kv_heads", None))
-    if not with_attention:
-        return logits, kv, Slots(new_keys, new_values)
-    return logits, kv, Slots(new_keys, new_values), constrain(sum(received, jnp.float32(0)).sum(0), sharding)
+        new_pages.append(of_layer)
+        received += seen
+    logits = logits_of(config, params, x.reshape(-1, 1, x.shape[-1]), sharding, ROWS)
+    given = sum(received[1:], received[0]) if received else None
+    return logits, greedy(logits), stack_layers(new_kv, packs, sharding), new_pages, given
+
+
+@partial(jax.jit, static_argnames=("sharding",), donate_argnames=("pages",))
+def fill_pages(
+    pages: jax.Array,
+    kv: jax.Array,
+    table: jax.Array,
+    part: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+    sharding: ModelSharding | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Puts one layer's unrotated KV `[2, S, K, H]`, or int8 `[2, S, K, H + 2]`, into a row's pages. Donates the pages.
+
+    Args:
+      table: i32 `[M]`, the row's pages among its part's.
+      part: i32 scalar, that the row is in.
+      start: i32 scalar, the place of the first token.
+      count: i32 scalar, tokens that count, the first ones.
+
+    Returns:
+      The pages, and a scalar that is ready when they are, and outlives them.
+    """
+
+    def fill(
+        pages: jax.Array, kv: jax.Array, table: jax.Array, part: jax.Array, start: jax.Array, count: jax.Array
+    ) -> jax.Array:
+        own = jnp.where(_is_own(part, sharding), count, 0)
+        return paged.write_places(pages, unpacked(kv, pages.dtype), table, start, own)
+
+    of_device = by_device(fill, sharding, (PAGES, KV_HEADS, (), (), (), ()), PAGES)
+    pages = of_device(pages, kv, table, part, start, count)
+    return pages, constrain(start + count, sharding)
+
+
+def _is_own(part: jax.Array, sharding: ModelSharding | None) -> jax.Array | bool:
+    """Whether a part of the rows is this device's."""
+    return True if sharding is None or sharding.num_data == 1 else part == lax.axis_index("data")
+
+
+@partial(jax.jit, static_argnames=("sharding",), donate_argnames=("pages",))
+def cut_pages(
+    pages: Sequence[jax.Array],
+    tables: jax.Array,
+    part: jax.Array,
+    places: jax.Array,
+    count: jax.Array,
+    drift: jax.Array | None = None,
+    drifts_from: jax.Array | None = None,
+    sharding: ModelSharding | None = None,
+) -> list[jax.Array]:
+    """Moves the tokens of a row that stay to its beginning. Nothing is rotated that would have to be turned. Donates.
+
+    Args:
+      pages: per layer `[P, 2, K, page, H]`.
+      tables: i32 `[2, M]`, the pages that the tokens are in, and those that they go to.
+      part: i32 scalar, that the row is in.
+      places: i32 `[C]`, where the token of each place comes from; anything where none comes.
+      count: i32 scalar, tokens that stay.
+      drift: f32 `[L, 2, K, H]`, added to keys and values; None adds nothing.
+      drifts_from: i32 scalar, with a drift: the new place of the first of the tokens that drift.
+    """
+
+    def cut(
+        pages: jax.Array,
+        tables: jax.Array,
+        part: jax.Array,
+        places: jax.Array,
+        count: jax.Array,
+        drift: jax.Array | None,
+        drifts_from: jax.Array | None,
+    ) -> jax.Array:
+        kv = paged.read_places(pages, tables[0], places)
+        if drift is not None and drifts_from is not None:
+            drifts = (jnp.arange(len(places)) >= drifts_from)[:, None, None]
+            kv = jnp.where(drifts, kv + drift[:, None].astype(kv.dtype), kv)
+        own = jnp.where(_is_own(part, sharding), count, 0)
+        return paged.write_places(pages, kv, tables[1], jnp.int32(0), own)
+
+    of_device = by_device(cut, sharding, (PAGES, (), (), (), (), (None, "kv_heads"), ()), PAGES)
+    drifts = [None] * len(pages) if drift is None else list(drift)
+    return [
+        of_device(of_layer, tables, part, places, count, each, drifts_from)
+        for of_layer, each in zip(pages, drifts, strict=True)
+    ]
+
+
+@partial(jax.jit, static_argnames=("sharding",), donate_argnames=("pages",))
+def copy_page(
+    pages: Sequence[jax.Array],
+    part: jax.Array,
+    source: jax.Array,
+    target: jax.Array,
+    sharding: ModelSharding | None = None,
+) -> list[jax.Array]:
+    """Copies a page of each layer's `[P, 2, K, page, H]` over another of its part, i32 scalars. Donates the pages."""
+
+    def copy(pages: jax.Array, part: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
+        own = jnp.where(_is_own(part, sharding), target, len(pages))  # Out of range: nowhere.
+        return pages.at[own].set(pages[source], mode="drop")
+
+    of_device = by_device(copy, sharding, (PAGES, (), (), ()), PAGES)
+    return [of_device(of_layer, part, source, target) for of_layer in pages]

@@ -35,8 +35,8 @@ class LayerPart:
 
     @property
     def num_bytes(self) -> int:
-        """What it holds on the device."""
-        return self.kv.nbytes
+        """Its share of what that holds on the device."""
+        return self.kv.nbytes * self.num_tokens // self.kv.shape[1]
 
     def on_host(self) -> LayerPart:
         """The same, its KV on its way to memory that the host reads."""

@@ -6,7 +6,7 @@ Layers are staged in order, several copies at once. How far ahead of the layer t
     layer i behind them      once the job has begun and layer i - depth - 2 is computed: two regions are for execution
 
 The read buffer is a ring: a region is rewritten only once nothing reads it any more. On CPU a region *is* the device
-array; and a layer's history is read twice, by its prefill and when it is put into the decode slot.
+array, read until its layer is in the pages.
 
 Everything happens on the engine's thread; only the store's own threads copy.
 
@@ -108,21 +108,19 @@ class _Stage:
     issued_s: float
     done_s: float | None = None  # Set by the thread that copied.
     array: jax.Array | None = None
-    computed: jax.Array | None = None  # Ready when the layer's prefill is done.
-    used: jax.Array | None = None  # Ready when what else reads the region is done too.
+    computed: jax.Array | None = None  # Ready when what reads the region is done.
     is_free: bool = False
 
     def is_idle(self) -> bool:
         """Whether nothing reads or writes the region any more."""
-        readers = (self.computed, self.used)
-        return self.is_free or all(reader is not None and transfer.is_ready(reader) for reader in readers)
+        return self.is_free or (self.computed is not None and transfer.is_ready(self.computed))
 
 
 class LayerLoad:
     """One history on its way. Made by `LayerLoader.open`; belongs to the engine's thread.
 
-    Take `layer(0)`, `layer(1)`, … after `begin`; say of each when it is `computed`, and when it is `used`: before the
-    next one is taken, but for the last `num_held`. `release` in any case.
+    Take `layer(0)`, `layer(1)`, … after `begin`, and say of each when it is `computed` before the next one is taken.
+    `release` in any case.
     """
 
     def __init__(
@@ -147,7 +145,6 @@ class LayerLoad:
         self._dtype = layout.numpy_dtype
         self._all_at_once = all_at_once
         self._has_begun = False
-        self._start = 0  # Of the first layer's region.
         self._stages: list[_Stage] = []
 
     @property
@@ -176,15 +173,6 @@ class LayerLoad:
         """When the first copy began and when the last that ended did, of `time.perf_counter`; None before one did."""
         ends = [stage.done_s for stage in self._stages if stage.done_s is not None]
         return (self._stages[0].issued_s, max(ends)) if ends else None
-
-    @property
-    def num_held(self) -> int:
-        """How many layers, the last ones, may be in use when all are computed: later ones lie where the others did.
-
-        As many as fit the ring behind and before where the first one begins; known once that is taken.
-        """
-        size, num_bytes = _aligned(self._num_bytes), self._loader.buffer.memory.nbytes
-        return min((num_bytes - self._start) // size + self._start // size, self.num_layers)
 
     def begin(self) -> None:
         """Says that the device is free for the job."""
@@ -221,21 +209,17 @@ class LayerLoad:
         return array
 
     def computed(self, layer: int, result: jax.Array) -> None:
-        """Says that the prefill of a layer was dispatched, which gives `result`; that must not be donated."""
-        self._stages[layer].computed = result
-
-    def used(self, layer: int, result: jax.Array) -> None:
-        """Says that all else that reads a layer was dispatched, which gives `result`; that must not be donated."""
+        """Says that all that reads a layer was dispatched, which gives `result`; that must not be donated."""
         stage = self._stages[layer]
-        stage.used, stage.array = result, None  # Its memory on the device is free once they are done.
+        stage.computed, stage.array = result, None  # Its memory on the device is free once that is done.
 
     def release(self) -> None:
-        """Ends the load, however far it is. Waits for copies under way, and for what reads arrays no `used` told of."""
+        """Ends the load, however far it is. Waits for copies under way."""
         for stage in self._stages:
             stage.future.exception()  # Waits. An error has been raised by `layer`, or the load was given up.
-            if stage.used is None:
+            if stage.computed is None:
                 with contextlib.suppress(jax.errors.JaxRuntimeError):  # What broke reads nothing any more.
-                    jax.block_until_ready((stage.array, stage.computed))
+                    jax.block_until_ready(stage.array)
                 stage.is_free = True
         self._loader.forget(self)
 
@@ -295,8 +279,6 @@ class LayerLoad:
 
     def _issue(self, region: slice) -> None:
         layer = self.num_issued
-        if not layer:
-            self._start = region.start
         view = self._loader.buffer.view(region, self._shape, self._dtype)
         stage = _Stage(layer, view, None, time.perf_counter())
         self._stages.append(stage)
@@ -319,7 +301,7 @@ class LayerLoad:
     def _put(self, stop: int) -> None:
         """Puts layers up to `stop` on the device whose bytes are there."""
         for stage in self._stages[:stop]:
-            if stage.array is None and stage.used is None and stage.future.done():
+            if stage.array is None and stage.computed is None and stage.future.done():
                 stage.array = transfer.staging_to_device(stage.view, self._loader.sharding, self._loader.heads)
 
 
@@ -420,9 +402,9 @@ class LayerLoader:
         """
         while (region := self.room(num_bytes)) is None:
             stage = self.staged[0]
-            if stage.used is None:
+            if stage.computed is None:
                 raise StagingInUseError(f"{num_bytes} bytes of staging must be free, and other loads hold all of it")
-            jax.block_until_ready((stage.computed, stage.used))
+            jax.block_until_ready(stage.computed)
         return region
 
     def forget(self, load: LayerLoad) -> None:

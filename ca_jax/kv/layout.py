@@ -1,17 +1,22 @@
 """How a model's KV lies at rest, by what the engine's config says, and what the engine's buffers take of the device.
 
-Not here: blocks and tokens in them (storage.layout), packing (models.kv), the buffers (layer_loader, save, slots).
+Not here: blocks and tokens in them (storage.layout), packing (models.kv), the buffers (layer_loader, save, pages).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from ca_jax.config import EngineConfig
+from ca_jax.device.pages import PoolSize
 from ca_jax.device.runner import Runner
 from ca_jax.device.transfer import device_memory_bytes, held_heads
+from ca_jax.errors import check
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import SCALE_BYTES
+from ca_jax.models.sharding import ModelSharding
+from ca_jax.models.weights import resolve_dtype
 from ca_jax.pretrained import LoadedModel
 from ca_jax.storage.config import GIB
 from ca_jax.storage.layout import KVLayout
@@ -45,6 +50,39 @@ def kv_layout(model: LoadedModel, config: EngineConfig) -> KVLayout:
     return layout if heads is None else dataclasses.replace(layout, num_kv_heads=heads.stop - heads.start)
 
 
+def pool_size(
+    model: ModelConfig, dtype: str, config: EngineConfig, window: int, most_bytes: int | None = None
+) -> PoolSize:
+    """How many pages of KV an engine of that config has on its devices.
+
+    Args:
+      dtype: of KV as it is computed.
+      most_bytes: that it takes where nothing is asked for, if that is enough for a window; None: no matter.
+
+    Raises:
+      ValueError: what is asked for holds no window.
+    """
+    page_tokens, num_parts = config.page_tokens, config.data_parallel_size
+    values = model.num_layers * 2 * model.num_kv_heads * model.head_dim
+    page_bytes = page_tokens * values * resolve_dtype(dtype).itemsize
+    least = -(-window // page_tokens) * num_parts
+    if config.kv_pool_gib is not None:
+        most: int | None = int(config.kv_pool_gib * GIB / page_bytes)
+        wanted = f"at least {least * page_bytes / GIB:.3g}, for one context window of {window} tokens on each part"
+        check(most is not None and most >= least, "kv_pool_gib", wanted, config.kv_pool_gib)
+    else:
+        most = None if most_bytes is None else max(most_bytes // page_bytes, least)
+    return PoolSize.for_window(window, config.max_batch_size, num_parts, page_tokens, most)
+
+
+def pool_bytes(model: ModelConfig, dtype: str, size: PoolSize, sharding: ModelSharding | None) -> int:
+    """Bytes of a pool on each device."""
+    shape: tuple[int, ...] = (size.num_pages * size.num_parts, 2, model.num_kv_heads, size.page_tokens, model.head_dim)
+    if sharding is not None:
+        shape = sharding.pages.shard_shape(shape)
+    return model.num_layers * math.prod(shape) * resolve_dtype(dtype).itemsize
+
+
 def staging_bytes(layout: KVLayout, config: EngineConfig, max_tokens: int) -> int:
     """Bytes of staging: the read buffer under its cap, and the execution regions behind it."""
     layer_bytes = layout.token_bytes // layout.num_layers * max_tokens
@@ -61,19 +99,19 @@ def wanted_bytes(
     max_tokens: int,
     num_parts: int,
     param_bytes: int,
-    slot_bytes: int,
+    pool_bytes: int,
 ) -> dict[str, int]:
     """What an engine takes of each device, by what it is for; activations and what is compiled come on top."""
     return {
         "the read buffer": staging_bytes(layout, config, max_tokens) // num_parts,
         "write_buffer_gib": int(config.write_buffer_gib * GIB) // num_parts,
         "the weights": param_bytes,
-        "the decode slots": slot_bytes,
+        "the pool of KV": pool_bytes,
     }
 
 
 def check_buffers(config: EngineConfig, layout: KVLayout, runner: Runner) -> None:
-    """Checks that the read and the write buffer fit beside the weights and the decode slots, on each device.
+    """Checks that the read and the write buffer fit beside the weights and the pool of KV, on each device.
 
     Raises:
       ValueError: they do not, or the cap of one is more than there is, however much of it would be used.
@@ -92,7 +130,7 @@ def check_buffers(config: EngineConfig, layout: KVLayout, runner: Runner) -> Non
         max_tokens=runner.history_buckets[-1],
         num_parts=num_parts,
         param_bytes=runner.param_bytes,
-        slot_bytes=runner.slots.num_bytes,
+        pool_bytes=runner.pool.num_bytes,
     )
     if sum(wanted.values()) > capacity:
         parts = ", ".join(f"{num_bytes / GIB:.2f} for {name}" for name, num_bytes in wanted.items())

@@ -17,17 +17,19 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 import numpy as np
 
-from ca_jax.device.processes import Processes, from_first, least
+from ca_jax.device.pages import Holding
+from ca_jax.device.processes import from_first, least
 from ca_jax.device.runner import Runner
 from ca_jax.device.runtime import Runtime
 from ca_jax.device.transfer import to_device
-from ca_jax.errors import ProcessesError
 from ca_jax.kv import costs
 from ca_jax.kv.chunk_kv import ChunkKV, FusedTicket
 from ca_jax.kv.costs import RateMeter
-from ca_jax.kv.layer_loader import LayerLoad, LayerLoader, LoadError
+from ca_jax.kv.layer_loader import LayerLoad, LayerLoader
 from ca_jax.kv.layout import kept_window
+from ca_jax.kv.resident import ResidentPages
 from ca_jax.kv.save import owner_of
+from ca_jax.kv.shared_load import SharedLoad
 from ca_jax.models.kv import KVCache, LayerKV
 from ca_jax.session import Job, Session
 from ca_jax.storage.config import GIB
@@ -37,6 +39,7 @@ from ca_jax.storage.tickets import LoadTicket, TicketState
 from ca_jax.turns.text import ChunkSpan
 
 _LOG = logging.getLogger(__name__)
+_NO_STALL = 0.02  # Of a prefill: it waited for less than that, so that what it took is compute.
 _MIN_GAIN = 0.1  # What recomputing must save to be chosen: rates are measured, and loading leaves the device free.
 _RATIO_STEP = 0.05
 _SLACK_LAYERS = 1  # Behind what S_buf says, which leaves out that a first layer has nothing to hide behind.
@@ -62,6 +65,10 @@ class History:
     """Chunks that are loaded, each to its place. Between them is room for what is not."""
     missed_chunks: int = 0
     """Chunks of its context that are not."""
+    num_resident: int = 0
+    """Tokens whose KV is on the device still, so that nothing is loaded."""
+    resident: Holding | None = None
+    """The pages of those, until a row has them."""
 
     @property
     def tickets(self) -> tuple[LoadTicket, ...]:
@@ -80,71 +87,23 @@ class History:
 
     @property
     def num_places(self) -> int:
-        """Places of the load: the first ones of the context."""
-        return 0 if self.load is None else self.load.ticket.num_tokens
+        """Places that need not be computed: the first ones of the context."""
+        return self.num_resident if self.load is None else self.load.ticket.num_tokens
 
     @property
     def num_loaded(self) -> int:
-        """Tokens whose KV is loaded: the first ones, unless there are chunks."""
-        return sum(ticket.num_tokens for ticket in self.tickets)
+        """Tokens whose KV is loaded, or there: the first ones, unless there are chunks."""
+        return self.num_resident + sum(ticket.num_tokens for ticket in self.tickets)
 
     @property
     def from_ssd(self) -> bool:
         """Whether they were fetched from SSD for this load."""
         return self.load is not None and self.load.ticket.from_ssd
 
-
-class SharedLoad:
-    """This process's share of a history that several load at once, each its own heads; a `runner.LayerSource`.
-
-    All have to dispatch the same layers. Where a layer cannot be read the pass goes on over zeros, and its end tells
-    the others: then nobody uses what it gave.
-    """
-
-    def __init__(self, load: LayerLoad, runner: Runner) -> None:
-        self.error: Exception | None = None  # What broke it.
-        self._load = load
-        self._runner = runner
-
     @property
-    def num_held(self) -> int:
-        """See `runner.LayerSource`."""
-        return self._load.num_held
-
-    def layer(self, layer: int) -> jax.Array:
-        """See `runner.LayerSource`; zeros from the layer on that broke."""
-        if self.error is None:
-            try:
-                return self._load.layer(layer)
-            except Exception as error:  # For `check`: raised now, the others would wait for this process forever.
-                _LOG.warning("layer %d of a history could not be loaded", layer, exc_info=True)
-                self.error = error
-        return self._runner.at_rest(self._runner.empty_kv(self._runner.padded_history(self._load.ticket.num_tokens)))
-
-    def computed(self, layer: int, result: jax.Array) -> None:
-        """See `runner.LayerSource`."""
-        if self.error is None:
-            self._load.computed(layer, result)
-
-    def used(self, layer: int, result: jax.Array) -> None:
-        """See `runner.LayerSource`."""
-        if self.error is None:
-            self._load.used(layer, result)
-
-    def check(self, processes: Processes) -> None:
-        """Raises where the load broke, or staging it, on any process: what was computed from it is nothing then.
-
-        Raises:
-          LoadError: it could not be read.
-          ProcessesError: what was read could not be brought to its devices.
-        """
-        error = self.error
-        is_sound = error is None or isinstance(error, LoadError)
-        are_loaded, are_sound = least(processes, "loaded", (error is None, is_sound))
-        if not are_sound:
-            raise ProcessesError("a shard of the history could not be brought to its devices") from error
-        if not are_loaded:
-            raise LoadError("a shard of the history could not be read") from error
+    def tier(self) -> str:
+        """Where they were: `device`, `ssd` or `dram`."""
+        return "device" if self.num_resident else "ssd" if self.from_ssd else "dram"
 
 
 class Histories:
@@ -157,9 +116,11 @@ class Histories:
         runner: Runner,
         meter: RateMeter,
         chunks: ChunkKV,
+        resident: ResidentPages,
         runtime: Runtime,
     ) -> None:
         self._chunks = chunks
+        self._resident = resident
         self._processes = runtime.processes
         self._window = kept_window(runner.config, runtime.config, runner.window) or 0
         self._store = store
@@ -200,13 +161,14 @@ class Histories:
             self._preloaded = job, self._open(job, session)
         (_, history), self._preloaded = self._preloaded, None
         job.cached_tokens = history.num_loaded
-        job.cached_tier = "ssd" if history.from_ssd else "dram"
+        job.cached_tier = history.tier
         job.missed_chunks = history.missed_chunks
         self._metrics.loaded_chunks += len(history.chunks)
         self._metrics.missed_chunks += history.missed_chunks
-        self._metrics.loaded_histories += 0 < history.num_loaded == history.num_stored
+        self._metrics.resident_histories += history.num_resident > 0
+        self._metrics.loaded_histories += history.load is not None and history.num_loaded == history.num_stored
         self._metrics.mixed_histories += 0 < history.num_loaded < history.num_stored
-        self._metrics.recomputed_histories += history.load is None and history.num_stored > 0
+        self._metrics.recomputed_histories += not history.num_loaded and history.num_stored > 0
         return history
 
     def complete(self, job: Job, history: History) -> None:
@@ -229,8 +191,23 @@ class Histories:
             for seconds in times_s:
                 self._meter.add_load(self._layer_bytes(history.num_loaded), seconds)
 
+    def learn(self, history: History | None, num_before: int, num_new: int, seconds: float) -> None:
+        """A prompt was computed alone, in one pass: what that took says how fast this engine computes.
+
+        Args:
+          history: that it was computed over, as it is stored; None: none is of a session.
+          num_before: tokens of it.
+        """
+        if history is None or history.load is None or history.load.stall_s < _NO_STALL * seconds:
+            self._meter.add_prefill(*self._runner.padded(num_before, num_new), seconds)
+        if history is not None and history.predicted_s is not None:
+            self._metrics.prediction_errors.append(history.predicted_s / seconds - 1)
+
     def release(self, history: History, reason: MissReason = MissReason.ABORTED) -> None:
-        """Lets go of staging. A load that was not completed is given up."""
+        """Lets go of staging, and of pages that no row has taken. A load that was not completed is given up."""
+        if history.resident is not None:
+            self._runner.pool.release(history.resident)
+            history.resident = None
         if history.load is not None:
             history.load.release()
             self._abort(history.tickets, reason)
@@ -275,7 +252,6 @@ class Histories:
             for layer in range(load.num_layers):
                 arrays.append(load.layer(layer))
                 load.computed(layer, arrays[-1])  # Nothing reads it: where staging is short its place is free at once.
-                load.used(layer, arrays[-1])
             jax.block_until_ready(arrays)
         except Exception:
             _LOG.warning("a load broke while it was measured", exc_info=True)
@@ -320,6 +296,7 @@ class Histories:
         """Has a session of which nothing is stored share the KV of the one in DRAM that begins like it for longest.
 
         That is the one that its turn was announced with, or one that got further meanwhile: its turn may run still.
+
         """
         source = self._store.find_prefix(session.tenant, job.prompt_ids[:-1], in_dram=True)
         if source is not None:
@@ -332,7 +309,7 @@ class Histories:
         Its last token is never part of it, since its logits are wanted. Where first tokens are not kept, since no
         layer looks back to them, all that a layer does look back to is loaded, or nothing.
         """
-        if self.may_share(job, session):
+        if shares := self.may_share(job, session):
             self._share_prefix(job, session)
         key, kept = session.key, session.conversation
         prompt_ids, num_slid, lineage = packed_prompt(job)[kept.num_slid :], kept.num_slid, kept.kv_lineage
@@ -341,10 +318,12 @@ class Histories:
         held: list[LoadTicket | None] = [self._hold(own_ids, key, lineage)]
         try:
             found = 0 if held[0] is None else held[0].num_tokens
-            wanted = found if num_slid or spans else self._num_worth_loading(found, len(prompt_ids) - found)
+            holder = None if spans else self._holder(job, session, own_ids, found, shares=shares)
+            takes_all = num_slid or spans or holder is not None
+            wanted = found if takes_all else self._num_worth_loading(found, len(prompt_ids) - found)
             held += [self._chunks.hold(span, job.prompt_ids[span.start : span.stop]) for span in spans]
-            counts = (found, wanted, *(int(ticket is not None) for ticket in held[1:]))
-            num_stored, num_loaded, *are_there = least(self._processes, "what is loaded", counts)
+            counts = (found, wanted, int(holder is not None), *(int(ticket is not None) for ticket in held[1:]))
+            num_stored, num_loaded, is_resident, *are_there = least(self._processes, "what is loaded", counts)
             if num_slid and num_stored < self._window - 1:
                 num_stored = num_loaded = num_slid = 0
             if held[0] is not None and num_stored < found:
@@ -356,10 +335,51 @@ class Histories:
                     held[index] = None
             if held[0] is None and self._store.residency(key) is Residency.DRAM:
                 self._store.drop(key)  # Other tokens than these: what is saved now begins anew.
+            if is_resident and holder is not None and held[0] is not None and num_stored:
+                return self._go_on(job, session, holder, held[0], num_slid)
+            self._resident.drop(key)
             return self._begin(job, key, held, spans, num_loaded, num_slid)
         except Exception:
             self._abort(ticket for ticket in held if ticket is not None)
             raise
+
+    def _holder(
+        self, job: Job, session: Session, token_ids: np.ndarray, num_stored: int, *, shares: bool
+    ) -> str | None:
+        """The key of the session whose pages have all that is stored of a history as its prefill reads it, if any has.
+
+        Args:
+          token_ids: of the history.
+          shares: whether that may be another session.
+        """
+        state = session.conversation
+        if not num_stored or state.num_to_repair or not self._config.keep_pages:
+            return None
+        key, wanted = session.key, (state.lineage, state.num_slid)
+        if shares:
+            key, wanted = self._resident.like(session.tenant, token_ids) or key, (0, 0)
+        has_all = self._resident.num_tokens(key, token_ids, wanted) >= num_stored
+        return key if has_all and self._resident.is_near(key, job.slot) else None
+
+    def _go_on(self, job: Job, session: Session, holder: str, ticket: LoadTicket, num_slid: int) -> History:
+        """A history whose pages a session has, all that a ticket says: its own, or those of one that it begins like."""
+        num_tokens, rates = ticket.num_tokens, self._meter.rates
+        self._store.complete_load(ticket, was_read=False)
+        take = self._resident.take if holder == session.key else self._resident.share
+        num_new = len(job.prompt_ids) - num_slid - num_tokens
+        compute_s = None
+        if rates is not None:
+            compute_s = rates.num_layers * costs.layer_compute_s(rates, *self._runner.padded(num_tokens, num_new))
+        return History(
+            key=session.key,
+            load=None,
+            source=None,
+            num_stored=num_tokens,
+            num_slid=num_slid,
+            predicted_s=compute_s,
+            num_resident=num_tokens,
+            resident=take(holder, num_tokens),
+        )
 
     def _layer_bytes(self, num_tokens: int) -> int:
         return num_tokens * self._layout.token_bytes // self._layout.num_layers

@@ -105,12 +105,12 @@ class TurnSaver:
         self._waiting.append(self._prefilling)
         self.submit_held()
 
-    def add_layer(self, layer: int, kv: jax.Array) -> None:
-        """A layer of the pass was dispatched, which gives `kv [2, T, K, H]`."""
+    def add_layer(self, layer: int, kv: jax.Array, first: int = 0) -> None:
+        """A layer of the pass was dispatched, which gives `kv [2, T, K, H]`; its first token is T's number `first`."""
         group = self._prefilling
         if group is None:
             return
-        part = LayerPart(layer, own_part(kv), len(group.token_ids), self._first)
+        part = LayerPart(layer, own_part(kv), len(group.token_ids), first + self._first)
         if group.ticket is None:
             group.parts.append(part)
         else:
@@ -122,11 +122,11 @@ class TurnSaver:
         if group is not None:
             self._complete(group)
 
-    def add_pass(self, token_ids: Sequence[int], start: int, layers: Iterable[jax.Array]) -> None:
-        """A pass over these tokens was dispatched, whose layers give these `[2, T, K, H]`."""
+    def add_pass(self, token_ids: Sequence[int], start: int, layers: Iterable[jax.Array], first: int = 0) -> None:
+        """A pass over these tokens was dispatched, whose layers give these `[2, T, K, H]`; see `add_layer`."""
         self.begin_pass(token_ids, start)
         for layer, kv in enumerate(layers):
-            self.add_layer(layer, kv)
+            self.add_layer(layer, kv, first)
         self.end_pass()
 
     # Decoding.
@@ -429,7 +429,7 @@ class WriteBuffer:
 
 
 def owner_of(session: Session) -> Owner:
-    """Whose the stored KV of a session is. No listing shows what is loaded for one that is not kept."""
-    if not session.is_kept:
+    """Whose the stored KV of a session is. No listing shows that of one that nobody can go on with."""
+    if not session.is_kept or not session.is_noted:
         return Owner(tenant=session.tenant)
     return Owner(tenant=session.tenant, session_id=session.session_id, ttl_s=session.ttl_s)

@@ -27,6 +27,7 @@ from ca_jax.kv.kept_conversations import KeptConversations
 from ca_jax.kv.layer_loader import LayerLoader
 from ca_jax.kv.layout import kept_window, staging_bytes
 from ca_jax.kv.load import Histories
+from ca_jax.kv.resident import ResidentPages
 from ca_jax.kv.save import WriteBuffer
 from ca_jax.session import Job, Session
 from ca_jax.storage.catalog.file import CatalogError
@@ -98,7 +99,8 @@ class SessionKV:
         self.write_buffer = WriteBuffer(self.store, self._saver, config, runtime.metrics)
         self._salt = hashlib.sha256(f"{weights}|{layout}|unrotated|".encode()).digest()
         self.chunks = ChunkKV(self.store, self.write_buffer, self._salt)
-        self.histories = Histories(self.store, self._loader, runner, self.meter, self.chunks, runtime)
+        self.resident = ResidentPages(runner.pool, self.store.queue_position)
+        self.histories = Histories(self.store, self._loader, runner, self.meter, self.chunks, self.resident, runtime)
         self.conversations = KeptConversations(self.store, log, processes, config.store.ttl_s, runtime.metrics)
         # How far all layers look back, tokens, the one that looks among them; None: nothing is ever left behind.
         self._window = kept_window(runner.config, config, runner.window)
@@ -170,10 +172,13 @@ class SessionKV:
         return [job for job in coming if job is not None]
 
     def is_at_hand(self, job: Job) -> bool:
-        """Whether the KV of a queued turn is in DRAM and nothing of it is on its way, so that its load may begin."""
+        """Whether the KV of a queued turn is in DRAM and nothing of it is on its way, so that its load may begin.
+
+        Where the pages of what it begins with are on the device there is nothing to load.
+        """
         key, loaded = self._queued.get(job, ("", ()))
         places = [self.store.residency(each) for each in loaded]
-        is_there = Residency.DRAM in places[:1] or bool(job.spans)
+        is_there = (Residency.DRAM in places[:1] and loaded[0] not in self.resident) or bool(job.spans)
         is_there = is_there and not any(place in (Residency.PENDING, Residency.SSD) for place in places)
         is_busy = self.write_buffer.is_running(key) or any(self._is_being_saved(each) for each in (key, *loaded))
         return all_agree(self._processes, "preload", is_there and not is_busy)
@@ -191,7 +196,8 @@ class SessionKV:
         if not session.is_kept:
             self.drop(session.key)
             return
-        self.conversations.remember(session.key, session)
+        if session.is_noted:
+            self.conversations.remember(session.key, session)
         if self._window is not None:
             self._to_slide[session.key] = session
 
@@ -204,6 +210,7 @@ class SessionKV:
         Where KV is on its way to the store, that happens once it is there, and the session's next turn waits for it.
         """
         key, num_slid = session.key, session.conversation.num_slid
+        self.resident.drop(key)
         self._to_slide.pop(key, None)
         num_stored = max(num_tokens - num_slid, 0)
         if num_slid and num_stored < (self._window or 0) - 1:
@@ -222,6 +229,7 @@ class SessionKV:
         for what is on its way.
         """
         key = session.key
+        self.resident.drop(key)
         self.histories.give_up_preloaded(key)
         self._to_slide.pop(key, None)
         stored = discarded[session.conversation.num_slid :]
@@ -230,6 +238,7 @@ class SessionKV:
 
     def drop(self, key: str) -> None:
         """Forgets all of a session, what is on its way to the store too. No turn of it may run."""
+        self.resident.drop(key)
         self.histories.give_up_preloaded(key)
         self.write_buffer.give_up(key)
         self.store.drop(key)

@@ -57,7 +57,6 @@ NAMES: dict[type, dict[str, str]] = {
 ALIASES = {
     "max_model_len": "context_window",
     "max_num_seqs": "max_batch_size",
-    "max_num_batched_tokens": "prefill_chunk_tokens",
 }
 """Other names of flags, which users of other servers know."""
 OFF = "off"

@@ -18,11 +18,10 @@ import rich.console
 from absl import app, flags
 
 from ca_jax.config import EngineConfig
-from ca_jax.device.buckets import history_buckets, slot_tokens
-from ca_jax.kv.layout import kept_window, rest_layout, wanted_bytes
+from ca_jax.device.buckets import history_buckets
+from ca_jax.kv.layout import kept_window, pool_bytes, pool_size, rest_layout, wanted_bytes
 from ca_jax.launch.flags import DTYPES, NAMES, ConfigFlags, refuse
 from ca_jax.launch.script import make_table, note, run
-from ca_jax.models.attention import SLOT_BLOCK
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.presets import PRESETS
 from ca_jax.models.sharding import ModelSharding, model_sharding
@@ -35,7 +34,13 @@ from ca_jax.storage.layout import KVLayout
 _READ = frozenset(
     {
         *("model_preset", "dtype", "device_gib", "context_window", "session_tokens", "max_batch_size"),
-        *("prefill_chunk_tokens", "tensor_parallel_size", "data_parallel_size", "read_buffer_gib", "write_buffer_gib"),
+        *(
+            "max_num_batched_tokens",
+            "tensor_parallel_size",
+            "data_parallel_size",
+            "read_buffer_gib",
+            "write_buffer_gib",
+        ),
         *("kv_rest_dtype", "dram_gib", "ssd_gib", "ssd_driver"),
         *(NAMES[OverflowConfig].get(field.name, field.name) for field in dataclasses.fields(OverflowConfig)),
     }
@@ -69,7 +74,7 @@ class Plan:
     device_bytes: int
     """Memory of each."""
     window: int
-    """Tokens that a decode slot is for."""
+    """Tokens of a context at most."""
     session_tokens: int
     """Tokens of a session, as tiers are counted in."""
     total_weight_bytes: int
@@ -81,7 +86,7 @@ class Plan:
     parts: Mapping[str, int]
     """What is taken of each device, by what it is for: see `kv.layout.wanted_bytes`."""
     tiers: tuple[Tier, ...]
-    """HBM (the decode slots and what is left), DRAM and SSD."""
+    """HBM (the pool of KV and what is left), DRAM and SSD."""
 
     @property
     def left_bytes(self) -> int:
@@ -131,7 +136,7 @@ def make_plan(
             f"{_what_fits(config, engine, dtype, window, device_bytes)}"
         )
     num_data, num_kv = (1, 1) if sharding is None else (sharding.num_data, sharding.num_kv)
-    kv_bytes = device_bytes - sum(wanted.values()) + wanted["the decode slots"]
+    kv_bytes = device_bytes - sum(wanted.values()) + wanted["the pool of KV"]
     token_bytes = config.kv_bytes_per_token(resolve_dtype(dtype).itemsize)
     part_bytes = token_bytes // num_kv  # Each device has the part of a token that its heads are.
     hbm = Tier(  # Of the sessions of its part of data.
@@ -164,18 +169,14 @@ def make_plan(
 def _wanted_bytes(
     config: ModelConfig, engine: EngineConfig, dtype: str, sharding: ModelSharding | None, window: int
 ) -> dict[str, int]:
-    """What an accelerator of the mesh is asked for; lengths are padded there as `Runner` pads them."""
-    capacity = slot_tokens(window, engine.prefill_chunk_tokens, SLOT_BLOCK, coarse=True)
-    slots: tuple[int, ...] = (engine.max_batch_size, config.num_kv_heads, capacity, config.head_dim)
-    if sharding is not None:
-        slots = sharding.slots.shard_shape(slots)
+    """What an accelerator of the mesh is asked for."""
     return wanted_bytes(
         engine,
         rest_layout(config, dtype, engine),
-        max_tokens=history_buckets(window, coarse=True)[-1],
+        max_tokens=history_buckets(window)[-1],
         num_parts=1 if sharding is None else sharding.num_kv,
         param_bytes=_weight_bytes(config, dtype, sharding),
-        slot_bytes=2 * config.num_layers * math.prod(slots) * resolve_dtype(dtype).itemsize,
+        pool_bytes=pool_bytes(config, dtype, pool_size(config, dtype, engine, window), sharding),
     )
 
 
@@ -225,7 +226,7 @@ def print_plan(plan: Plan, title: str, console: rich.console.Console) -> None:
     )
     parts = {
         "weights": plan.parts["the weights"],
-        f"decode slots, {plan.window:,} tokens each": plan.parts["the decode slots"],
+        "pool of KV": plan.parts["the pool of KV"],
         "read buffer": plan.parts["the read buffer"],
         "write buffer": plan.parts["write_buffer_gib"],
         "left, activations included": plan.left_bytes,
@@ -238,7 +239,7 @@ def print_plan(plan: Plan, title: str, console: rich.console.Console) -> None:
     ]
     columns = ("tier", ">GiB", ">tokens", f">sessions of {plan.session_tokens:,} tokens")
     console.print(make_table(columns, tiers))
-    note(console, "HBM: the decode slots, and as many more as what is left would hold.", None)
+    note(console, "HBM: the pool of KV, and as much more as what is left would hold.", None)
 
 
 def define() -> None:

@@ -1,15 +1,15 @@
-"""Attention over unrotated history, and over the decode slots. Every model uses these two functions.
+"""Attention over unrotated history that is one array: of new tokens, and of some among it.
 
 Both take masks from lengths, never from values: what lies behind a row's length, NaN included, cannot reach a result.
 Where a layer slides, a token sees the last `window` tokens, itself among them. They are counted by places, which are
 positions unless truncation has left keys at their old ones.
-Each has one implementation for CPUs, one for GPUs, and one that serves everywhere; which is taken is said by the
-backend, or by the caller. They differ in rounding alone.
+There are implementations for CPUs, for GPUs, and some that serve everywhere; which is taken is said by the backend, or
+by the caller. They differ in rounding alone.
 
 Shapes: B batch, T new tokens, S history tokens, N query heads, K KV heads, G = N / K, H head dim.
 
-Not here: projections (the models), rotation angles (rope), where slots live (steps), kernels (gpu_attention), what each
-key receives (attention_received).
+Not here: projections (the models), rotation angles (rope), history in pages (paged_attention), kernels (gpu_attention,
+cpu_kernels), what each key receives (attention_received).
 """
 
 from __future__ import annotations
@@ -30,10 +30,6 @@ PrefillAttention = Literal["blocks", "batched", "flash", "cpu"]
 """How `attend` is computed. `blocks`: heads and blocks of queries one by one, as CPUs like it. `batched`: all heads at
 once, in large blocks, on any backend. `flash`: cuDNN's. `cpu`: a CPU kernel, of which there is no gradient."""
 
-SlotAttention = Literal["blocks", "kernel", "cpu"]
-"""How `attend_slots` is computed. `blocks`: a loop over blocks of keys, on any backend. `kernel` and `cpu`: a kernel
-of ours for a GPU, and for a CPU."""
-
 ChosenAttention = Literal["blocks", "batched"]
 """How `attend_chosen` is computed. `blocks`: a loop over blocks of keys, as far as each block of queries needs.
 `batched`: all heads, queries and keys at once, which leaves a GPU nothing to wait for."""
@@ -47,9 +43,8 @@ QUERY_BLOCK = 128
 BATCHED_QUERY_BLOCK = 512
 """The same where heads are batched: few kernels, and scores of 512 queries over 16K keys still fit."""
 
-SLOT_BLOCK = 512
-"""Keys per block of the decode loop; slots are a multiple of it long. Of 128, 256, 512 and 1,024 the fastest on CPU, or
-within its noise, for 1 and 8 rows of 1,000 tokens."""
+KEY_BLOCK = 512
+"""Keys per block of a loop over keys. Of 128, 256, 512 and 1,024 the fastest on CPU, or within its noise."""
 
 UNROLLED_KV_HEADS = 8
 """Up to this many KV heads, heads are separate matmuls: on CPU 10-20 % faster than batched at 64-128 new tokens."""
@@ -89,7 +84,7 @@ def by_head(function: Callable[..., jax.Array], is_batched: bool, *arrays: jax.A
     return jnp.stack([function(*(array[head] for array in arrays)) for head in range(num_kv)])
 
 
-def _accumulated(
+def accumulated(
     carry: tuple[jax.Array, ...], scores: jax.Array, weighted: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, ...]:
     """A running softmax, taken on by a block of keys.
@@ -106,8 +101,8 @@ def _accumulated(
     return new_top, total * rescale + weights.sum(-1), out * rescale[..., None] + weighted(weights)
 
 
-def _nothing(shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
-    """What `_accumulated` begins with; of the weighted sum's shape."""
+def nothing(shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
+    """What `accumulated` begins with; of the weighted sum's shape."""
     return jnp.full(shape[:-1], MASKED, jnp.float32), jnp.zeros(shape[:-1], jnp.float32), jnp.zeros(shape, jnp.float32)
 
 
@@ -222,19 +217,6 @@ def pure_attention(dtype: jnp.dtype, head_dim: int) -> PrefillAttention:
     return "flash" if served else "batched"
 
 
-def slot_attention(slot_keys: jax.Array | jax.ShapeDtypeStruct) -> SlotAttention:
-    """What `attend_slots` is computed with on this backend, for slots `[slots, K, C, H]` of this kind on a device.
-
-    With `kernel` its `num_blocks` says nothing: each row's own length decides, on the device.
-    """
-    if cpu_kernels.serves_attention(slot_keys.dtype, slot_keys.shape[-1]):
-        return "cpu"
-    if jax.default_backend() != "gpu" or not gpu_attention.fits_kernel(slot_keys):
-        return "blocks"
-    is_served = gpu_attention.kernel_is_served(jnp.dtype(slot_keys.dtype), slot_keys.shape[-1])
-    return "kernel" if is_served else "blocks"
-
-
 def seen_keys(
     key_index: jax.Array, query_index: jax.Array, history_length: jax.Array, num_history: int, window: int | None
 ) -> jax.Array:
@@ -344,7 +326,7 @@ def _chosen_in_blocks(
     Which those are is known on the device alone: a loop over blocks of keys with a running softmax.
     """
     num_kv, groups, num_tokens, head_dim = heads.shape
-    size, key_block = min(QUERY_BLOCK, num_tokens), min(SLOT_BLOCK, k_heads.shape[1])
+    size, key_block = min(QUERY_BLOCK, num_tokens), min(KEY_BLOCK, k_heads.shape[1])
     last = positions.max()
     padding = -num_tokens % size
     heads = jnp.pad(heads, ((0, 0), (0, 0), (0, padding), (0, 0)))
@@ -368,79 +350,11 @@ def _chosen_in_blocks(
                 product = lambda a, b: dot(a, b, (a.ndim - 1, b.ndim - 2), a.ndim - 2)  # noqa: E731
                 return by_head(product, False, weights.astype(values.dtype), values)
 
-            return _accumulated(carry, jnp.where(seen, scores, MASKED), weighted)
+            return accumulated(carry, jnp.where(seen, scores, MASKED), weighted)
 
-        _, total, out = lax.fori_loop(first, places.max() // key_block + 1, body, _nothing(rows.shape))
+        _, total, out = lax.fori_loop(first, places.max() // key_block + 1, body, nothing(rows.shape))
         return out / total[..., None]
 
     out = lax.map(attend_block, (blocks, jnp.pad(positions, (0, padding), mode="edge").reshape(-1, size)))
     out = out.reshape(-1, num_kv, groups, size, head_dim).transpose(1, 2, 0, 3, 4)
     return out.reshape(num_kv, groups, -1, head_dim)[:, :, :num_tokens]
-
-
-def attend_slots(
-    q: jax.Array,
-    slot_keys: jax.Array,
-    slot_values: jax.Array,
-    lengths: jax.Array,
-    num_blocks: int | None = None,
-    implementation: SlotAttention | None = None,
-    window: int | None = None,
-) -> jax.Array:
-    """One new token per row over the decode slots, block of keys by block of keys with a running softmax.
-
-    On CPU only as many blocks are read as the longest row needs, so that slots may be as wide as the context window.
-    Measured on 2 CPU cores, 30 layers, K=3 H=64: for 8 rows of 1,000 tokens in slots of 2,048 this took 25 ms, one pair
-    of matmuls over a slice of the slots 133 ms (the slice is a copy), over slots of exactly 1,024 36 ms.
-
-    Args:
-      q: `[B, K, G, H]`, rotated.
-      slot_keys: `[slots, K, S, H]`, rotated; S is a multiple of `SLOT_BLOCK`; the first B slots are read.
-      slot_values: `[slots, K, S, H]`.
-      lengths: i32 `[B]`, keys of each row that count, its own new token among them.
-      num_blocks: blocks to read; None lets the longest row decide at run time, which costs a GPU a host round trip
-        per layer and a CPU nothing. The kernel reads what each row needs, whatever is said here.
-      implementation: None: the backend's.
-      window: how many of its keys each row sees, the last ones; None: all. Blocks before them are not read.
-
-    Returns:
-      `[B, K, G, H]` in q's dtype. A row of length 0 gives zeros.
-    """
-    implementation = implementation or slot_attention(slot_keys)
-    if implementation == "cpu":
-        return cpu_kernels.attend_slots(q, slot_keys, slot_values, lengths, window)
-    if implementation == "kernel":
-        return gpu_attention.attend_slots_kernel(q, slot_keys, slot_values, lengths, window=window)
-    batch_size, num_kv, _, head_dim = q.shape
-    scaled = (q.astype(jnp.float32) / math.sqrt(head_dim)).astype(slot_keys.dtype)
-    blocks = (lengths.max() + SLOT_BLOCK - 1) // SLOT_BLOCK if num_blocks is None else num_blocks
-    shape = (batch_size, num_kv, SLOT_BLOCK, head_dim)
-    if window is not None:  # Each row begins at the block of its own first key.
-        hidden = jnp.maximum(lengths - window, 0)  # [B]
-        first_block = hidden // SLOT_BLOCK
-        most = (window + SLOT_BLOCK - 2) // SLOT_BLOCK + 1
-        if num_blocks is None:
-            blocks = ((lengths + SLOT_BLOCK - 1) // SLOT_BLOCK - first_block).max()
-        else:
-            blocks = min(num_blocks, most)
-
-    def read(slots: jax.Array, i: jax.Array) -> jax.Array:
-        if window is None:
-            return lax.dynamic_slice(slots, (0, 0, i * SLOT_BLOCK, 0), shape)
-        rows = range(batch_size)
-        at = (first_block + i) * SLOT_BLOCK
-        return jnp.concatenate([lax.dynamic_slice(slots, (row, 0, at[row], 0), (1, *shape[1:])) for row in rows])
-
-    def body(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        keys, values = read(slot_keys, i), read(slot_values, i)
-        if window is None:
-            used = i * SLOT_BLOCK + jnp.arange(SLOT_BLOCK)[None, :] < lengths[:, None]  # [B, block]
-        else:
-            index = (first_block + i)[:, None] * SLOT_BLOCK + jnp.arange(SLOT_BLOCK)[None, :]
-            used = (index < lengths[:, None]) & (index >= hidden[:, None])
-        values = jnp.where(used[:, None, :, None], values, 0)
-        scores = jnp.where(used[:, None, None, :], dot(scaled, keys, (3, 3), 2), MASKED)
-        return _accumulated(carry, scores, lambda weights: dot(weights.astype(values.dtype), values, (3, 2), 2))
-
-    _, total, out = lax.fori_loop(0, blocks, body, _nothing(q.shape))
-    return (out / jnp.maximum(total, 1e-30)[..., None]).astype(q.dtype)

@@ -1,14 +1,13 @@
 """The attention that each key receives, by which discarding lists tell tokens that matter (heavy hitters).
 
-Computed beside `attend` and `attend_slots` in the same blocks, so that XLA shares their scores. Shapes as there.
+Computed beside `attend` in the same blocks, so that XLA shares their scores. Shapes as there.
 
-Not here: attention itself (attention), who sums what over layers and turns (steps, runner).
+Not here: attention itself (attention), over pages (paged_attention), who sums what over layers and turns (runner).
 Source: accumulated attention scores, H2O (Zhang et al., NeurIPS 2023).
 """
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import jax
@@ -18,7 +17,6 @@ from jax import lax
 from ca_jax.models import rope
 from ca_jax.models.attention import (
     MASKED,
-    SLOT_BLOCK,
     PrefillAttention,
     by_head,
     dot,
@@ -88,54 +86,3 @@ def _softmax_sums(q: jax.Array, k: jax.Array, mask: jax.Array, counts: jax.Array
     weights = jnp.exp(scores - scores.max(-1, keepdims=True))
     total = weights.sum(-1, keepdims=True)
     return jnp.where(counts, weights / total, 0).sum(range(q.ndim - 1))
-
-
-def slot_attention_received(
-    q: jax.Array,
-    slot_keys: jax.Array,
-    lengths: jax.Array,
-    num_blocks: int | None = None,
-    window: int | None = None,
-) -> jax.Array:
-    """The attention that each key receives in `attend_slots`, summed over query heads.
-
-    A row gives N in all. Keys are read once, in the blocks of `attend_slots`; scores of all heads are held meanwhile.
-
-    Takes what `attend_slots` does; slots have C keys.
-
-    Returns:
-      f32 `[B, C]`, 0 behind each row's length.
-    """
-    batch_size, num_kv, groups, head_dim = q.shape
-    capacity = slot_keys.shape[2]
-    scaled = (q.astype(jnp.float32) / math.sqrt(head_dim)).astype(slot_keys.dtype)
-    blocks = (lengths.max() + SLOT_BLOCK - 1) // SLOT_BLOCK if num_blocks is None else num_blocks
-
-    def used(i: jax.Array) -> jax.Array:
-        index = i * SLOT_BLOCK + jnp.arange(SLOT_BLOCK)[None, :]
-        counts = index < lengths[:, None]
-        if window is not None:
-            counts &= index >= lengths[:, None] - window
-        return counts[:, None, None, :]
-
-    def score(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        scores, top, total = carry
-        window = (batch_size, num_kv, SLOT_BLOCK, head_dim)
-        keys = lax.dynamic_slice(slot_keys, (0, 0, i * SLOT_BLOCK, 0), window)
-        found = jnp.where(used(i), dot(scaled, keys, (3, 3), 2), MASKED)
-        new_top = jnp.maximum(top, found.max(-1))
-        total = total * jnp.exp(top - new_top) + jnp.exp(found - new_top[..., None]).sum(-1)
-        return lax.dynamic_update_slice(scores, found, (0, 0, 0, i * SLOT_BLOCK)), new_top, total
-
-    heads = (batch_size, num_kv, groups)
-    empty = jnp.full((*heads, capacity), MASKED, jnp.float32)
-    start = (empty, jnp.full(heads, MASKED, jnp.float32), jnp.zeros(heads, jnp.float32))
-    scores, top, total = lax.fori_loop(0, blocks, score, start)
-
-    def share(i: jax.Array, received: jax.Array) -> jax.Array:
-        found = lax.dynamic_slice_in_dim(scores, i * SLOT_BLOCK, SLOT_BLOCK, axis=3)
-        weights = jnp.exp(found - top[..., None]) / jnp.maximum(total, 1e-30)[..., None]
-        given = jnp.where(used(i), weights, 0).sum((1, 2))
-        return lax.dynamic_update_slice_in_dim(received, given, i * SLOT_BLOCK, axis=1)
-
-    return lax.fori_loop(0, blocks, share, jnp.zeros((batch_size, capacity), jnp.float32))

@@ -38,7 +38,7 @@ KINDS = {"q4": 320, "q8": 544, "bf16": 1024}
 for each 32 (GGUF's Q4_0 and Q4_1), 8 bits with a scale (Q8_0), bfloat16."""
 
 _INPUTS, _OUTPUTS = 32, 16  # Of a block of packed weights.
-_TARGETS = ("ca_attend_slots", "ca_attend_new", "ca_packed_dot")
+_TARGETS = ("ca_attend_pages", "ca_write_pages", "ca_attend_new", "ca_packed_dot")
 _WITHOUT = "CA_JAX_NO_CPU_KERNELS"  # In the environment: everything is computed by XLA.
 
 
@@ -79,12 +79,25 @@ def serves_attention(dtype: Any, head_dim: int) -> bool:
     return head_dim % 4 == 0 and dtype == jnp.float32 and jax.default_backend() == "cpu" and library() is not None
 
 
-def attend_slots(
-    q: jax.Array, slot_keys: jax.Array, slot_values: jax.Array, lengths: jax.Array, window: int | None = None
-) -> jax.Array:
-    """As `attention.attend_slots`, `[B, K, G, H]`; each row's keys are read up to its length and no further."""
-    call = _function("ca_attend_slots", q.shape)
-    return call(q, slot_keys, slot_values, lengths, **_attributes(q, window))
+def attend_pages(
+    q: jax.Array,
+    new: LayerKV,
+    pages: jax.Array,
+    rows: tuple[jax.Array, ...],
+    rotation: tuple[jax.Array, jax.Array],
+    window: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """As `paged_attention.attend_pages`."""
+    results = jax.ShapeDtypeStruct((1, *q.shape), jnp.float32), jax.ShapeDtypeStruct(pages.shape, jnp.float32)
+    call = _function("ca_attend_pages", results, {3: 1})
+    out, pages = call(q[None], new.k, new.v, pages, *rows, *rotation, **_attributes(q, window))
+    return out[0], pages
+
+
+def write_pages(kv: jax.Array, pages: jax.Array, table: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
+    """As `paged_attention.write_places`."""
+    call = _function("ca_write_pages", jax.ShapeDtypeStruct(pages.shape, jnp.float32), {1: 0})
+    return call(kv, pages, table[None], start[None], count[None])
 
 
 def attend_new(
@@ -103,15 +116,15 @@ def attend_new(
         history_rotation = (jnp.zeros((0, rotation[0].shape[-1])),) * 2
         history_lengths = jnp.zeros((batch_size,), jnp.int32)
     turned = [jnp.broadcast_to(part, (batch_size, num_tokens, part.shape[-1])) for part in rotation]
-    call = _function("ca_attend_new", q.shape)
+    call = _function("ca_attend_new", jax.ShapeDtypeStruct(q.shape, jnp.float32))
     return call(q, new.k, new.v, history, history_lengths, *turned, *history_rotation, **_attributes(q, window))
 
 
-def _function(name: str, shape: tuple[int, ...]) -> Callable[..., jax.Array]:
-    """A function of the library that gives f32 of a shape."""
+def _function(name: str, results: Any, aliases: dict[int, int] | None = None) -> Callable[..., Any]:
+    """A function of the library; `aliases` says which arguments are written to and come out as which results."""
     if library() is None:
         raise RuntimeError("the package must be built with its CPU kernels for this, and is not")
-    return jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(shape, jnp.float32))
+    return jax.ffi.ffi_call(name, results, input_output_aliases=aliases)
 
 
 def _attributes(q: jax.Array, window: int | None) -> dict[str, Any]:
@@ -125,7 +138,7 @@ def packed_dot(x: jax.Array, packed: jax.Array, num_outputs: int) -> jax.Array:
     """The product of rows `[R, inputs]` with packed weights, f32 `[R, outputs]`."""
     num_blocks = x.shape[1] // _INPUTS * (num_outputs // _OUTPUTS)
     kind = list(KINDS.values()).index(packed.shape[0] // num_blocks)
-    call = _function("ca_packed_dot", (x.shape[0], num_outputs))
+    call = _function("ca_packed_dot", jax.ShapeDtypeStruct((x.shape[0], num_outputs), jnp.float32))
     return call(x, packed, kind=np.int64(kind))
 
 

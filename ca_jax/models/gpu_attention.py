@@ -1,11 +1,11 @@
-"""Attention as a GPU is best at it: cuDNN's flash attention for prefill, a kernel of our own over the decode slots.
+"""Attention as a GPU is best at it: cuDNN's flash attention over one array, a kernel of our own over pages.
 
 Both are for 16-bit floats. Neither reads a score or a value from behind a row's length, NaN included. Whether the
 device at hand takes them is tried once, on small arrays, before the first use: `flash_is_served`, `kernel_is_served`.
 
-Shapes: B batch, T new tokens, E keys, N query heads, K KV heads, G = N / K, H head dim, C slot capacity.
+Shapes: B batch, T new tokens, E keys, N query heads, K KV heads, H head dim, S shares, P pages.
 
-Not here: who uses which (attention), the textbook form that they replace (attention).
+Not here: who uses which, and the textbook forms that they replace (attention, paged_attention).
 Source: flash attention (Dao, 2023); splitting keys over programs is flash decoding (Dao et al., 2023).
 """
 
@@ -22,20 +22,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ca_jax.models import rope
+from ca_jax.models.config import RopeConfig
+
 _LOG = logging.getLogger(__name__)
 
 FLASH: Literal["cudnn", "xla"] = "cudnn"
 """What computes `attend_flash`."""
 
-KEY_BLOCK = 64
-"""Keys that a program of the decode kernel reads at a time; the capacity of slots is a multiple of it."""
-
 _MASKED = -1e30
-_LEAST_QUERIES = 16  # Fewer rows than this no tensor core takes.
+_QUERY_TILE = 16384  # Numbers of a program's queries in a pass, and of its result, which stays in registers.
+_KEY_TILE = 4096  # Numbers of the keys that a program reads at a time.
+_LEAST_TILE = 16  # Fewer rows or columns than this no tensor core takes.
 _PROGRAMS = 256  # As many as keep the memory of a GPU with 100-odd multiprocessors busy.
 _MAX_SPLITS = 16
 _MAX_FLASH_HEAD_DIM = 128  # Of cuDNN before Hopper, which takes 256.
-_MAX_INDEX = 2**31  # Numbers of one array that the kernel can tell apart.
 _HALF = (jnp.bfloat16, jnp.float16)
 _TRIAL_ATOL = 0.05
 """Most that an implementation may be off in its trial, on attention over numbers of order one in 16 bits."""
@@ -60,66 +61,60 @@ def attend_flash(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | Non
     return jax.nn.dot_product_attention(q, k, v, mask=heads, is_causal=mask is None, implementation=FLASH)
 
 
-def attend_slots_kernel(
+def attend_pages_kernel(
     q: jax.Array,
-    slot_keys: jax.Array,
-    slot_values: jax.Array,
-    lengths: jax.Array,
-    *,
+    pages: jax.Array,
+    rows: tuple[jax.Array, ...],
+    rotation: tuple[jax.Array, jax.Array],
     window: int | None = None,
+    *,
+    one_each: bool = False,
     interpret: bool = False,
 ) -> jax.Array:
-    """One new token per row over the decode slots; each row's keys are read once, up to its own length and no further.
+    """What `paged_attention.attend_pages` gives, over pages that the new tokens' KV is in already.
 
-    A program takes one KV head of one row, and a share of its keys; the shares are put together behind it. The number
-    of keys is found at run time on the device, so that one compiled function serves all lengths.
+    A program takes a block of one row's tokens, one KV head, and a share of the keys that they see; shares are put
+    together behind it. How long anything is is found at run time on the device: one compiled function serves all.
 
-    Takes and gives what `attention.attend_slots` does. Slots have C keys of 16 bits, C a multiple of `KEY_BLOCK` and H
-    a power of two of at least 16. With `interpret` the kernel runs step by step, on any backend.
+    Takes what that takes. With `interpret` the kernel runs step by step, on any backend.
     """
     from jax.experimental import pallas as pl  # Here: a jax without it serves all the same, by another implementation.
     from jax.experimental.pallas import triton
 
-    batch_size, num_kv, groups, head_dim = q.shape
-    capacity = slot_keys.shape[2]
-    num_queries = max(_LEAST_QUERIES, 1 << (groups - 1).bit_length())
-    scaled = (q.astype(jnp.float32) / math.sqrt(head_dim)).astype(slot_keys.dtype)
-    scaled = jnp.pad(scaled, ((0, 0), (0, 0), (0, num_queries - groups), (0, 0)))
-    most_blocks = capacity // KEY_BLOCK
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv, page = pages.shape[2:4]
+    groups = num_heads // num_kv
+    block = 1 if one_each else max(min(128, _QUERY_TILE // _padded(head_dim)) // groups, 1)
+    blocks = _row_blocks(rows, num_tokens, block)
+    most_keys = rows[0].shape[1] * page
     if window is not None:
-        most_blocks = min(most_blocks, (window + KEY_BLOCK - 2) // KEY_BLOCK + 1)
-    num_splits = _num_splits(batch_size * num_kv, most_blocks)
-
-    def per_row(*block: int) -> Any:
-        return pl.BlockSpec((None, None, *block), lambda b, h, s: (b, h, 0, 0))
-
-    def per_share(*block: int) -> Any:
-        return pl.BlockSpec((None, None, None, *block), lambda b, h, s: (b, h, s, *(0 for _ in block)))
-
-    shares = (batch_size, num_kv, num_splits, num_queries)
-    out, top, total = pl.pallas_call(
-        functools.partial(_decode_kernel, num_splits=num_splits, window=window),
-        grid=(batch_size, num_kv, num_splits),
-        in_specs=[
-            pl.BlockSpec((1,), lambda b, h, s: (b,)),
-            per_row(num_queries, head_dim),
-            per_row(capacity, head_dim),
-            per_row(capacity, head_dim),
-        ],
-        out_specs=[per_share(num_queries, head_dim), per_share(num_queries), per_share(num_queries)],
+        most_keys = min(most_keys, window + block)
+    num_splits = _num_splits(blocks.shape[1] * num_kv, -(-most_keys // _key_block(pages)))
+    shares = (num_splits, num_tokens, num_heads)
+    out, weight = pl.pallas_call(
+        functools.partial(_kernel, num_queries=_padded(block * groups), num_splits=num_splits, window=window),
+        grid=(blocks.shape[1], num_kv, num_splits),
         out_shape=[
-            jax.ShapeDtypeStruct((*shares, head_dim), jnp.float32),
-            jax.ShapeDtypeStruct(shares, jnp.float32),
+            jax.ShapeDtypeStruct((*shares, head_dim), q.dtype if num_splits == 1 else jnp.float32),
             jax.ShapeDtypeStruct(shares, jnp.float32),
         ],
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
+        compiler_params=triton.CompilerParams(num_warps=4 if one_each else 8, num_stages=5 if one_each else 3),
         interpret=interpret,
-        name="attend_slots",
-    )(lengths.astype(jnp.int32), scaled, slot_keys, slot_values)
-    weight = jnp.exp(top - top.max(axis=2, keepdims=True))
-    out = (out * weight[..., None]).sum(axis=2)
-    total = (total * weight).sum(axis=2)
-    return (out / jnp.maximum(total, 1e-30)[..., None])[:, :, :groups].astype(q.dtype)
+        name="attend_pages",
+    )(blocks, rows[0], *rotation, q, pages)
+    if num_splits == 1:
+        return out[0]
+    return (out * jax.nn.softmax(weight, axis=0)[..., None]).sum(0).astype(q.dtype)
+
+
+def _padded(size: int) -> int:
+    """Rows or columns of a tile that so many fit in."""
+    return max(_LEAST_TILE, 1 << (size - 1).bit_length())
+
+
+def _key_block(pages: Any) -> int:
+    """Keys that a program reads at a time, all of one page."""
+    return math.gcd(pages.shape[3], min(64, _KEY_TILE // _padded(pages.shape[4])))
 
 
 def _num_splits(num_pairs: int, num_blocks: int) -> int:
@@ -128,51 +123,103 @@ def _num_splits(num_pairs: int, num_blocks: int) -> int:
     return 1 << (wanted.bit_length() - 1)
 
 
-def _decode_kernel(
-    lengths: Any,
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    out_ref: Any,
-    top_ref: Any,
-    total_ref: Any,
+def _row_blocks(rows: tuple[jax.Array, ...], num_tokens: int, block: int) -> jax.Array:
+    """Tokens in blocks, each of one row: i32 `[4, blocks]`, its row, its first token, the place of that, its tokens.
+
+    Padding is one more row, at places so low that it sees nothing.
+    """
+    starts, firsts = jnp.append(rows[1], num_tokens), jnp.append(rows[2], -(1 << 30))
+    per_row = (starts[1:] - starts[:-1] + block - 1) // block
+    ends = jnp.cumsum(per_row)
+    index = jnp.arange(min((num_tokens + len(firsts) * (block - 1)) // block, num_tokens))
+    row = jnp.minimum((index[:, None] >= ends).sum(1), len(firsts) - 1)
+    offset = (index - ends[row] + per_row[row]) * block
+    token = starts[row] + offset
+    count = jnp.clip(starts[row + 1] - token, 0, block)
+    return jnp.stack([row, token, firsts[row] + offset, count]).astype(jnp.int32)
+
+
+def _kernel(
+    blocks: Any,
+    table: Any,
+    cos: Any,
+    sin: Any,
+    q: Any,
+    pages: Any,
+    out: Any,
+    weight: Any,
     *,
+    num_queries: int,
     num_splits: int,
     window: int | None,
 ) -> None:
-    """`q [R, H]` over its share of `k` and `v` `[C, H]`: sums `[R, H]` and `[R]` relative to the top score `[R]`."""
+    """A block's tokens over a share of the keys that they see: `out [S, T, N, H]`, and its logarithmic `weight`."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
-    num_queries, head_dim = q_ref.shape
-    length = lengths[0]
-    num_blocks = (length + KEY_BLOCK - 1) // KEY_BLOCK
-    hidden = 0 if window is None else jnp.maximum(length - window, 0)
-    first_block = 0 if window is None else hidden // KEY_BLOCK
-    share = (num_blocks - first_block + num_splits - 1) // num_splits
-    first = first_block + pl.program_id(2) * share
-    q = q_ref[:, :]
+    head_dim, half = q.shape[2], cos.shape[1]
+    page, groups, size = pages.shape[3], q.shape[1] // pages.shape[2], _key_block(pages)
+    block, kv_head, split = (pl.program_id(axis) for axis in range(3))
+    row, token, place, count = (blocks[i, block] for i in range(4))
+    query = jnp.arange(num_queries)
+    offset, head = query // groups, kv_head * groups + query % groups
+    own, is_own = (place + offset)[:, None], (offset < count)[:, None]
+    num_keys = jnp.maximum(place + count, 0)
+
+    def tile_of(start: int, width: int, used: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """As many columns as a tile has, and which of them are there, in the rows `[n, 1]` that are used."""
+        column = jnp.arange(_padded(width))[None, :]
+        return start + column, used & (column < width)
+
+    def tile(ref: Any, *index: Any, start: int = 0, width: int, used: jax.Array) -> jax.Array:
+        """`ref[*index, start : start + width]`, 0 in what is not there or not used."""
+        column, mask = tile_of(start, width, used)
+        return triton.load(ref.at[(*index, column)], mask=mask, other=0)
+
+    def turned(scale: float, places: jax.Array, used: jax.Array, ref: Any, *index: Any) -> list[jax.Array]:
+        """Heads turned to their places, in parts: the halves of what turns, and the rest."""
+        c, s = (tile(of_places, places, width=half, used=used) for of_places in (cos, sin))
+        columns = ((0, half), (half, half), (2 * half, head_dim - 2 * half))
+        parts = [tile(ref, *index, start=start, width=width, used=used) for start, width in columns if width]
+        first, second, *rest = (part.astype(jnp.float32) for part in parts)
+        parts = [first * c - second * s, second * c + first * s, *rest]
+        return [(part * scale).astype(pages.dtype) for part in parts]
+
+    queries = turned(1 / math.sqrt(head_dim), own, is_own, q, (token + offset)[:, None], head[:, None])
 
     def body(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        top, total, out = carry
-        index = i * KEY_BLOCK + jnp.arange(KEY_BLOCK)
-        used = index < length if window is None else (index < length) & (index >= hidden)
-        keys = triton.load(k_ref.at[pl.ds(i * KEY_BLOCK, KEY_BLOCK), :])
-        values = triton.load(v_ref.at[pl.ds(i * KEY_BLOCK, KEY_BLOCK), :], mask=used[:, None], other=0.0)
-        scores = jnp.where(used[None, :], triton.dot(q, keys.T), _MASKED)
+        top, total, result = carry
+        number, key = table[row, i * size // page], jnp.arange(size)
+        within, places = (i * size % page + key)[:, None], i * size + key
+        is_there = (places < num_keys)[:, None]
+        keys = turned(1, places[:, None], is_there, pages, number, 0, kv_head, within)
+        values = tile(pages, number, 1, kv_head, within, width=head_dim, used=is_there)
+        scores, *more = (triton.dot(part, of_keys.T) for part, of_keys in zip(queries, keys, strict=True))
+        seen = places[None, :] <= own
+        if window is not None:
+            seen &= places[None, :] > own - window
+        scores = jnp.where(seen, sum(more, scores), _MASKED)
         new_top = jnp.maximum(top, scores.max(-1))
         weights = jnp.exp(scores - new_top[:, None])
         rescale = jnp.exp(top - new_top)
-        out = out * rescale[:, None] + triton.dot(weights.astype(values.dtype), values)
-        return new_top, total * rescale + weights.sum(-1), out
+        result = result * rescale[:, None] + triton.dot(weights.astype(values.dtype), values)
+        return new_top, total * rescale + weights.sum(-1), result
 
-    start = (
+    first = 0 if window is None else jnp.maximum(place - window + 1, 0) // size
+    stop = (num_keys + size - 1) // size
+    share = (stop - first + num_splits - 1) // num_splits
+    first += split * share
+    nothing = (
         jnp.full((num_queries,), _MASKED, jnp.float32),
         jnp.zeros((num_queries,), jnp.float32),
-        jnp.zeros((num_queries, head_dim), jnp.float32),
+        jnp.zeros((num_queries, _padded(head_dim)), jnp.float32),
     )
-    stop = jnp.minimum(first + share, num_blocks)
-    top_ref[:], total_ref[:], out_ref[:, :] = lax.fori_loop(first, stop, body, start)
+    top, total, result = lax.fori_loop(first, jnp.minimum(first + share, stop), body, nothing)
+    total = jnp.maximum(total, 1e-30)
+    column, mask = tile_of(0, head_dim, is_own)
+    at = split, (token + offset)[:, None], head[:, None]
+    triton.store(out.at[(*at, column)], (result / total[:, None]).astype(out.dtype), mask=mask)
+    triton.store(weight.at[at], (top + jnp.log(total))[:, None], mask=is_own)
 
 
 # What the device at hand takes.
@@ -183,11 +230,10 @@ def fits_flash(dtype: jnp.dtype, head_dim: int) -> bool:
     return dtype in _HALF and head_dim % 8 == 0 and head_dim <= _MAX_FLASH_HEAD_DIM
 
 
-def fits_kernel(slots: jax.Array | jax.ShapeDtypeStruct) -> bool:
-    """Whether `attend_slots_kernel` is for slots `[slots, K, C, H]` of this kind."""
-    _, _, capacity, head_dim = slots.shape
-    is_power_of_two = head_dim >= 16 and head_dim & (head_dim - 1) == 0
-    return slots.dtype in _HALF and is_power_of_two and capacity % KEY_BLOCK == 0 and slots.size < _MAX_INDEX
+def fits_kernel(pages: jax.Array | jax.ShapeDtypeStruct) -> bool:
+    """Whether `attend_pages_kernel` is for pages `[P, 2, K, page, H]` of this kind."""
+    page, head_dim = pages.shape[3:]
+    return pages.dtype in _HALF and head_dim % 8 == 0 and page % _LEAST_TILE == 0
 
 
 @functools.cache
@@ -210,19 +256,25 @@ def flash_is_served(dtype: jnp.dtype, head_dim: int) -> bool:
 
 @functools.cache
 def kernel_is_served(dtype: jnp.dtype, head_dim: int) -> bool:
-    """Whether `attend_slots_kernel` runs on the default device and computes what it should. As `flash_is_served`."""
+    """Whether `attend_pages_kernel` runs on the default device and computes what it should. As `flash_is_served`."""
 
     def error() -> jax.Array:
-        q, k, v = _numbers((2, 2, 2, head_dim), (2, 2, 4 * KEY_BLOCK, head_dim), dtype)
-        lengths = jnp.array([KEY_BLOCK + 7, 3])
-        mask = jnp.arange(4 * KEY_BLOCK)[None, None, None, :] < lengths[:, None, None, None]
+        q, k, v = _numbers((2, 4, head_dim), (3, 2, 64, head_dim), dtype)
+        rotation = rope.rotation_at(RopeConfig(theta=100.0), head_dim, jnp.arange(128))
+        table, lengths = jnp.array([[2, 0], [1, 0]]), jnp.array([71, 3])
+        keys, values = (part[table].swapaxes(2, 3).reshape(2, -1, 2, head_dim) for part in (k, v))
+        at = rope.Rotation(*(part[lengths - 1, None] for part in rotation))
+        mask = jnp.arange(128) < lengths[:, None, None, None]
         expected = jax.nn.dot_product_attention(
-            q.reshape(2, 1, 4, head_dim), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), mask=mask
+            rope.rotate(q[:, None], at), rope.rotate(keys, rotation), values, mask=mask
         )
-        behind = jnp.where(mask[:, 0, 0, :, None][:, None], 0.0, jnp.nan).astype(dtype)
-        return _distance(attend_slots_kernel(q, k + behind, v + behind, lengths), expected.reshape(q.shape))
+        is_there = jnp.arange(64)[:, None] < jnp.array([7, 3, 64])[:, None, None, None, None]
+        pages = jnp.where(is_there, jnp.stack([k, v], axis=1), jnp.nan)
+        rows = table, jnp.arange(3), lengths - 1
+        found = [attend_pages_kernel(q, pages, rows, rotation, one_each=one_each) for one_each in (True, False)]
+        return _distance(jnp.stack(found), expected[:, 0])
 
-    return _is_right("the decode kernel", error)
+    return _is_right("the kernel over pages", error)
 
 
 def _numbers(queries: tuple[int, ...], keys: tuple[int, ...], dtype: jnp.dtype) -> list[jax.Array]:

@@ -9,8 +9,8 @@ so that a block stays one array, and heads an axis that can be sharded. The scal
 above 127 of it: what comes back is off by at most half of it. A row of zeros is zeros. A row that is not finite comes
 back as NaN, and touches no other.
 
-Not here: where KV lives (storage), how it moves and what is packed when (transfer, runner), the decode slots' rotated
-working copy (steps).
+Not here: where KV lives (storage), how it moves and what is packed when (transfer, runner), pages
+of it (paged_attention).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where a model's arrays lie on a mesh of devices: names of axes mapped to axes of the mesh by one table.
 
     mesh axis   devices that differ along it have other
-    data        decode slots
+    data        running jobs, and the pages of their KV
     tensor      KV heads, query heads, and parts of the feed-forward block and of the vocabulary
     copy        query heads of the same KV head, which each has; 1 device unless there are fewer KV heads than shards
 
@@ -56,7 +56,7 @@ class ModelSharding:
 
     @property
     def num_data(self) -> int:
-        """Parts that the decode slots are in."""
+        """Parts that running jobs are in."""
         return self.mesh.shape["data"]
 
     @property
@@ -71,7 +71,7 @@ class ModelSharding:
 
     @property
     def shares_rows(self) -> bool:
-        """Whether the decode slots' parts are other processes': each saves all of its heads, and needs all rows."""
+        """Whether the parts of running jobs are other processes': each saves all of its heads, and needs all rows."""
         if isinstance(self.mesh, AbstractMesh):
             return False
         return any(
@@ -90,9 +90,9 @@ class ModelSharding:
         return self.of((None, None, "kv_heads", None))
 
     @property
-    def slots(self) -> NamedSharding:
-        """Of a layer's decode slots `[slots, K, C, H]`: by slots and heads."""
-        return self.of(("batch", "kv_heads", None, None))
+    def pages(self) -> NamedSharding:
+        """Of a layer's pages `[P, 2, K, page, H]`: by pages and heads."""
+        return self.of(("batch", None, "kv_heads", None, None))
 
     def of_slot(self, slot: Slot) -> NamedSharding:
         """Of a leaf of the parameter tree."""
@@ -132,7 +132,7 @@ def model_sharding(
 
     Args:
       config: of the model.
-      data_parallel_size: parts of the decode slots.
+      data_parallel_size: parts that running jobs are in.
       tensor_parallel_size: parts of the heads.
       on_paper: without devices, for sizes alone.
 

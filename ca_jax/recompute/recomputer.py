@@ -17,7 +17,8 @@ from functools import partial
 import jax
 import numpy as np
 
-from ca_jax.device.runner import JOINED_TOKENS, LayerSource, Runner
+from ca_jax.device.passes import JOINED_TOKENS, LayerSource
+from ca_jax.device.runner import Runner
 from ca_jax.device.steps import Params
 from ca_jax.device.transfer import to_device
 from ca_jax.models import rope
@@ -178,8 +179,6 @@ class RecomputedHistory:
         repair: Repair | None = None,
         blend: Plan | None = None,
     ) -> None:
-        self.num_held = runner.config.num_layers
-        """See `LayerSource`: what is computed is not in staging."""
         self.layers: list[jax.Array] = []
         """What was computed so far, unrotated `[2, S, K, H]`, of no staging."""
         plans = [plan for plan in (None if repair is None else repair.plan, blend) if plan is not None]
@@ -206,9 +205,6 @@ class RecomputedHistory:
     def computed(self, layer: int, result: jax.Array) -> None:
         """See `LayerSource`. Does nothing: what is computed is not in staging."""
 
-    def used(self, layer: int, result: jax.Array) -> None:
-        """See `LayerSource`. Does nothing: what is computed is not in staging."""
-
     def layer(self, layer: int) -> jax.Array:
         """See `LayerSource`."""
         kv = self._loaded(layer)
@@ -218,7 +214,7 @@ class RecomputedHistory:
         return kv
 
     def join(self, layer: int, new_x: jax.Array, length: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """See `runner.Join`; only where `may_join`."""
+        """See `passes.Join`; only where `may_join`."""
         [recomputer] = self._recomputers
         kv, new_x, new_kv = recomputer.join(layer, self._loaded(layer), new_x, length)
         self._took(layer, kv)
@@ -235,7 +231,6 @@ class RecomputedHistory:
     def _took(self, layer: int, kv: jax.Array) -> None:
         """The layer is computed, and what was loaded is read no more when that is ready."""
         self._source.computed(layer, kv)
-        self._source.used(layer, kv)
         self.layers.append(kv)
 
 
@@ -243,7 +238,9 @@ def make_recomputer(runner: Runner, plan: Plan, token_ids: list[int]) -> Recompu
     """Has tokens of a history computed anew."""
     places = len(token_ids)  # Padded as its KV is, however few are computed: no other function is compiled.
     own = token_ids[plan.start : plan.start + plan.num_tokens]
-    x = runner.embed_history(own + [0] * (places - len(own)))
+    row = np.zeros((1, runner.padded_history(places)), np.int32)
+    row[0, : len(own)] = own
+    x = runner.embed(row)
     return Recomputer(runner.config, runner.layers, runner.table, plan, x, runner.sharding)
 
 

@@ -20,7 +20,7 @@ class ServerConfig:
     served_model_name: str | None = None
     """The name that clients give; None: the model's own."""
     max_queue: int = 256
-    """Most turns that wait for a decode slot; a request that comes then gets status 429."""
+    """Most turns that wait for a slot; a request that comes then gets status 429."""
     request_timeout_s: float = 600.0
     """Most seconds a request takes, waiting included; a client may ask for less (`timeout_s`)."""
     shutdown_grace_s: float = 30.0

@@ -3,7 +3,7 @@
     LiveSnapshot
       tiers     DRAM and SSD: how full, sessions, evictions
       moves     load, save, fetch, flush: how much so far, how fast as measured
-      running   jobs in decode slots       waiting   the job queue, and its two look-ahead windows
+      running   jobs in slots              waiting   the job queue, and its two look-ahead windows
       session   of one conversation: where each of its blocks is, and the timeline of its last turn
 
 Jobs of other tenants are counted and shown without a name. Everything is read by the engine's thread, between two
@@ -87,7 +87,7 @@ class _LiveJob(_View):
 
 
 class LiveRunning(_LiveJob):
-    """A job in a decode slot."""
+    """A job in a slot."""
 
     slot: int
     phase: str
@@ -181,7 +181,7 @@ class LiveSnapshot(_View):
     """When, on a clock of the server's own."""
     num_slots: int
     running: list[LiveRunning]
-    """Jobs in decode slots, by slot."""
+    """Jobs in slots, by slot."""
     queue: LiveQueue
     tiers: list[LiveTier]
     """DRAM, and SSD where there is one."""

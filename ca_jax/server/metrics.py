@@ -125,7 +125,11 @@ class RequestMetrics(Collector):
         for name, text, value in (
             ("vllm:num_requests_running", "Answers that are being generated.", len(running)),
             ("vllm:num_requests_waiting", "Answers that wait for a slot.", len(waiting)),
-            ("vllm:kv_cache_usage_perc", "Share of the decode slots' room for tokens that is taken.", slots_used),
+            (
+                "vllm:kv_cache_usage_perc",
+                "Share of the tokens that running answers may have at most that they have.",
+                slots_used,
+            ),
             ("vllm:cpu_cache_usage_perc", "Share of the store's DRAM that is taken.", dram_used),
         ):
             yield _gauge(name, text, {self._model: value}, "model_name")

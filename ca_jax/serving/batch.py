@@ -1,13 +1,14 @@
-"""The running batch: jobs in decode slots, from the first pass of their prefill to their last token.
+"""The running batch: jobs with a row in the pool, from the first pass of their prefill to their last token.
 
-`Batch` takes a plan of the scheduler and does it: begins loads, decodes a token for every job, runs a pass of one
-prefill, and takes what was drawn. It ends jobs, gives back what they held, and keeps what they said.
+`Batch` takes a plan of the scheduler and does it: begins loads, computes prompts and decodes, and takes what was drawn.
+It ends jobs, gives back what they held, and keeps what they said. Where there are prompts a step is one pass: tokens of
+several prompts through all layers, and a token of each job that decodes along with them.
 
-`Prefilling` is one job's prefill. A pass runs some of its new tokens through all layers. Each layer's history is taken
-from the load just before it is dispatched, and its new KV handed to be saved right after. Between passes others decode.
+`Prefilling` is one job's prefill. Each layer's history is taken from the load just before it is dispatched, and its new
+KV handed to be saved right after.
 
-Not here: who runs (scheduler), sessions and locks (engine), what is loaded (kv.load), arrays and slots (device.runner),
-what is saved when (kv.save).
+Not here: who runs (scheduler), sessions and locks (engine), what is loaded (kv.load), arrays (device.runner), pages
+(device.pages), what is saved when (kv.save).
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import time
 from collections.abc import Iterator
 
 import jax
+import numpy as np
 
+from ca_jax.device.passes import JOINED_TOKENS, LayerSource, PassPart, Prefill
 from ca_jax.device.processes import all_agree, least
-from ca_jax.device.runner import JOINED_TOKENS, Prefill, Runner
+from ca_jax.device.runner import Runner
 from ca_jax.device.runtime import Runtime
 from ca_jax.device.sampler import Draw
 from ca_jax.device.transfer import to_host_memory
@@ -30,7 +33,6 @@ from ca_jax.kv.layer_loader import LoadError
 from ca_jax.kv.load import History
 from ca_jax.kv.save import TurnSaver
 from ca_jax.kv.session_kv import SessionKV
-from ca_jax.recompute.plan import blend_plan
 from ca_jax.recompute.recomputer import RecomputedHistory
 from ca_jax.serving.scheduler import Scheduler
 from ca_jax.serving.truncator import Truncator
@@ -39,7 +41,6 @@ from ca_jax.turns.conversations import padded
 from ca_jax.turns.requests import FinishReason
 
 _LOG = logging.getLogger(__name__)
-_NO_STALL = 0.02  # Of a prefill: it waited for less than that, so that what it took is compute.
 
 
 class Prefilling:
@@ -62,8 +63,8 @@ class Prefilling:
         self._mended: RecomputedHistory | None = None  # What is read in place of what is loaded.
         self._was_alone = True
         self._computing_s = 0.0
-        self._dispatched_s: float | None = None  # When a pass was that has not been waited for.
         self._layer_since_s = 0.0
+        self._first = 0  # Of the last pass's tokens, this job's.
 
     def begin(self) -> None:
         """Begins to load what of the job's history is stored. If that raises, `release` lets go of what was begun."""
@@ -72,58 +73,84 @@ class Prefilling:
             self.saver = self._kv.chunks.begin_saving(job.chunk, job.tenant)
         elif job.session is not None:
             history = self._history = self._kv.histories.open(job, job.session)
+            if history.resident is not None:
+                self._runner.pool.take(self.prefill.slot, history.resident)
+                history.resident = None
             self._kv.withdraw(job)
-            self._forget_lost(job.session, history.num_stored, history.num_slid)
+            job.session.forget_lost(history.num_stored, history.num_slid)
             job.skip(history.num_slid)
-            self._mended = self._recomputed(job.session, history)
+            self._mended = self._truncator.recomputed(job, job.session, history, self._blend_config)
             if self._mended is None:
                 self.saver = self._kv.write_buffer.begin_turn(job.session, history.num_stored)
             self._start(history.num_places)
 
-    def run_pass(self, num_tokens: int, is_alone: bool) -> None:
-        """Dispatches some of the tokens that are left.
+    @property
+    def may_pack(self) -> bool:
+        """Whether a pass may have it behind other prompts: its load needs no room that theirs may need."""
+        load = None if self._history is None else self._history.load
+        is_there = load is None or self.prefill.num_done > 0 or load.num_issued == load.num_layers
+        return all_agree(self._processes, "packs", is_there)
+
+    @property
+    def joins(self) -> bool:
+        """Whether its next pass repairs its history, too: then it is alone in it."""
+        mended = self._mended
+        is_short = self.prefill.num_left <= JOINED_TOKENS
+        return mended is not None and mended.may_join and not self.prefill.num_done and is_short
+
+    def part(self, num_tokens: int) -> PassPart:
+        """Some of the tokens that are left, for a pass. Raises what breaks before that begins."""
+        prefill, job = self.prefill, self.job
+        history: LayerSource | None = None
+        if self._history is not None and self._history.load is not None and not prefill.num_done:
+            self._history.load.begin()
+            history = self._mended or self._history.source
+        tokens = prefill.tokens[prefill.num_done : prefill.num_done + num_tokens]
+        if self.saver is not None:
+            self._kv.write_buffer.make_room(len(tokens))
+            self.saver.begin_pass(tokens, prefill.start)
+        self._layer_since_s = time.perf_counter()
+        join = self._mended.join if self._mended is not None and self.joins else None
+        draws = len(tokens) == prefill.num_left and job.chunk is None
+        behind = len(job.prompt_ids) + job.num_gone if draws else None
+        return PassPart(prefill, len(tokens), history, self._take_layer, behind, join)
+
+    def passed(self, part: PassPart, seconds: float, is_alone: bool) -> None:
+        """Its part of a pass was dispatched.
 
         A load that breaks is a miss and a recompute of everything, never a failed turn. Whatever else breaks is raised,
-        and costs nothing that is stored. `is_alone` says whether no other job computes in between.
+        and costs nothing that is stored.
+
+        Args:
+          seconds: that the pass took, so far as it was waited for.
+          is_alone: whether no other job was computed in it.
         """
         self._was_alone &= is_alone
-        started_s = time.perf_counter()
+        self._computing_s += seconds
         session, history = self.job.session, self._history
-        if session is None or history is None or history.load is None or self.prefill.num_done:
-            self._dispatch(num_tokens)
-        else:
-            try:
-                history.load.begin()
-                self._dispatch(num_tokens)
+        try:
+            if part.error is not None:
+                raise part.error
+            if self.saver is not None:
+                self.saver.end_pass()
+            if part.history is not None and session is not None and history is not None:
                 self._kv.histories.complete(self.job, history)
                 if self._mended is not None:
                     self._save_mended(session, self._mended)
-            except ProcessesError:  # The history is sound, but not what was saved behind it.
-                self._give_up_saving()
                 self.release()
+        except ProcessesError:  # The history is sound, but not what was saved behind it.
+            self._give_up_saving()
+            self.release()
+            if session is not None and history is not None:
                 self._kv.truncate(session, history.num_slid + history.num_stored)
+            raise
+        except LoadError:
+            if session is None or history is None:
                 raise
-            except LoadError:
-                _LOG.warning("the load of job %d broke: it begins anew without", self.job.job_id, exc_info=True)
-                self._begin_anew(session, history)
-                self.run_pass(min(self.prefill.num_left, self._runner.chunk_tokens), is_alone)
-                return
+            _LOG.warning("the load of job %d broke: it begins anew without", self.job.job_id, exc_info=True)
+            self._begin_anew(session, history)
+            return
         self._metrics.prefill_passes += 1
-        is_last = not self.prefill.num_left
-        if is_last:
-            self._wait()
-        now_s = time.perf_counter()
-        self._computing_s += now_s - started_s
-        self._dispatched_s = None if is_last else now_s
-
-    def await_pass(self) -> bool:
-        """Waits for the last pass, unless that is done; whether it did: what is behind it computes from then on."""
-        if self._dispatched_s is None:
-            return False
-        jax.block_until_ready(self.prefill.outputs)
-        self._computing_s += time.perf_counter() - self._dispatched_s
-        self._dispatched_s = None
-        return True
 
     def finish(self) -> None:
         """Measures what it took. Its logits were waited for."""
@@ -138,56 +165,22 @@ class Prefilling:
                 each.add_to(job.attention)
         num_new = len(prefill.tokens)
         was_mended = job.repaired_tokens or (history is not None and history.chunks)
-        if not self._was_alone or num_new > self._runner.chunk_tokens or was_mended:
-            return
-        if history is None or history.load is None or history.load.stall_s < _NO_STALL * self._computing_s:
-            self._kv.meter.add_prefill(*self._runner.padded(prefill.history_length, num_new), self._computing_s)
-        if history is not None and history.predicted_s is not None:
-            self._metrics.prediction_errors.append(history.predicted_s / self._computing_s - 1)
+        if self._was_alone and num_new <= self._runner.chunk_tokens and not was_mended:
+            self._kv.histories.learn(history, prefill.history_length, num_new, self._computing_s)
 
     def release(self) -> None:
-        """Lets go of staging, however far it is; waits for what reads it unless it was inserted."""
+        """Lets go of staging, however far it is."""
         if self._history is not None:
             self._kv.histories.release(self._history)
 
     def _start(self, num_loaded: int) -> None:
         self.prefill = Prefill(self.prefill.slot, self.job.prompt_ids[num_loaded:], num_loaded)
 
-    def _recomputed(self, session: Session, history: History) -> RecomputedHistory | None:
-        """A history as its prefill should read it; None: as it is stored."""
-        if history.source is None:
-            return None
-        num_places, blend = history.num_places, None
-        num_own = history.num_stored if history.chunks else num_places
-        repair = self._truncator.repair_of(session, num_own, num_places)
-        if history.chunks:
-            num_layers, ratio = self._runner.config.num_layers, self.job.recompute_ratio
-            blend = blend_plan(self._blend_config, num_layers, num_places, num_own, history.chunks, ratio)
-        if repair is None and blend is None:
-            return None
-        token_ids = self.job.prompt_ids[:num_places]
-        return RecomputedHistory(history.source, token_ids, self._runner, repair=repair, blend=blend)
-
-    def _dispatch(self, num_tokens: int) -> None:
-        prefill = self.prefill
-        history = None
-        if self._history is not None and not prefill.num_done:
-            history = self._mended or self._history.source
-        tokens = prefill.tokens[prefill.num_done : prefill.num_done + num_tokens]
+    def _take_layer(self, layer: int, kv: jax.Array, first: int) -> None:
+        """A layer was dispatched, which gives new KV, this job's from `first` on."""
+        self._first = first
         if self.saver is not None:
-            self._kv.write_buffer.make_room(len(tokens))
-            self.saver.begin_pass(tokens, prefill.history_length + prefill.num_done)
-        self._layer_since_s = time.perf_counter()
-        is_short = len(tokens) == prefill.num_left <= JOINED_TOKENS
-        join = history.join if is_short and isinstance(history, RecomputedHistory) and history.may_join else None
-        self._runner.run_pass(prefill, num_tokens, history, self._take_layer, join)
-        if self.saver is not None:
-            self.saver.end_pass()
-
-    def _take_layer(self, layer: int, kv: jax.Array) -> None:
-        """A layer was dispatched, which gives new KV."""
-        if self.saver is not None:
-            self.saver.add_layer(layer, self._runner.at_rest(kv))
+            self.saver.add_layer(layer, self._runner.at_rest(kv), first)
         self._watch.layer(kv, self._layer_since_s, layer=layer, job=self.job.job_id)
         self._layer_since_s = time.perf_counter()
 
@@ -210,7 +203,7 @@ class Prefilling:
         if has_others:  # Fewer each time: what broke is forgotten.
             self.begin()
             return
-        self._forget_lost(session, 0, 0)
+        session.forget_lost(0, 0)
         self.saver = self._kv.write_buffer.begin_turn(session, 0)
         self.job.cached_tokens = 0
         self._start(0)
@@ -221,37 +214,20 @@ class Prefilling:
             saver.give_up()
             self._kv.write_buffer.end(saver)
 
-    def _forget_lost(self, session: Session, num_stored: int, num_slid: int) -> None:
-        """Tokens behind what is stored are computed anew: at their places, with nothing to repair."""
-        left = session.conversation
-        if left.num_slid != num_slid:
-            session.resume(left.slid(num_slid))
-        if left.num_to_repair > num_stored:
-            session.resume(left.with_kv_of(num_stored))
-
     def _save_mended(self, session: Session, mended: RecomputedHistory) -> None:
         """Has the history stored as it was read, in place of what was, and what the first pass computed behind it."""
-        prefill = self.prefill
-        self._mended = prefill.source = None  # Its layers go when they are in the slot.
+        prefill, self._mended = self.prefill, None
         if session.is_kept:
-            self._kv.write_buffer.make_room(prefill.history_length + prefill.num_done)
-            history_ids, new_ids = self.job.prompt_ids[: prefill.history_length], prefill.tokens[: prefill.num_done]
+            self._kv.write_buffer.make_room(prefill.start)
             # All of it is packed before what is stored gives way to it.
-            packed = [[self._runner.at_rest(kv) for kv in layers] for layers in (mended.layers, prefill.kv)]
+            packed = [[self._runner.at_rest(kv) for kv in layers] for layers in (mended.layers, prefill.outputs)]
             self.saver = self._kv.write_buffer.begin_anew(session, mended.num_plain, mended.num_fused)
-            self.saver.add_pass(history_ids, 0, packed[0])
-            self.saver.add_pass(new_ids, len(history_ids), packed[1])
+            self.saver.add_pass(self.job.prompt_ids[: prefill.history_length], 0, packed[0])
+            new_ids = prefill.tokens[: prefill.num_done]
+            self.saver.add_pass(new_ids, prefill.history_length, packed[1], self._first)
         self.job.repaired_tokens = round(mended.num_recomputed)
         self._metrics.repaired_tokens += self.job.repaired_tokens
         self._metrics.blended_turns += mended.is_blended
-
-    def _wait(self) -> None:
-        """Waits for the last pass, and has the next job's load go on meanwhile."""
-        for output in self.prefill.outputs:
-            if not self._kv.histories.pump():
-                break
-            output.block_until_ready()
-        jax.block_until_ready(self.prefill.logits)
 
 
 class Batch:
@@ -272,28 +248,34 @@ class Batch:
         self._sampler = runner.sampler
         self._kv = kv
         self._max_tpot_ms = runtime.config.max_tpot_ms
+        self._keeps_pages = runtime.config.keep_pages and runtime.config.kv_rest_dtype == "model"
         self._metrics = runtime.metrics
         self._timeline = runtime.timeline
         self._window = runner.window
         self._truncator = truncator
         self._savers: dict[Job, TurnSaver] = {}
-        self._prefilling: Prefilling | None = None
+        self._prefilling: dict[Job, Prefilling] = {}
         self._decode_s = 0.0  # What the last decode step took.
 
     def step(self) -> bool:
         """Plans a step and does it; whether there was anything to do."""
-        self._fill_slot()
-        plan = self._scheduler.schedule(self._kv.ready, self._admits)
-        if plan.prefill is not None:
-            self._begin_prefill(plan.prefill)
+        plan = None
+        while plan is None or plan.taken is not None:  # As many prompts as a step has room for.
+            num_left = sum(each.prefill.num_left for each in self._prefilling.values())
+            plan = self._scheduler.schedule(self._kv.ready, self._admits, num_left < self._runner.chunk_tokens)
+            if plan.taken is not None:
+                self._begin_prefill(plan.taken)
         if plan.preload is not None and plan.preload.session is not None:
             with self._ending(plan.preload):  # Least of all may it end the job whose caller runs the engine now.
                 self._kv.histories.preload(plan.preload, plan.preload.session, self._kv.is_at_hand)
-        if plan.decode:
-            self._decode(list(plan.decode))
-        if plan.prefill is not None and not plan.prefill.done:  # Last, so that a first token goes out at once.
-            self._run_pass(plan.prefill, is_alone=not plan.decode)
-        return plan.prefill is not None or bool(plan.decode)
+        jobs = self._with_room(list(plan.decode))
+        prefilling = [self._prefilling[job] for job in plan.prefill if not job.done]
+        if not prefilling or prefilling[0].joins or self._runner.is_ahead(jobs):
+            self._decode(jobs)
+            jobs = [] if not prefilling or prefilling[0].joins else self._with_room(jobs)
+        if prefilling:
+            self._run_pass(prefilling, [job for job in jobs if not job.done])
+        return bool(plan.prefill) or bool(plan.decode)
 
     def cancel(self, job: Job) -> None:
         """Ends a job that has not ended: what it has generated so far stands, its slot is free."""
@@ -304,92 +286,121 @@ class Batch:
                 self.cancel(orphan)
 
     def _admits(self, job: Job) -> bool:
+        slot = self._scheduler.next_slot
+        if slot is not None and not self._runner.pool.admits(slot, job.most_tokens):
+            return False
         if job.session is None and job.chunk is None:
             return True
         num_tokens = min(len(job.prompt_ids), self._runner.chunk_tokens)
         return all_agree(self._processes, "admits", self._kv.write_buffer.admits(num_tokens))
 
     def _begin_prefill(self, job: Job) -> None:
-        """Begins to load a job's history, if this is its first step."""
-        if self._prefilling is not None and self._prefilling.job is job:
-            return
+        """Begins to load a job's history: it was taken for this step."""
         job.started_s = time.perf_counter()
         with self._ending(job):
-            self._prefilling = Prefilling(job, self._runner, self._kv, self._truncator, self._runtime)
-            self._sampler.set_slot(self._prefilling.prefill.slot, job.params, job.prompt_ids, job.stop_ids)
-            self._prefilling.begin()
+            begun = self._prefilling[job] = Prefilling(job, self._runner, self._kv, self._truncator, self._runtime)
+            self._runner.pool.begin(begun.prefill.slot, job.most_tokens)
+            self._sampler.set_slot(begun.prefill.slot, job.params, job.prompt_ids, job.stop_ids)
+            begun.begin()
 
-    def _run_pass(self, job: Job, is_alone: bool) -> None:
-        """Runs a pass of the prefill; with the last one, draws the first token."""
-        prefilling = self._prefilling
-        if prefilling is None:
-            raise RuntimeError(f"job {job.job_id} has no prefill to go on with")
-        with self._ending(job):
-            prefilling.run_pass(self._pass_tokens(prefilling.prefill, is_alone), is_alone)
-            if prefilling.prefill.num_left:
-                return
-            if job.chunk is not None:  # It is on its way to the store, and that is all.
-                prefilling.finish()
-                self._metrics.computed_chunks += 1
-                self._finish(job, FinishReason.LENGTH)
-                return
-            drawn = self._runner.draw(prefilling.prefill, len(job.prompt_ids) + job.num_gone)
-            prefilling.finish()
-            if prefilling.saver is not None:
-                self._savers[job] = prefilling.saver
-                job.save_times = prefilling.saver.times
-            self._metrics.prompt_tokens += job.num_prompt_tokens
-            self._metrics.cached_tokens += len(job.slid_ids) + job.cached_tokens
-            self._scheduler.prefilled(job)
-            self._accept(job, drawn, 0)
+    def _run_pass(self, prefilling: list[Prefilling], jobs: list[Job]) -> None:
+        """Runs a pass of the first prompt, of others as far as there is room, and of jobs that decode."""
+        num_left, packed = self._pass_tokens(prefilling[0].prefill, len(jobs)), list[tuple[Prefilling, PassPart]]()
+        started_s = time.perf_counter()
+        for each in prefilling:
+            is_first = not packed and not (each.joins and jobs)
+            if not is_first and (not num_left or each.joins or packed[0][0].joins or not each.may_pack):
+                break
+            with self._ending(each.job):
+                part = each.part(min(num_left, each.prefill.num_left))
+                packed.append((each, part))
+                num_left -= part.num_tokens
+        if not packed:
+            return
+        self._kv.write_buffer.make_room(len(jobs))
+        try:
+            passed = self._runner.run_pass([part for _, part in packed], jobs)
+            for output in packed[0][1].prefill.outputs if passed.draw is not None else ():
+                if self._kv.histories.pump():  # The next job's load goes on meanwhile.
+                    output.block_until_ready()
+            drawn = None if passed.draw is None else passed.draw.wait()
+            kv = to_host_memory(passed.kv) if passed.kv is not None and self._savers else passed.kv
+        except Exception as error:  # Of all alike.
+            for job in (*(each.job for each, _ in packed), *jobs):
+                self._fail(job, error)
+            return
+        seconds = time.perf_counter() - started_s
+        of_jobs = min(self._decode_s, seconds / 2) if jobs else 0.0
+        self._metrics.decode_steps += bool(jobs)
+        self._metrics.decode_s += of_jobs
+        if jobs:
+            self._timeline.add("compute", "decode", started_s, started_s + seconds, rows=len(jobs))
+        for job in jobs:
+            if not job.done and job.slot is not None and drawn is not None and kv is not None:
+                slot = job.slot
+                with self._ending(job):
+                    if slot in passed.received and job.attention is not None:
+                        job.attention = padded(job.attention, job.num_tokens)
+                        passed.received[slot].add_to(job.attention)
+                    self._take_decoded(job, drawn, passed.rows[slot], kv, passed.kv_rows[slot])
+        for each, part in packed:
+            if not each.job.done:
+                with self._ending(each.job):
+                    each.passed(part, (seconds - of_jobs) / len(packed), len(packed) == 1 and not jobs)
+                    if part.error is None and not each.prefill.num_left:
+                        self._complete(each, drawn, passed.rows)
 
-    def _pass_tokens(self, prefill: Prefill, is_alone: bool) -> int:
-        """How many tokens the next pass takes: fewer than a chunk where others would wait too long for it."""
-        most = self._runner.chunk_tokens
+    def _complete(self, prefilling: Prefilling, drawn: Draw | None, rows: dict[int, int]) -> None:
+        """All of a prompt is computed: takes the token that was drawn behind it."""
+        job = prefilling.job
+        prefilling.finish()
+        if job.chunk is not None:  # It is on its way to the store, and that is all.
+            self._metrics.computed_chunks += 1
+            self._finish(job, FinishReason.LENGTH)
+            return
+        if drawn is None:
+            raise RuntimeError(f"no token was drawn behind the prompt of job {job.job_id}")
+        del self._prefilling[job]
+        if prefilling.saver is not None:
+            self._savers[job] = prefilling.saver
+            job.save_times = prefilling.saver.times
+        self._metrics.prompt_tokens += job.num_prompt_tokens
+        self._metrics.cached_tokens += len(job.slid_ids) + job.cached_tokens
+        self._scheduler.prefilled(job)
+        self._accept(job, drawn, rows[prefilling.prefill.slot])
+
+    def _pass_tokens(self, prefill: Prefill, num_jobs: int) -> int:
+        """How many tokens of prompts the next pass takes: fewer where jobs that decode would wait too long for it."""
+        most = self._runner.chunk_tokens - num_jobs
         rates = self._kv.meter.rates
-        if not is_alone and self._max_tpot_ms is not None:
+        if num_jobs and self._max_tpot_ms is not None:
             if rates is not None:
                 budget_s = self._max_tpot_ms / 1e3 - self._decode_s
-                num_before = prefill.history_length + prefill.num_done
-                most = costs.largest_pass(rates, num_before, self._runner.pass_sizes, budget_s)
+                sizes = [size - num_jobs for size in self._runner.token_buckets if size > num_jobs]
+                most = costs.largest_pass(rates, prefill.start, sizes, budget_s)
             [most] = least(self._processes, "tokens of a pass", [most])
-        return min(most, prefill.num_left)
+        return max(most, 1)
 
-    def _fill_slot(self) -> None:
-        """Has the last prefill moved into its decode slot: what was put off so that its first token did not wait."""
-        prefilling = self._prefilling
-        if prefilling is not None and not prefilling.prefill.num_left:
-            with self._ending(prefilling.job):  # With its slot half filled it must not decode.
-                self._runner.insert(prefilling.prefill)
-                self._prefilling = None
-                prefilling.release()
-
-    def _decode(self, jobs: list[Job]) -> None:
+    def _with_room(self, jobs: list[Job]) -> list[Job]:
+        """Jobs that decode, the contexts of which have room for another token now."""
         for job in jobs:
             if not job.done and job.num_tokens >= self._window:
                 with self._ending(job):  # A discarder may be anybody's.
                     self._truncator.cut_running(job, self._savers.get(job))
-        jobs = [job for job in jobs if not job.done]
+        return [job for job in jobs if not job.done]
+
+    def _decode(self, jobs: list[Job]) -> None:
+        """Decodes a token for each job."""
         if not jobs:
             return
         num_left = min(min(job.params.max_tokens - len(job.output_ids), self._window - job.num_tokens) for job in jobs)
-        may_run_ahead = num_left > 1 and self._scheduler.prefilling is None and not self._scheduler.may_take
+        may_run_ahead = num_left > 1 and not self._scheduler.prefilling and not self._scheduler.may_take
         self._kv.write_buffer.make_room(len(jobs))
         started_s = time.perf_counter()
-
-        def await_pass() -> None:
-            """The device computes these rows from when it is done with the pass before them."""
-            nonlocal started_s
-            if (prefilling := self._prefilling) is not None:
-                with self._ending(prefilling.job):
-                    if prefilling.await_pass():
-                        started_s = time.perf_counter()
-
         try:
             with self._timeline.annotate("engine", "decode", rows=len(jobs)):
-                drawn, kv, received = self._runner.decode(jobs, may_run_ahead, await_pass)
-            if self._savers:
-                kv = to_host_memory(kv)  # Once for all of its rows.
+                decoded = self._runner.decode(jobs, may_run_ahead)
+            kv = to_host_memory(decoded.kv) if self._savers else decoded.kv  # Once for all of its rows.
         except Exception as error:  # Of all rows alike.
             for job in jobs:
                 self._fail(job, error)
@@ -399,41 +410,35 @@ class Batch:
         self._metrics.decode_steps += 1
         self._metrics.decode_s += self._decode_s
         for job in jobs:
-            if job.done or job.slot is None:  # It was lost with the slots, when another broke.
+            if job.done or job.slot is None:  # It was lost with the pages, when another broke.
                 continue
+            row = decoded.rows[job.slot]
             with self._ending(job):
-                if received is not None and job.attention is not None:
-                    job.attention = padded(job.attention, job.num_tokens) + received[job.slot, : job.num_tokens]
-                if job in self._savers:
-                    self._savers[job].add_decoded(job.output_ids[-1], kv, job.slot)
-                self._accept(job, drawn, job.slot)
+                if decoded.received is not None and job.attention is not None:
+                    received = decoded.received[row, : job.num_tokens]
+                    job.attention = padded(job.attention, job.num_tokens) + received
+                self._take_decoded(job, decoded.draw, row, kv, row)
+
+    def _take_decoded(self, job: Job, drawn: Draw, row: int, kv: jax.Array, kv_row: int) -> None:
+        """Takes a token of a job that decodes, and the KV of the one before it, `kv [L, 2, n, K, H]`."""
+        if job in self._savers:
+            self._savers[job].add_decoded(job.output_ids[-1], kv, kv_row)
+        self._accept(job, drawn, row)
 
     def _accept(self, job: Job, drawn: Draw, row: int) -> None:
         """Takes the token that was drawn for a row and ends the job if it is the last."""
         token = int(drawn.tokens[row])
-        if not job.output_ids:
-            job.first_token_s = time.perf_counter()
-        job.add(token)
-        job.token_times_s.append(time.perf_counter())
-        if (logprob := drawn.logprob(row, job.params)) is not None:
-            job.token_logprobs.append(logprob)
         if job.slot is not None:
             self._sampler.mark(job.slot, token)
-        text = "" if token in job.stop_ids else job.output.push(token)
-        reason = None
-        if token in job.stop_ids or job.output.stopped:
-            reason = FinishReason.STOP
-        elif len(job.output_ids) >= job.params.max_tokens or (
-            job.num_tokens >= self._window and not self._truncator.may_go_on(job)
-        ):
-            reason = FinishReason.LENGTH
-        job.show(text if reason is None else text + job.output.finish())
-        if reason is not None:
+        if (reason := job.take(token, drawn.logprob(row, job.params), self._is_full)) is not None:
             self._finish(job, reason)
+
+    def _is_full(self, job: Job) -> bool:
+        return job.num_tokens >= self._window and not self._truncator.may_go_on(job)
 
     def _finish(self, job: Job, reason: FinishReason) -> None:
         job.show_rest(job.output.finish())
-        self._release(job)
+        self._release(job, keeps_pages=bool(job.output_ids))
         job.finished_s = time.perf_counter()
         self._metrics.completion_tokens += len(job.output_ids)
         self._metrics.turns += reason is not FinishReason.CANCELLED and job.chunk is None
@@ -455,8 +460,9 @@ class Batch:
             self._fail(job, error)
 
     def _fail(self, job: Job, error: Exception) -> None:
-        """Ends a job that broke. Where the decode slots broke with it, all jobs that are in one."""
-        is_lost = self._runner.remake_if_broken()
+        """Ends a job that broke. Where the pages broke with it, all jobs that run."""
+        if is_lost := self._runner.remake_if_broken():
+            self._kv.resident.clear()
         for each in (job, *self._scheduler.running) if is_lost else (job,):
             if not each.done:
                 try:
@@ -473,15 +479,20 @@ class Batch:
         if job.session is not None and (job.started_s or not job.session.is_kept):
             self._kv.remember(job.session)
 
-    def _release(self, job: Job) -> None:
-        """Gives back a job's slot and its staging, and submits what is left to save."""
+    def _release(self, job: Job, *, keeps_pages: bool = False) -> None:
+        """Gives back a job's slot, its pages and its staging, and submits what is left to save."""
         saver = self._savers.pop(job, None)
-        if self._prefilling is not None and self._prefilling.job is job:
-            saver = self._prefilling.saver
-            self._prefilling.release()
-            self._prefilling = None
+        if (prefilling := self._prefilling.pop(job, None)) is not None:
+            saver = prefilling.saver
+            prefilling.release()
         if job.slot is not None:
             self._sampler.free_slot(job.slot)
+            if keeps_pages and job.session is not None and job.session.is_kept and self._keeps_pages:
+                session, tokens = job.session, np.fromiter(job.token_ids[:-1], np.int32)
+                state = (session.conversation.lineage, session.conversation.num_slid)
+                self._kv.resident.keep(session.key, job.slot, tokens, state, session.tenant)
+            else:
+                self._runner.pool.end(job.slot)
         self._scheduler.remove(job)
         self._kv.withdraw(job)
         self._kv.chunks.ended(job)

@@ -18,15 +18,16 @@ from typing import Any
 import jax
 
 from ca_jax.config import EngineConfig
+from ca_jax.device.pages import PoolSize
 from ca_jax.device.processes import Processes, check_alike
-from ca_jax.device.runner import Runner
+from ca_jax.device.runner import Runner, RunnerSizes
 from ca_jax.device.runtime import ComputeWatch, Runtime
-from ca_jax.device.slots import RunnerSizes
+from ca_jax.device.transfer import device_memory_bytes
 from ca_jax.errors import check
-from ca_jax.kv.layout import check_buffers, kept_window, kv_layout
+from ca_jax.kv.layout import check_buffers, kept_window, kv_layout, pool_size
 from ca_jax.kv.save import TurnKV
 from ca_jax.kv.session_kv import SessionKV
-from ca_jax.models.sharding import model_sharding
+from ca_jax.models.sharding import bytes_per_device, model_sharding
 from ca_jax.pretrained import Layout, LoadedModel, Progress
 from ca_jax.recompute.drift import Drift
 from ca_jax.recompute.plan import blend_plan
@@ -46,6 +47,7 @@ DEFAULT_WINDOW_TOKENS = 4096
 """Largest context window taken unless a larger one is asked for."""
 _QUESTION_TOKENS = 64  # Behind a context that is warmed up for: rates say by them what ratio it will have.
 _MEASURED_TOKENS = 1024  # Tokens of KV that rates are measured with.
+_POOL_SHARES = {"cpu": 4}  # Of memory, which is the store's and everybody's there.
 _KEEP_S = 10.0  # How often times to live are looked at while nothing else happens.
 
 
@@ -88,10 +90,8 @@ class EngineCore:
         self._config = config
         self.scheduler = Scheduler(config.max_batch_size, config.data_parallel_size)
         sizes = RunnerSizes(
-            window=window,
-            num_slots=config.max_batch_size,
-            chunk_tokens=config.prefill_chunk_tokens,
-            shorter_passes=config.max_tpot_ms is not None,
+            pool=_pool_size(model, config, window),
+            chunk_tokens=config.max_num_batched_tokens,
             with_attention=overflow is not None and overflow.token_discarder.needs_attention,
             packs_kv=config.kv_rest_dtype == "int8",
         )
@@ -119,10 +119,11 @@ class EngineCore:
     ) -> None:
         """Compiles what turns need, by running it, and measures rates; see `Engine.warmup`. Nothing may run."""
         history = self.window if max_history_tokens is None else min(max_history_tokens, self.window)
-        new = self._config.prefill_chunk_tokens if max_new_tokens is None else max_new_tokens
-        self.runner.warmup(history, new, progress)
+        new = self._config.max_num_batched_tokens if max_new_tokens is None else max_new_tokens
+        self.runner.warmup(new, progress)
         self.truncator.warmup()
-        self.runner.sampler.warmup((1, *(size for size in self.runner.batch_buckets if size > 1)))
+        num_parts = self._config.data_parallel_size
+        self.runner.sampler.warmup(tuple(size * num_parts for size in self.runner.batch_buckets))
         self.kv.meter.forget()
         for sample in self.runner.measure_prefill(history, new):
             self.kv.meter.add_prefill(*sample)
@@ -164,6 +165,16 @@ def layout_of(config: EngineConfig) -> Layout:
         data_parallel_size=config.data_parallel_size,
         tensor_parallel_size=config.tensor_parallel_size,
     )
+
+
+def _pool_size(model: LoadedModel, config: EngineConfig, window: int) -> PoolSize:
+    """As `pool_size`, on the devices there are: by itself it takes no more than a share of what the weights leave."""
+    most_bytes = device_memory_bytes()
+    if most_bytes is not None:
+        num_devices = 1 if model.sharding is None else model.sharding.mesh.size
+        share = _POOL_SHARES.get(jax.default_backend(), 2)
+        most_bytes = (most_bytes - bytes_per_device(model.params)) * num_devices // share
+    return pool_size(model.config, model.dtype, config, window, most_bytes)
 
 
 def enable_compile_cache(directory: str | None) -> None:

@@ -1,9 +1,9 @@
-"""Which jobs run: a queue, decode slots, and a plan per step (iteration-level continuous batching).
+"""Which jobs run: a queue, slots for those that run, and a plan per step (iteration-level continuous batching).
 
 Lower priority values go first, then who came first; but a job that later ones were taken before too often goes before
-all. A waiting job takes the first free slot as soon as there is one and is prefilled there, alone, over as many steps
-as the engine wants; then it joins the jobs that decode, which go on all the while. Jobs whose KV is still on its way
-are passed by, and stay where they are in the queue.
+all. A waiting job takes the first free slot as soon as there is one and the engine has room for its prompt, and is
+prefilled there over as many steps as the engine wants, beside others; then it joins the jobs that decode, which go on
+all the while. Jobs whose KV is still on its way are passed by, and stay where they are in the queue.
 
 Not here: jax, KV bytes, what a step does and how much is prefilled in one (batch).
 Source: iteration-level scheduling is Orca's (Yu et al., OSDI 2022), prefill in chunks between decode steps Sarathi's
@@ -32,13 +32,16 @@ class StepPlan:
     """What one engine step does."""
 
     decode: tuple[Job, ...]  # Jobs that decode one token each, by slot.
-    prefill: Job | None  # The job to prefill, or to prefill further; its slot is set.
+    prefill: tuple[
+        Job, ...
+    ]  # Jobs to prefill, or to prefill further, in the order they were taken; their slots are set.
+    taken: Job | None  # The last of these, where this plan has taken it.
     preload: Job | None
     """The first of those that still wait, most likely the next to be prefilled: its load may begin now."""
 
 
 class Scheduler:
-    """The job queue and the decode slots.
+    """The job queue, and the slots of jobs that run.
 
     A step's plan costs O(log n) for n waiting jobs.
 
@@ -52,8 +55,7 @@ class Scheduler:
         self._free_slots = sorted((slot % self._part_slots, slot) for slot in range(max_batch_size))
         self._queue = _Queue()
         self._running: dict[int, Job] = {}
-        self.prefilling: Job | None = None
-        """The job in a slot whose prefill is not complete."""
+        self._prefilling: list[Job] = []  # In slots, their prefill not complete.
 
     @property
     def waiting(self) -> tuple[Job, ...]:
@@ -69,6 +71,16 @@ class Scheduler:
     def running(self) -> tuple[Job, ...]:
         """Jobs in slots, decoding or being prefilled, by slot."""
         return tuple(self._running[slot] for slot in sorted(self._running))
+
+    @property
+    def prefilling(self) -> tuple[Job, ...]:
+        """Jobs in slots whose prefill is not complete, in the order they were taken."""
+        return tuple(self._prefilling)
+
+    @property
+    def next_slot(self) -> int | None:
+        """The slot that the next job takes; None where all are taken."""
+        return self._free_slots[0][1] if self._free_slots else None
 
     @property
     def may_take(self) -> bool:
@@ -95,8 +107,9 @@ class Scheduler:
         self,
         ready: Callable[[Job, bool], bool] = lambda job, is_next: True,
         admits: Callable[[Job], bool] = lambda job: True,
+        has_room: bool | None = None,
     ) -> StepPlan:
-        """Plans the next step. Where no job is being prefilled, one that waits takes the first free slot.
+        """Plans the next step. Where there is room for another prompt, one job that waits takes the first free slot.
 
         That is the first in order that is ready, of the first few; if it is not admitted none is, lest smaller ones
         keep it waiting forever. Nor is a job passed by that was overtaken as often as may be.
@@ -105,26 +118,29 @@ class Scheduler:
           ready: whether a job's KV is where it can be loaded from, or will not be; and whether it is the next in the
             queue, for which it is to be brought. Asked in order, as far as needed, and only if there is a slot.
           admits: whether there is room for what prefilling a job makes. Asked of one job, which is ready.
+          has_room: whether another prompt may be begun; None: where none is being prefilled.
         """
-        decode = tuple(job for job in self.running if job is not self.prefilling)
-        if self.prefilling is None and self._free_slots:
+        decode, taken = tuple(job for job in self.running if job not in self._prefilling), None
+        if (not self._prefilling if has_room is None else has_room) and self._free_slots:
             job = self._first_ready(ready)
             if job is not None and admits(job):
                 self._queue.take(job)
                 _, job.slot = heapq.heappop(self._free_slots)
-                self._running[job.slot] = self.prefilling = job
-        return StepPlan(decode, self.prefilling, next(iter(self._queue), None))
+                self._running[job.slot] = taken = job
+                self._prefilling.append(job)
+        return StepPlan(decode, self.prefilling, taken, next(iter(self._queue), None))
 
     def prefilled(self, job: Job) -> None:
         """Says that a job's prefill is complete: it decodes from the next plan on.
 
         Raises:
-          ValueError: it is not the one that is being prefilled.
+          ValueError: it is not being prefilled.
         """
-        if job is not self.prefilling:
-            found = "none is" if self.prefilling is None else f"job {self.prefilling.job_id} is"
-            raise ValueError(f"job {job.job_id} must be the one being prefilled, got that {found}")
-        self.prefilling = None
+        if job not in self._prefilling:
+            raise ValueError(
+                f"job {job.job_id} must be being prefilled, got {[each.job_id for each in self._prefilling]}"
+            )
+        self._prefilling.remove(job)
 
     def remove(self, job: Job) -> None:
         """Takes a job out, wherever it is; its slot is free at once. One that is nowhere is left alone."""
@@ -134,8 +150,8 @@ class Scheduler:
             del self._running[job.slot]
             heapq.heappush(self._free_slots, (job.slot % self._part_slots, job.slot))
             job.slot = None
-            if job is self.prefilling:
-                self.prefilling = None
+            if job in self._prefilling:
+                self._prefilling.remove(job)
 
     def _is_running(self, job: Job) -> bool:
         return job.slot is not None and self._running.get(job.slot) is job

@@ -1,6 +1,6 @@
-"""What happens when a conversation outgrows the context window: to its tokens, its stored KV and its decode slot.
+"""What happens when a conversation outgrows the context window: to its tokens, its stored KV and its pages.
 
-Before a turn, and in the middle of an answer. Whichever way, tokens leave the session, the store and the slot alike,
+Before a turn, and in the middle of an answer. Whichever way, tokens leave the session, the store and the pages alike,
 and nothing is computed again but what `OverflowConfig` asks for.
 
 Not here: how many tokens leave and which (overflow), blocks (storage), jitted code (steps).
@@ -9,12 +9,16 @@ Source: CachedAttention (Gao et al., USENIX ATC 2024), section 3.4.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import numpy as np
 import numpy.typing as npt
 
-from ca_jax.device.runner import Prefill, Runner
+from ca_jax.config import BlendConfig
+from ca_jax.device.runner import Runner
 from ca_jax.errors import InvalidRequestError
+from ca_jax.kv.load import History
 from ca_jax.kv.save import TurnSaver
 from ca_jax.kv.session_kv import SessionKV
 from ca_jax.overflow.config import (
@@ -27,8 +31,8 @@ from ca_jax.overflow.config import (
     oldest_first,
 )
 from ca_jax.recompute.drift import Drift
-from ca_jax.recompute.plan import Plan, repair_plan
-from ca_jax.recompute.recomputer import Repair, warm_up
+from ca_jax.recompute.plan import Plan, blend_plan, repair_plan
+from ca_jax.recompute.recomputer import RecomputedHistory, Repair, warm_up
 from ca_jax.session import Job, Session
 from ca_jax.storage.records import Residency
 from ca_jax.telemetry.metrics import EngineMetrics
@@ -60,7 +64,7 @@ class Truncator:
         self._metrics = metrics
         self._window = runner.window
         self._share = leaving_at_once(self._overflow, runner.window)
-        # Whether what stays is repaired: at once in the slot, as far as that is quick, and by the next prefill.
+        # Whether what stays is repaired: at once in its pages, as far as that is quick, and by the next prefill.
         self._repairs = self._overflow.method == "ca" and (self._overflow.recomputes or drift is not None)
 
     @property
@@ -94,19 +98,36 @@ class Truncator:
             return None
         return Repair(plan=plan, drift=self._drift, to_drift=to_drift, num_plain=self._overflow.keep_first_tokens)
 
+    def recomputed(self, job: Job, session: Session, history: History, config: BlendConfig) -> RecomputedHistory | None:
+        """A job's history as its prefill should read it; None: as it is stored."""
+        if history.source is None:
+            return None
+        num_places, blend = history.num_places, None
+        num_own = history.num_stored if history.chunks else num_places
+        repair = self.repair_of(session, num_own, num_places)
+        if history.chunks:
+            num_layers, ratio = self._runner.config.num_layers, job.recompute_ratio
+            blend = blend_plan(config, num_layers, num_places, num_own, history.chunks, ratio)
+        if repair is None and blend is None:
+            return None
+        return RecomputedHistory(history.source, job.prompt_ids[:num_places], self._runner, repair=repair, blend=blend)
+
     def _plan(self, num_tokens: int, num_places: int) -> Plan | None:
         capacity = self._runner.padded_history(num_places)
         return repair_plan(self._overflow, self._runner.config.num_layers, num_tokens, capacity)
 
     def warmup(self) -> None:
-        """Compiles what truncation needs, by running it. All slots must be free."""
+        """Compiles what truncation needs, by running it. No job may run."""
         overflow = self._overflow
         if not self._may_drop or overflow.method != "ca":
             return
-        num_left = max(self._window - self._share, 1)
-        self._runner.slots.cut(0, np.arange(num_left), drift=self._drift_values)
+        num_left, pool = max(self._window - self._share, 1), self._runner.pool
+        pool.begin(0, self._window)
+        pool.make_room(0, num_left, 0)
+        pool.cut(0, np.arange(num_left), drift=self._drift_values)
         if overflow.recomputes and overflow.anchor_tokens:
-            self._runner.recompute_first(0, [0] * num_left, overflow.anchor_tokens)
+            self._runner.compute(0, [0] * min(num_left, overflow.anchor_tokens))
+        pool.end(0)
         if self._repairs:
             for size in self._runner.history_buckets:  # What is left may be of any of these: of a discard by hand, too.
                 num_tokens = min(size, self._window)
@@ -182,9 +203,9 @@ class Truncator:
         return self._may_drop and job.may_drop and job.session is not None and self._num_leaving_from(job) > 0
 
     def cut_running(self, job: Job, saver: TurnSaver | None) -> None:
-        """Drops tokens of a job that decodes: from its context, its slot, its session and the store.
+        """Drops tokens of a job that decodes: from its context, its pages, its session and the store.
 
-        The last token of its context is not in the slot yet, and stays.
+        The last token of its context is not in its pages yet, and stays.
         """
         session, overflow, slot = job.session, self._overflow, job.slot
         if session is None or slot is None or not self._may_drop:
@@ -218,9 +239,9 @@ class Truncator:
         if recomputes and len(kept):
             self._recompute(job, slot, saver)
         elif not recomputes:
-            self._runner.slots.cut(slot, kept, drift=self._drift_values, drifts_from=overflow.keep_first_tokens)
+            self._runner.pool.cut(slot, kept, drift=self._drift_values, drifts_from=overflow.keep_first_tokens)
             if overflow.recomputes and overflow.anchor_tokens and len(kept):
-                self._runner.recompute_first(slot, job.token_ids[:-1], overflow.anchor_tokens)
+                self._runner.compute(slot, job.token_ids[:-1][: overflow.anchor_tokens])
         job.dropped_tokens += int(discarded.sum())
         job.num_gone += int(discarded.sum())
         self._count(discarded)
@@ -228,7 +249,7 @@ class Truncator:
     # How.
 
     def _num_leaving_from(self, job: Job) -> int:
-        # The last token is in the context and not in the slot: it cannot leave.
+        # The last token is in the context and not in its pages: it cannot leave.
         count = num_leaving(self._overflow, window=self._window, num_tokens=job.num_tokens, num_wanted=1)
         return min(count, max(job.num_tokens - 1 - self._overflow.keep_first_tokens, 0))
 
@@ -263,22 +284,19 @@ class Truncator:
         return discarded
 
     def _recompute(self, job: Job, slot: int, saver: TurnSaver | None) -> None:
-        """Prefills a job's context again, into its slot and the store."""
-        prefill = Prefill(slot, job.token_ids[:-1], 0)
+        """Computes a job's context again, into its pages and the store."""
+        token_ids = job.token_ids[:-1]
+        self._runner.pool.shorten(slot, 0)
+        if saver is None:
+            self._runner.compute(slot, token_ids)
+            return
 
-        def save(layer: int, kv: jax.Array) -> None:
-            if saver is not None:
-                saver.add_layer(layer, self._runner.at_rest(kv))
+        def begin(start: int, num_tokens: int) -> Callable[[int, jax.Array, int], None]:
+            self._kv.write_buffer.make_room(num_tokens)
+            saver.begin_pass(token_ids[start : start + num_tokens], start)
+            return lambda layer, kv, first: saver.add_layer(layer, self._runner.at_rest(kv), first)
 
-        while prefill.num_left:
-            tokens = prefill.tokens[prefill.num_done : prefill.num_done + self._runner.chunk_tokens]
-            if saver is not None:
-                self._kv.write_buffer.make_room(len(tokens))
-                saver.begin_pass(tokens, prefill.num_done)
-            self._runner.run_pass(prefill, len(tokens), on_layer=save)
-            if saver is not None:
-                saver.end_pass()
-        self._runner.insert(prefill)
+        self._runner.compute(slot, token_ids, begin, saver.end_pass)
 
     def _count(self, discarded: np.ndarray) -> None:
         self._metrics.truncations += 1

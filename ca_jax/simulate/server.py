@@ -98,10 +98,10 @@ class Server:
         while True:
             clock.run_until(clock.now_s)
             plan = scheduler.schedule(self._ready, self._admits)
-            if plan.prefill is not None:
+            if plan.prefill:
                 if plan.decode and not self._config.prefills_block:
                     self._decode(plan.decode, most_steps=1)
-                self._prefill(plan.prefill)
+                self._prefill(plan.prefill[0])
                 if not self._num_turns % 1000:
                     progress(self._num_turns)
             elif plan.decode:

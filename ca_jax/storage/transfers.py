@@ -212,8 +212,11 @@ class Transfers:
         self._index.place(entry)
         return ticket
 
-    def complete_load(self, ticket: LoadTicket) -> None:
+    def complete_load(self, ticket: LoadTicket, *, was_read: bool = True) -> None:
         """Ends a load, a hit. Waits for copies under way.
+
+        Args:
+          was_read: whether its bytes were: whoever has them already uses what is stored all the same.
 
         Raises:
           ValueError: the ticket is closed, or not of this store.
@@ -221,7 +224,7 @@ class Transfers:
         self._end_load(ticket, TicketState.DONE)
         self._counters.num_hits += 1
         self._counters.num_hits_from_ssd += ticket.from_ssd
-        self._counters.loaded_bytes += ticket.num_tokens * self._layout.token_bytes
+        self._counters.loaded_bytes += ticket.num_tokens * self._layout.token_bytes * was_read
 
     def abort_load(self, ticket: LoadTicket, reason: MissReason = MissReason.ABORTED) -> None:
         """Gives a load up, a miss. Waits for copies under way.

@@ -39,6 +39,8 @@ class EngineMetrics:
     """Decode steps run."""
     decode_s: float = 0.0
     """Seconds of those."""
+    resident_histories: int = 0
+    """Turns whose stored history was on the devices still."""
     loaded_histories: int = 0
     """Turns whose stored history was loaded, all of it."""
     mixed_histories: int = 0

@@ -14,7 +14,7 @@ from ca_jax.storage.config import StoreConfig
 
 CONFIG = EngineConfig(
     compile_cache_dir=None,
-    prefill_chunk_tokens=64,
+    max_num_batched_tokens=64,
     context_window=256,
     max_batch_size=1,
     store=StoreConfig(dram_gib=0.01, block_tokens=16),

@@ -22,6 +22,7 @@ from benchmarks.suites.blend_throughput import BlendThroughputConfig, stream_tur
 from benchmarks.suites.preload import COMPUTE, PreloadCell
 from benchmarks.suites.save import save_row
 from benchmarks.suites.throughput import ThroughputConfig, fitting_scripts, make_scripts
+from ca_jax import session
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.kv import costs
@@ -151,7 +152,7 @@ CONFIG = ThroughputConfig(
     num_turns=3,
     answer_tokens=4,
     context_window=200,
-    engine=EngineConfig(compile_cache_dir=None, max_batch_size=2, prefill_chunk_tokens=64, recompute_if_faster=False),
+    engine=EngineConfig(compile_cache_dir=None, max_batch_size=2, max_num_batched_tokens=64, recompute_if_faster=False),
 )
 OVERFLOW = OverflowBenchConfig(
     num_sessions=3,
@@ -164,7 +165,7 @@ OVERFLOW = OverflowBenchConfig(
     engine=EngineConfig(
         compile_cache_dir=None,
         max_batch_size=2,
-        prefill_chunk_tokens=64,
+        max_num_batched_tokens=64,
         overflow=OverflowConfig(keep_first_tokens=4),
         store=StoreConfig(block_tokens=16),
     ),
@@ -266,7 +267,8 @@ def test_the_gap_is_where_the_truncation_is(wordless, monkeypatch):
             now += 1000
             return cut(*arguments)
 
-        monkeypatch.setattr(batch, "time", types.SimpleNamespace(perf_counter=perf_counter))
+        for module in (batch, session):
+            monkeypatch.setattr(module, "time", types.SimpleNamespace(perf_counter=perf_counter))
         monkeypatch.setattr(engine._truncator, "cut_running", cut_slowly)
         gap = overflow_costs.gap_sample(engine, 2, np.random.default_rng(0))
         assert engine.sessions == ()

@@ -45,7 +45,7 @@ from tests.benchmarks.suite_checks import (
 )
 
 ENGINE = EngineConfig(
-    prefill_chunk_tokens=64,
+    max_num_batched_tokens=64,
     save_group_tokens=8,
     max_batch_size=2,
     compile_cache_dir=None,

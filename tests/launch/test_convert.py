@@ -68,7 +68,7 @@ def test_a_dry_run_prints_bytes_and_sessions(launch, monkeypatch):
     flags = ("--model_preset=llama2-70b", "--tensor_parallel_size=4", "--dram_gib=128", "--ssd_gib=10240")
     text = launch("convert", "--dry_run", *flags).out
     assert "llama2-70b in bfloat16: 138.0 GB of weights, 0.31 MiB of KV a token; 4 devices of 80.0 GiB" in text
-    parts = ["weights", "decode slots, 4,096 tokens each", "read buffer", "write buffer", "left"]
+    parts = ["weights", "pool of KV", "read buffer", "write buffer", "left"]
     assert sum(number(text, part) for part in parts) == 80 << 30
     assert number(text, "weights") == 34_490_302_464
     assert "sessions of 4,096 tokens" in text

@@ -2,17 +2,14 @@
 
 import dataclasses
 
-import jax
 import pytest
 
 from ca_jax.config import EngineConfig
-from ca_jax.device.buckets import history_buckets, slot_tokens
-from ca_jax.device.runner import Runner
-from ca_jax.device.slots import RunnerSizes
+from ca_jax.device.buckets import history_buckets
+from ca_jax.device.runner import Runner, RunnerSizes
 from ca_jax.device.transfer import params_to_device
-from ca_jax.kv.layout import staging_bytes
+from ca_jax.kv.layout import pool_size, staging_bytes
 from ca_jax.launch.plan import make_plan
-from ca_jax.models.attention import SLOT_BLOCK
 from ca_jax.models.presets import PRESETS
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
@@ -43,10 +40,10 @@ def test_llama_65b_on_four_a100_is_as_in_the_paper():
     assert hbm(planned).num_tokens == hbm(planned).num_bytes // planned.token_bytes
 
 
-def test_int8_is_what_dram_and_ssd_hold_and_not_the_slots():
+def test_int8_is_what_dram_and_ssd_hold_and_not_the_pool():
     plain, int8 = (plan("llama2-7b", kv_rest_dtype=dtype, dtype="bfloat16") for dtype in ("model", "int8"))
     assert int8.stored_token_bytes * 256 == plain.stored_token_bytes * 130  # 128 numbers and the two bytes of a scale
-    assert (int8.token_bytes, int8.parts["the decode slots"]) == (plain.token_bytes, plain.parts["the decode slots"])
+    assert (int8.token_bytes, int8.parts["the pool of KV"]) == (plain.token_bytes, plain.parts["the pool of KV"])
     assert int8.parts["the read buffer"] * 256 == plain.parts["the read buffer"] * 130
     for before, after in zip(plain.tiers[1:], int8.tiers[1:], strict=True):
         assert after.num_tokens == pytest.approx(before.num_tokens * 256 / 130, rel=0.01)
@@ -70,13 +67,13 @@ def test_what_is_whole_on_each_device_counts_on_each():
     keys_and_values = 32 * 2 * 4096 * 8 * 128 * 2  # wk and wv in 8 parts, on 16 devices.
     norms = (2 * 32 + 1) * 4096 * 2
     assert 16 * planned.parts["the weights"] == planned.total_weight_bytes + 15 * norms + keys_and_values
-    assert (planned.parts["the decode slots"], planned.parts["the read buffer"]) == (
-        half.parts["the decode slots"],
+    assert (planned.parts["the pool of KV"], planned.parts["the read buffer"]) == (
+        half.parts["the pool of KV"],
         half.parts["the read buffer"],
     )
     one, two = (plan("llama3-8b", tensor_parallel_size=2, data_parallel_size=size) for size in (1, 2))
     assert (two.num_devices, hbm(two).num_tokens) == (4, 2 * hbm(one).num_tokens)
-    assert two.parts["the decode slots"] * 2 == one.parts["the decode slots"]
+    assert two.parts["the pool of KV"] * 2 == one.parts["the pool of KV"]
     for part in ("the weights", "the read buffer"):
         assert two.parts[part] == one.parts[part]
 
@@ -86,16 +83,12 @@ def test_a_runner_of_that_config_takes_what_is_planned():
     engine = EngineConfig(context_window=256, max_batch_size=3, overflow=None)
     planned = make_plan(config, engine, dtype="float32", device_bytes=2 * GIB)
     params = params_to_device(tiny.tiny_params(config))
-    runner = Runner(config, params, RunnerSizes(window=256, num_slots=3, chunk_tokens=engine.prefill_chunk_tokens))
+    pool = pool_size(config, "float32", engine, planned.window)
+    runner = Runner(config, params, RunnerSizes(pool=pool, chunk_tokens=engine.max_num_batched_tokens))
     assert planned.parts["the weights"] == planned.total_weight_bytes == runner.param_bytes
-    here, on_paper = (
-        slot_tokens(256, engine.prefill_chunk_tokens, SLOT_BLOCK, coarse=coarse)
-        for coarse in (jax.default_backend() != "cpu", True)
-    )
-    assert runner.slots.buffers.keys[0].shape[2] == here
-    assert planned.parts["the decode slots"] * here == runner.slots.num_bytes * on_paper
+    assert planned.parts["the pool of KV"] == runner.pool.num_bytes == 3 * 256 * planned.token_bytes
     layout = KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, dtype="float32", block_tokens=128)
-    assert planned.parts["the read buffer"] == staging_bytes(layout, engine, history_buckets(256, coarse=True)[-1])
+    assert planned.parts["the read buffer"] == staging_bytes(layout, engine, history_buckets(256)[-1])
 
 
 @pytest.mark.parametrize("driver", ["zarr3", "raw"])

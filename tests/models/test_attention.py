@@ -1,4 +1,4 @@
-"""Attention over history, over decode slots and of chosen tokens, and what each key receives, against the textbook."""
+"""Attention over history that is one array and of chosen tokens, and what each key receives, against the textbook."""
 
 from functools import partial
 from typing import get_args
@@ -12,17 +12,17 @@ from ca_jax.device import steps
 from ca_jax.models import attention, cpu_kernels, rope
 from ca_jax.models.attention import (
     BATCHED_QUERY_BLOCK,
+    KEY_BLOCK,
     QUERY_BLOCK,
-    SLOT_BLOCK,
     UNROLLED_KV_HEADS,
     ChosenAttention,
     attend,
     attend_chosen,
-    attend_slots,
 )
-from ca_jax.models.attention_received import attention_received, slot_attention_received
+from ca_jax.models.attention_received import attention_received
 from ca_jax.models.config import RopeConfig
 from ca_jax.models.kv import LayerKV
+from ca_jax.models.paged_attention import Rows
 from ca_jax.testing.tiny import tiny_config, tiny_params
 from tests.tolerances import ATTENTION_ATOL, PROJECTION_ATOL
 
@@ -161,41 +161,6 @@ def test_what_a_batch_receives_is_refused():
         attention_received(q, LayerKV(q, q), None, jnp.zeros(2, jnp.int32), rotation, None, 3)
 
 
-@pytest.mark.usefixtures("computed_by")
-@pytest.mark.parametrize(
-    ("num_blocks", "window"),  # As many blocks as needed, two, or all.
-    [
-        *((None, None), (None, 1), (None, SLOT_BLOCK + 3), (2, None), (2, 5)),
-        *((3, SLOT_BLOCK - 1), (3, 5 * SLOT_BLOCK)),
-    ],
-)
-def test_decode_attends_to_each_rows_own_keys_and_to_nothing_behind_them(num_blocks, window):
-    lengths, num_kv, groups, num_slots = (1, 7, 0, SLOT_BLOCK, SLOT_BLOCK + 9), 2, 3, 6
-    q = normal(0, len(lengths), num_kv, groups, HEAD_DIM)
-    keys, values = (np.full((num_slots, num_kv, 3 * SLOT_BLOCK, HEAD_DIM), np.nan, np.float32) for _ in range(2))
-    for row, length in enumerate(lengths):
-        keys[row, :, :length], values[row, :, :length] = (normal(i + row, num_kv, length, HEAD_DIM) for i in (1, 2))
-        if window is not None:  # What is before it is as little read as what is behind the length.
-            values[row, :, : max(length - window, 0)] = np.nan
-    keys[4, :, SLOT_BLOCK:] *= 3  # So that the largest score is not in the first block.
-    options = {"num_blocks": num_blocks, "window": window}
-    out = np.asarray(jax.jit(partial(attend_slots, **options))(q, keys, values, np.array(lengths)))
-    received = np.asarray(jax.jit(partial(slot_attention_received, **options))(q, keys, np.array(lengths)))
-    assert (received.shape, received.dtype) == ((len(lengths), 3 * SLOT_BLOCK), np.float32)
-    for row, length in enumerate(lengths):
-        first = max(length - (window or length), 0)
-        np.testing.assert_array_equal(received[row, length:], 0.0)
-        np.testing.assert_array_equal(received[row, :first], 0.0)
-        if not length:
-            np.testing.assert_array_equal(out[row], 0.0)
-            continue
-        flat, seen = q[row].reshape(1, num_kv * groups, HEAD_DIM), np.ones((1, length - first), bool)
-        k, v = (part[row, :, first:length].transpose(1, 0, 2) for part in (keys, values))
-        np.testing.assert_allclose(out[row].reshape(1, -1, HEAD_DIM), textbook(flat, k, v, seen), atol=ATOL, rtol=0)
-        given = weights_of(flat, k, seen).sum((0, 1))
-        np.testing.assert_allclose(received[row, first:length], given, atol=ATOL * num_kv * groups, rtol=0)
-
-
 # Some tokens of a sequence over all of it.
 
 
@@ -242,7 +207,7 @@ def test_each_chosen_token_sees_the_places_up_to_its_own(chosen, positions, opti
     chosen(positions, **options)
 
 
-@pytest.mark.parametrize(("num_places", "window"), [(SLOT_BLOCK + 1, None), (2 * SLOT_BLOCK + 100, 100)])
+@pytest.mark.parametrize(("num_places", "window"), [(KEY_BLOCK + 1, None), (2 * KEY_BLOCK + 100, 100)])
 def test_blocks_of_chosen_tokens_over_blocks_of_places(chosen, num_places, window):
     positions = np.sort(np.random.default_rng(num_places).choice(num_places - 7, QUERY_BLOCK + 30, replace=False))
     chosen(positions, num_places, 1, 2, window)
@@ -286,36 +251,28 @@ def test_a_layer_with_statistics_computes_what_it_does_without(num_history, capa
     np.testing.assert_array_equal(received[capacity + num_new :], 0.0)
 
 
-def filled_slots(kv: list, lengths: tuple[int, ...]) -> steps.Slots:
-    """Slots that hold the first so many TOKENS, NaN behind them."""
-    slots = steps.make_slots(CONFIG, len(lengths) + 1, SLOT_BLOCK, "float32")
-    slots = steps.Slots(*([jnp.full_like(part, np.nan) for part in parts] for parts in slots))
-    for layer in range(CONFIG.num_layers):
-        for row, length in enumerate(lengths):
-            slots.keys[layer], slots.values[layer], _ = steps.insert_slot(
-                slots.keys[layer], slots.values[layer], kv[layer][:, :length], row, 0, TABLE
-            )
-    return slots
-
-
 def test_decoded_tokens_give_what_they_give_when_prefilled():
     kv, _ = through_layers(len(TOKENS))
-    lengths, num_decoded = (7, 25, 12), 3
-    slots, received = filled_slots(kv, lengths), 0
+    lengths, num_decoded, page = np.array([7, 25, 12]), 3, 8
+    numbers = np.random.default_rng(0).permutation(15).astype(np.int32).reshape(3, 5)  # Whose are any pages.
+    pages, received = [], 0
+    for layer, empty in enumerate(steps.make_pages(CONFIG, numbers.size, page, "float32")):
+        pages.append(jnp.full_like(empty, np.nan))
+        for table, length in zip(numbers, lengths, strict=True):
+            pages[-1], _ = steps.fill_pages(pages[-1], kv[layer], table, *map(jnp.int32, (0, 0, length)))
     for step in range(num_decoded):
-        at = np.array(lengths) + step
-        args = (TOKENS[at], at.astype(np.int32), TABLE)
-        plain = steps.decode(CONFIG, PARAMS, jax.tree.map(jnp.copy, slots), *args)
-        *out, given = steps.decode(CONFIG, PARAMS, slots, *args, with_attention=True)
-        slots = out[2]
+        at = lengths + step
+        args = (TOKENS[at], Rows(jnp.array(numbers), jnp.arange(4), jnp.array(at, jnp.int32)), TABLE)
+        *plain, _ = steps.decode(CONFIG, PARAMS, jax.tree.map(jnp.copy, pages), *args)
+        *out, given = steps.decode(CONFIG, PARAMS, pages, *args, with_attention=True)
+        pages = out[-1]
         for found, wanted in zip(jax.tree.leaves(out), jax.tree.leaves(plain), strict=True):
             np.testing.assert_allclose(found, wanted, atol=PROJECTION_ATOL["float32"], rtol=0, equal_nan=True)
-        assert given.shape == (len(lengths), SLOT_BLOCK)
+        assert given.shape == (len(lengths), 5 * page)
         np.testing.assert_allclose(given.sum(1), CONFIG.num_heads * CONFIG.num_layers, rtol=1e-5)
         received = received + np.asarray(given)
 
     pairs = CONFIG.num_layers * CONFIG.num_heads * num_decoded
     for row, length in enumerate(lengths):
         expected = through_layers(length + num_decoded)[1] - through_layers(length)[1]
-        expected = np.pad(expected, (0, SLOT_BLOCK - len(TOKENS)))
         np.testing.assert_allclose(received[row], expected, atol=PROJECTION_ATOL["float32"] * pairs, rtol=0)

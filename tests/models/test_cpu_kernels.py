@@ -1,4 +1,7 @@
-"""The CPU kernels against XLA's forms of the same, and packed weights against the numbers they were packed from."""
+"""The CPU kernels against XLA's forms of the same, and packed weights against the numbers they were packed from.
+
+Not here: attention over pages (test_paged_attention).
+"""
 
 from functools import partial
 
@@ -9,7 +12,7 @@ import numpy as np
 import pytest
 
 from ca_jax.models import cpu_kernels, rope
-from ca_jax.models.attention import SLOT_BLOCK, attend, attend_slots
+from ca_jax.models.attention import attend
 from ca_jax.models.kv import LayerKV
 from ca_jax.models.random_weights import random_params
 from ca_jax.models.transformer import Transformer
@@ -48,12 +51,15 @@ def normal(seed, *shape):
 # Attention.
 
 
-@pytest.mark.parametrize(
+whatever_the_heads = pytest.mark.parametrize(
     ("head_dim", "heads"),
     [(4, (4, 4)), (16, (130, 1)), (20, (8, 1)), (48, (9, 3)), (64, (9, 3)), (64, (71, 1)), (80, (4, 4)), (96, (8, 1)),
      (128, (8, 2)), (256, (4, 2))],
     ids=str,
 )  # fmt: skip
+
+
+@whatever_the_heads
 @pytest.mark.parametrize("num_new", [1, 2, 70])
 def test_new_tokens_over_their_history_whatever_the_heads(head_dim, heads, num_new):
     rng = np.random.default_rng(head_dim + heads[0] + num_new)
@@ -88,20 +94,6 @@ def check_attend(num_new, num_history, head_dim, heads, *, window=None, rotary_d
     expected = jax.jit(lambda *args: attend(*args, "blocks", window))(*given)
     for found in by_each_kind(lambda *args: attend(*args, "cpu", window), *given):
         np.testing.assert_allclose(found, expected, atol=ATOL, rtol=0)
-
-
-@pytest.mark.parametrize(("head_dim", "groups"), [(8, 3), (64, 1), (64, 3), (64, 20), (128, 8)])
-def test_decoding_rows_of_any_length(head_dim, groups):
-    lengths = np.array([1, SLOT_BLOCK, 0, 2 * SLOT_BLOCK - 3, 700], np.int32)
-    q = normal(0, len(lengths), 2, groups, head_dim)
-    keys, values = normal(1, 2, len(lengths) + 1, 2, 2 * SLOT_BLOCK, head_dim)
-    for row, length in enumerate(lengths):
-        keys[row, :, length:], values[row, :, length:] = np.nan, np.nan
-    for window in (None, 5, 600):
-        given, options = (q, keys, values, lengths), {"window": window}
-        expected = jax.jit(partial(attend_slots, implementation="blocks", **options))(*given)
-        for found in by_each_kind(partial(attend_slots, implementation="cpu", **options), *given):
-            np.testing.assert_allclose(found, expected, atol=ATOL, rtol=0)
 
 
 # Packed weights.

@@ -12,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ca_jax.models import attention, gpu_attention, rope
-from ca_jax.models.attention import SLOT_BLOCK, attend, attend_slots
+from ca_jax.models import attention, gpu_attention, paged_attention, rope
+from ca_jax.models.attention import attend
 from ca_jax.models.config import RopeConfig
 from ca_jax.models.kv import LayerKV
+from ca_jax.models.paged_attention import attend_pages
+from tests.models.test_paged_attention import RAGGED, Case
 from tests.tolerances import ATTENTION_ATOL
 
 ATOL = ATTENTION_ATOL["float32"]
@@ -29,8 +31,9 @@ def full_precision() -> Iterator[None]:
         yield
 
 
-def run(function, *arguments, **options) -> np.ndarray:
-    return np.asarray(jax.jit(functools.partial(function, **options))(*arguments))
+def run(function, *arguments, **options):
+    """What a function gives, compiled, as numpy arrays."""
+    return jax.tree.map(np.asarray, jax.jit(functools.partial(function, **options))(*arguments))
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:
@@ -57,15 +60,11 @@ def prefill_arguments(num_new: int, lengths: tuple[int, ...], capacity: int) -> 
     )
 
 
-def slot_arguments(lengths: tuple[int, ...], num_kv: int, groups: int, capacity: int, dtype=np.float32) -> tuple:
-    """What `attend_slots` takes, for rows of so many keys, NaN behind each and in a slot that is not in use."""
-    q = normal(0, len(lengths), num_kv, groups, HEAD_DIM)
-    keys, values = (normal(i, len(lengths) + 1, num_kv, capacity, HEAD_DIM) for i in (1, 2))
-    for part in (keys, values):
-        part[-1] = np.nan
-        for row, length in enumerate(lengths):
-            part[row, :, length:] = np.nan
-    return (*(jnp.asarray(part, dtype) for part in (q, keys, values)), jnp.asarray(lengths, jnp.int32))
+@pytest.fixture
+def steps_through(monkeypatch) -> None:
+    """The kernel runs step by step."""
+    kernel = functools.partial(gpu_attention.attend_pages_kernel, interpret=True)
+    monkeypatch.setattr(gpu_attention, "attend_pages_kernel", kernel)
 
 
 PREFILLS = [(1, (0,), 0, None), (9, (0, 0), 0, 7), (9, (5, 0, 8), 8, None), (9, (5, 0, 8), 8, 7)]
@@ -101,25 +100,60 @@ def test_flash_attention_gets_no_nan_since_it_adds_to_masked_scores(monkeypatch)
     np.testing.assert_allclose(found, expected, atol=ATOL, rtol=0)
 
 
+def same_over_pages(case: Case, window: int | None, atol: float, dtype=np.float32, **options) -> None:
+    """The kernel over a case's numbers in a dtype gives what blocks give in float32."""
+    options |= {"window": window}
+    given = jax.tree.map(lambda x: jnp.asarray(x, dtype), (case.q, case.new, case.pages))
+    exact = jax.tree.map(lambda x: x.astype(jnp.float32), given)
+    expected, pages = run(attend_pages, *exact, case.rows, case.table, implementation="blocks", **options)
+    found, kept = run(attend_pages, *given, case.rows, case.table, implementation="kernel", **options)
+    num_tokens = case.rows.starts[-1]
+    np.testing.assert_allclose(found[:num_tokens].astype(np.float32), expected[:num_tokens], atol=atol, rtol=0)
+    assert not found[num_tokens:].any(), "padding sees nothing"
+    np.testing.assert_array_equal(kept.astype(np.float32), pages)
+
+
+@pytest.mark.usefixtures("steps_through")
 @pytest.mark.parametrize(
-    ("num_kv", "groups", "window"),
-    [(2, 3, None), (2, 3, 64), (2, 3, 300), (1, 1, None), (1, 1, 5), (40, 1, None)],  # 40: a program for each share.
+    ("sizes", "window", "programs"),
+    [
+        ({"heads": (6, 2), "page": 64}, None, 1),  # One share of the keys; a block of three heads' queries.
+        ({"heads": (6, 2), "rotary_dim": 8}, 1, 256),
+        ({"heads": (8, 1), "head_dim": 40, "rotary_dim": 12}, 11, 256),
+        ({"heads": (8, 1), "page": 48}, None, 256),
+        ({"heads": (2, 2), "head_dim": 64}, 37, 1),
+    ],
+    ids=str,
 )
-def test_the_decode_kernel_gives_the_same(num_kv, groups, window):
-    block = gpu_attention.KEY_BLOCK
-    lengths = (1, 0, block, block + 1, 2 * SLOT_BLOCK)
-    arguments = slot_arguments(lengths, num_kv, groups, 2 * SLOT_BLOCK)
-    expected = run(attend_slots, *arguments, implementation="blocks", window=window)
-    found = run(gpu_attention.attend_slots_kernel, *arguments, window=window, interpret=True)
-    np.testing.assert_allclose(found, expected, atol=ATOL, rtol=0)
-    np.testing.assert_array_equal(found[1], 0.0)
+def test_the_kernel_over_pages_gives_the_same(monkeypatch, sizes, window, programs):
+    monkeypatch.setattr(gpu_attention, "_PROGRAMS", programs)
+    same_over_pages(Case(RAGGED, **{"page": 16, **sizes}), window, 2 * ATOL)
 
 
-def test_the_decode_kernel_of_a_window_is_lowered_for_cuda():
-    """Without one, and prefilling: see tests/gpu/test_lowering.py."""
-    arguments = slot_arguments((3, 0, 3 * SLOT_BLOCK), 8, 4, 3 * SLOT_BLOCK, jnp.bfloat16)
-    decode = functools.partial(attend_slots, implementation="kernel", window=700)
-    lowered = jax.jit(decode).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+@pytest.mark.usefixtures("steps_through")
+@pytest.mark.parametrize(("heads", "window"), [((6, 2), None), ((6, 2), 70), ((40, 40), None), ((8, 1), 5)], ids=str)
+def test_the_kernel_over_pages_for_rows_of_one_token_each(heads, window):  # 40: no shares.
+    rows = [(17, 1), (0, 1), (400, 1), (8, 1), (63, 1), (64, 1), (127, 1)]
+    same_over_pages(Case(rows, heads=heads, page=32), window, 2 * ATOL, one_each=True)
+
+
+@pytest.mark.usefixtures("steps_through")
+@pytest.mark.parametrize("one_each", [False, True])
+def test_the_kernel_over_pages_of_bfloat16(one_each):
+    case = Case([(17, 1), (0, 1), (200, 1)] if one_each else RAGGED, page=16, head_dim=32, padding=2)
+    same_over_pages(case, None, ATTENTION_ATOL["bfloat16"], jnp.bfloat16, one_each=one_each)
+
+
+@pytest.mark.parametrize("one_each", [False, True])
+@pytest.mark.parametrize(("head_dim", "rotary_dim", "window"), [(128, 128, 700), (80, 32, None), (256, 64, None)])
+def test_the_kernel_over_pages_is_lowered_for_cuda(one_each, head_dim, rotary_dim, window):
+    """In steps: see tests/gpu/test_lowering.py."""
+    shape = jax.ShapeDtypeStruct
+    rows = shape((8, 16), jnp.int32), shape((9,), jnp.int32), shape((8,), jnp.int32)
+    rotation = (shape((16 * 128, rotary_dim // 2), jnp.float32),) * 2
+    q, pages = shape((8, 6, head_dim), jnp.bfloat16), shape((99, 2, 2, 128, head_dim), jnp.bfloat16)
+    kernel = jax.jit(functools.partial(gpu_attention.attend_pages_kernel, window=window, one_each=one_each))
+    lowered = kernel.trace(q, pages, rows, rotation).lower(lowering_platforms=("cuda",)).as_text()
     assert "triton" in lowered
     assert "stablehlo.while" not in lowered, "the loop over keys is the kernel's"
 
@@ -141,66 +175,61 @@ def fresh_trials() -> Iterator[None]:
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
 
 
-def slots_of(dtype: np.dtype, head_dim: int, capacity: int = SLOT_BLOCK, num_slots: int = 2) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((num_slots, 2, capacity, head_dim), dtype)
+def pages_of(dtype: np.dtype, head_dim: int, page: int = 128) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((9, 2, 2, page, head_dim), dtype)
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="on a GPU others are taken")
 def test_off_the_gpu_blocks_are_taken_and_nothing_is_tried(monkeypatch):
     monkeypatch.setattr(gpu_attention, "_is_right", lambda *_: pytest.fail("an implementation was tried"))
     assert attention.prefill_attention(BFLOAT16, 64) == "blocks"
-    assert attention.slot_attention(slots_of(BFLOAT16, 64)) == "blocks"
+    assert paged_attention.paged_attention(pages_of(BFLOAT16, 64)) == "blocks"
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "prefill", "decode"),
+    ("dtype", "head_dim", "prefill", "paged"),
     [
         (jnp.bfloat16, 64, "flash", "kernel"),
         (jnp.float16, 128, "flash", "kernel"),
         (jnp.float32, 64, "batched", "blocks"),
-        (jnp.bfloat16, 80, "flash", "blocks"),
+        (jnp.bfloat16, 80, "flash", "kernel"),
         (jnp.bfloat16, 256, "batched", "kernel"),
         (jnp.bfloat16, 12, "batched", "blocks"),
     ],
 )
-def test_on_a_gpu_what_fits_and_is_served_is_taken(monkeypatch, fresh_trials, dtype, head_dim, prefill, decode):
+def test_on_a_gpu_what_fits_and_is_served_is_taken(monkeypatch, fresh_trials, dtype, head_dim, prefill, paged):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(gpu_attention, "_is_right", lambda *_: True)
     assert attention.prefill_attention(jnp.dtype(dtype), head_dim) == prefill
-    assert attention.slot_attention(slots_of(jnp.dtype(dtype), head_dim)) == decode
-
-
-@pytest.mark.parametrize("slots", [slots_of(BFLOAT16, 64, capacity=100), slots_of(BFLOAT16, 64, num_slots=1 << 15)])
-def test_slots_that_the_kernel_cannot_address_do_not_fit(slots):
-    assert gpu_attention.fits_kernel(slots_of(BFLOAT16, 64))
-    assert not gpu_attention.fits_kernel(slots)
+    assert paged_attention.paged_attention(pages_of(jnp.dtype(dtype), head_dim)) == paged
+    assert paged_attention.paged_attention(pages_of(jnp.dtype(dtype), head_dim, page=24)) == "blocks"
 
 
 def test_what_does_not_run_is_not_taken(monkeypatch, fresh_trials, caplog):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
-    def broken(*_):
+    def broken(*_, **__):
         raise NotImplementedError("not on this device")
 
     monkeypatch.setattr(gpu_attention, "attend_flash", broken)
-    monkeypatch.setattr(gpu_attention, "attend_slots_kernel", broken)
+    monkeypatch.setattr(gpu_attention, "attend_pages_kernel", broken)
     with caplog.at_level(logging.WARNING):
         assert attention.prefill_attention(BFLOAT16, 64) == "batched"
-        assert attention.slot_attention(slots_of(BFLOAT16, 64)) == "blocks"
+        assert paged_attention.paged_attention(pages_of(BFLOAT16, 64)) == "blocks"
     assert caplog.text.count("does not run here: not on this device") == 2
 
 
 @pytest.mark.parametrize("error", [0.0, np.nan])
 def test_trials_run_while_a_function_is_traced_and_find_what_is_wrong(monkeypatch, fresh_trials, error):
-    kernel = gpu_attention.attend_slots_kernel
+    kernel = functools.partial(gpu_attention.attend_pages_kernel, interpret=True)
     monkeypatch.setattr(gpu_attention, "FLASH", "xla")
     monkeypatch.setattr(
-        gpu_attention, "attend_slots_kernel", lambda *arguments: kernel(*arguments, interpret=True) + error
+        gpu_attention, "attend_pages_kernel", lambda *arguments, **options: kernel(*arguments, **options) + error
     )
 
     @jax.jit
     def traced(x: jax.Array) -> tuple[jax.Array, bool, bool]:
         return x, gpu_attention.flash_is_served(BFLOAT16, 64), gpu_attention.kernel_is_served(BFLOAT16, 64)
 
-    _, flash, decode = traced(jnp.zeros(()))
-    assert (bool(flash), bool(decode)) == (True, error == 0.0)
+    _, flash, paged = traced(jnp.zeros(()))
+    assert (bool(flash), bool(paged)) == (True, error == 0.0)

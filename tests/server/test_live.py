@@ -90,34 +90,35 @@ def test_the_end_of_a_save_is_told_when_it_is_there(engine, monkeypatch):
     assert before_s <= job.submitted_s + told.spans[-1].end_s <= time.perf_counter()
 
 
-def test_a_queue_is_told_in_order_with_its_windows_and_nothing_of_others(engine):
-    names = [f"ann/{i}" for i in range(3)] + ["ben/0"]
-    sessions = [engine.session(session_id=name, tenant=name[:3]) for name in names]
-    for session in sessions[1:]:
-        engine_kit.say(session, "to be stored before", 4)
-    engine.wait_for_saves()
-    jobs = [session.submit([user("next")]) for session in sessions]
-    jobs.append(engine.session(session_id="ann/late", tenant="ann").submit([user("later")], priority=1))
-    engine.step()
-    told, others, stats = read_live(engine, "ann"), read_live(engine, "ben"), engine.store_stats()
-    stored = engine.stored.find("ann/1", tenant="ann")
-    for job in jobs:
-        engine.cancel(job)
-    assert [(each.session_id, each.phase, each.is_own) for each in told.running] == [("0", "decode", True)]
-    lengths = [len(job.prompt_ids) for job in jobs]
-    assert [(each.session_id, each.is_own, each.residency, each.num_tokens) for each in told.queue.waiting] == [
-        *(("1", True, "dram", lengths[1]), ("2", True, "dram", lengths[2])),
-        *((None, False, "dram", 0), ("late", True, "absent", lengths[4])),
-    ]
-    assert (told.queue.num_waiting, told.queue.eviction_window_jobs) == (4, 4)
-    mean_blocks = (
-        stats.ssd.used_bytes / stats.ssd.num_sessions / (stored.ssd_bytes / -(-stored.ssd_tokens // BLOCK_TOKENS))
-    )
-    mean_bytes = mean_blocks * BLOCK_TOKENS * engine_kit.TOKEN_BYTES
-    assert told.queue.prefetch_window_jobs == look_ahead_window(stats.capacity_bytes, mean_bytes)
-    assert all(each.in_prefetch_window and each.in_eviction_window for each in told.queue.waiting)
-    assert [each.session_id for each in others.queue.waiting] == [None, None, "0", None]
-    assert [each.session_id for each in others.running] == [None]
+def test_a_queue_is_told_in_order_with_its_windows_and_nothing_of_others(tmp_path):
+    with engine_kit.small_engine(store=engine_kit.ssd_store(tmp_path), max_batch_size=1) as engine:
+        names = [f"ann/{i}" for i in range(3)] + ["ben/0"]
+        sessions = [engine.session(session_id=name, tenant=name[:3]) for name in names]
+        for session in sessions[1:]:
+            engine_kit.say(session, "to be stored before", 4)
+        engine.wait_for_saves()
+        jobs = [session.submit([user("next")]) for session in sessions]
+        jobs.append(engine.session(session_id="ann/late", tenant="ann").submit([user("later")], priority=1))
+        engine.step()
+        told, others, stats = read_live(engine, "ann"), read_live(engine, "ben"), engine.store_stats()
+        stored = engine.stored.find("ann/1", tenant="ann")
+        for job in jobs:
+            engine.cancel(job)
+        assert [(each.session_id, each.phase, each.is_own) for each in told.running] == [("0", "decode", True)]
+        lengths = [len(job.prompt_ids) for job in jobs]
+        assert [(each.session_id, each.is_own, each.residency, each.num_tokens) for each in told.queue.waiting] == [
+            *(("1", True, "dram", lengths[1]), ("2", True, "dram", lengths[2])),
+            *((None, False, "dram", 0), ("late", True, "absent", lengths[4])),
+        ]
+        assert (told.queue.num_waiting, told.queue.eviction_window_jobs) == (4, 4)
+        mean_blocks = (
+            stats.ssd.used_bytes / stats.ssd.num_sessions / (stored.ssd_bytes / -(-stored.ssd_tokens // BLOCK_TOKENS))
+        )
+        mean_bytes = mean_blocks * BLOCK_TOKENS * engine_kit.TOKEN_BYTES
+        assert told.queue.prefetch_window_jobs == look_ahead_window(stats.capacity_bytes, mean_bytes)
+        assert all(each.in_prefetch_window and each.in_eviction_window for each in told.queue.waiting)
+        assert [each.session_id for each in others.queue.waiting] == [None, None, "0", None]
+        assert [each.session_id for each in others.running] == [None]
 
 
 @pytest.mark.parametrize(("policy", "looks"), [("scheduler_aware", True), ("return_aware", True), ("lru", False)])

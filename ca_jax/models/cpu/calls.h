@@ -21,21 +21,30 @@ namespace ffi = xla::ffi;
 constexpr int KEYS = 64;    // Of a step.
 constexpr int FEW = 8;      // Rows of a task, where they are not lanes.
 constexpr int SPLIT = 512;  // Keys of a task of few rows.
+constexpr int WRITTEN = 64;  // Tokens that a thread writes at a time.
 
 struct Call {
-  // Of history: steps in floats. The cosines of each place; none where keys are rotated already (half is 0).
-  const float *keys, *values, *cosines, *sines;
+  // Of history that is one array: steps in floats.
+  const float *keys, *values;
   int64_t row_step, head_step, token_step;
-  // New tokens, [rows, tokens, K, H]; none: the last token of the history is the query's own.
+  // New tokens behind it, [rows, tokens, K, H], and the cosines of their places.
   const float *new_keys, *new_values, *new_cosines, *new_sines;
-  const float* queries;  // [rows, tokens, N, H]
-  const int32_t* lengths;
-  float* out;  // As the queries.
-  int64_t tokens, heads, kv_heads, dim, half, window;
+  // Of history in pages [P, 2, K, page, H], new tokens among it: the pages of each row, [rows, most].
+  const int32_t* table;
+  int64_t most_pages, page_tokens;
+  const float *cosines, *sines;  // Of each place.
+  const float* queries;          // [tokens of all rows, N, H]
+  const int32_t *starts, *firsts;  // Of each row its first token among all, and that token's place.
+  float* out;                      // As the queries.
+  int64_t heads, kv_heads, dim, half, window;
   float scale;
 
   int64_t groups() const { return heads / kv_heads; }
-  int64_t own_place(int64_t row) const { return new_keys ? lengths[row] : lengths[row] - 1; }  // Of its first token.
+  int64_t tokens(int64_t row) const { return starts[row + 1] - starts[row]; }
+  float* page(int64_t row, int64_t place) const {  // Of keys; its values are behind those of all heads.
+    const int64_t number = table[row * most_pages + place / page_tokens];
+    return const_cast<float*>(keys) + number * 2 * kv_heads * page_tokens * dim;
+  }
 };
 
 struct Task {
@@ -46,12 +55,12 @@ struct Task {
 
 // Where row i of a task goes, [H].
 inline float* result(const Call& c, const Task& t, int64_t i) {
-  const int64_t token = t.row * c.tokens + i / c.groups();
+  const int64_t token = c.starts[t.row] + i / c.groups();
   return c.out + (token * c.heads + t.head * c.groups() + i % c.groups()) * c.dim;
 }
 
 inline int64_t scratch_floats(int64_t dim, int64_t lanes) {
-  return (2 * dim + KEYS) * lanes + (KEYS + 1) * dim + FEW * (dim + KEYS);
+  return (2 * dim + KEYS) * lanes + (KEYS + 1) * dim + FEW * (dim + KEYS + 16 * 16);
 }
 
 // Products with packed weights: tiles of 16 outputs, one behind the other; of a tile there are blocks of 32 inputs:

@@ -68,6 +68,25 @@ CA_INLINE float reduced(V v) {
 CA_INLINE float sum(V v) { return reduced<plus>(v); }
 CA_INLINE float largest(V v) { return reduced<larger>(v); }
 
+// Lanes of two vectors that hold sums in groups of G lanes: of each group the first half, or the second.
+template <int G, int SECOND, int... LANES>
+CA_INLINE V halves(V a, V b, std::integer_sequence<int, LANES...>) {
+  return __builtin_shufflevector(a, b, (LANES / (G / 2) * G + LANES % (G / 2) + SECOND * (G / 2))...);
+}
+
+// The sums of the lanes of COUNT vectors, which hold groups of G lanes: fewer steps than one sum after the other.
+template <int COUNT, int G>
+CA_INLINE V sums(V* parts) {
+  if constexpr (COUNT == 1) {
+    return parts[0];
+  } else {
+    constexpr auto lanes = std::make_integer_sequence<int, W>{};
+    for (int i = 0; i < COUNT / 2; i++)
+      parts[i] = halves<G, 0>(parts[2 * i], parts[2 * i + 1], lanes) + halves<G, 1>(parts[2 * i], parts[2 * i + 1], lanes);
+    return sums<COUNT / 2, G / 2>(parts);
+  }
+}
+
 // exp of numbers <= 0, to 2 units in the last place; below -87 it is that of -87. Cephes' polynomial.
 CA_INLINE V exp_of_negative(V x) {
   x = larger(x, all(-87.0f));
@@ -92,15 +111,25 @@ struct Run {
 };
 
 CA_INLINE Run run_from(const Call& c, int64_t row, int64_t head, int64_t place) {
-  const int64_t length = c.lengths[row];
-  if (place < length || !c.new_keys) {
-    const int64_t at = row * c.row_step + head * c.head_step + place * c.token_step;
-    return {c.keys + at, c.values + at, c.cosines + place * c.half, c.sines + place * c.half, c.token_step,
-            length - place};
+  const float *cosines = c.cosines + place * c.half, *sines = c.sines + place * c.half;
+  if (c.table) {
+    const int64_t in_page = place % c.page_tokens;
+    const float* keys = c.page(row, place) + (head * c.page_tokens + in_page) * c.dim;
+    return {keys, keys + c.kv_heads * c.page_tokens * c.dim, cosines, sines, c.dim, c.page_tokens - in_page};
   }
-  const int64_t token = row * c.tokens + place - length, at = (token * c.kv_heads + head) * c.dim;
+  const int64_t length = c.firsts[row];
+  if (place < length) {
+    const int64_t at = row * c.row_step + head * c.head_step + place * c.token_step;
+    return {c.keys + at, c.values + at, cosines, sines, c.token_step, length - place};
+  }
+  const int64_t token = c.starts[row] + place - length, at = (token * c.kv_heads + head) * c.dim;
   return {c.new_keys + at, c.new_values + at, c.new_cosines + token * c.half, c.new_sines + token * c.half,
-          c.kv_heads * c.dim, length + c.tokens - place};
+          c.kv_heads * c.dim, length + c.tokens(row) - place};
+}
+
+// What is read soon, [count], is brought near.
+CA_INLINE void ahead(const float* from, int64_t count) {
+  for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(from + i);
 }
 
 // x [H] rotated and scaled; element i pairs with element i + half.
@@ -115,9 +144,11 @@ CA_INLINE void rotate(const float* __restrict x, const float* __restrict cosines
 }
 
 CA_INLINE const float* query(const Call& c, const Task& t, int64_t i, float* turned) {
-  const int64_t token = t.row * c.tokens + i / c.groups(), at = token * c.half;
+  const int64_t offset = i / c.groups(), token = c.starts[t.row] + offset;
+  const int64_t at = (c.table ? c.firsts[t.row] + offset : token) * c.half;
   const float* x = c.queries + (token * c.heads + t.head * c.groups() + i % c.groups()) * c.dim;
-  rotate(x, c.new_cosines + at, c.new_sines + at, c.half, c.dim, c.scale, turned);
+  rotate(x, (c.table ? c.cosines : c.new_cosines) + at, (c.table ? c.sines : c.new_sines) + at, c.half, c.dim, c.scale,
+         turned);
   return turned;
 }
 
@@ -140,7 +171,7 @@ CA_INLINE void product(const float* a, int64_t row_step, int64_t column_step, co
 template <int NV>
 CA_INLINE void many_rows_of(const Call& c, const Task& t, float* scratch) {
   constexpr int N = NV * W;
-  const int64_t dim = c.dim, count = t.stop - t.first, groups = c.groups(), own = c.own_place(t.row);
+  const int64_t dim = c.dim, count = t.stop - t.first, groups = c.groups(), own = c.firsts[t.row];
   const int64_t first_own = own + t.first / groups, end = own + (t.stop - 1) / groups + 1;
   float *q = scratch, *total = q + dim * N;               // [H, N] each.
   float *scores = total + dim * N, *keys = scores + KEYS * N;  // [KEYS, N], [KEYS, H].
@@ -210,8 +241,8 @@ CA_INLINE V top_of(const float* scores) {
 template <int HV>
 CA_INLINE void few_rows_of(const Call& c, const Task& t, float* scratch) {
   constexpr int DIM = HV * W, PART = DIM + 2;
-  const int64_t count = t.stop - t.first, groups = c.groups(), own = c.own_place(t.row);
-  float *q = scratch, *scores = q + FEW * DIM;  // [rows, H], [rows, KEYS].
+  const int64_t count = t.stop - t.first, groups = c.groups(), own = c.firsts[t.row];
+  float *q = scratch, *scores = q + FEW * DIM, *dots = scores + FEW * KEYS;  // [rows, H], [rows, KEYS], [rows, W, W].
   for (int64_t i = 0; i < count; i++) {
     query(c, t, t.first + i, q + i * DIM);
     float* part = t.partial + i * PART;
@@ -222,9 +253,10 @@ CA_INLINE void few_rows_of(const Call& c, const Task& t, float* scratch) {
   for (int64_t at = t.begin; at < t.end;) {
     const Run run = run_from(c, t.row, t.head, at);
     const int64_t n = std::min<int64_t>({KEYS, run.count, t.end - at});
+    const Run next = at + n < t.end ? run_from(c, t.row, t.head, at + n) : run;
     for (int64_t j = 0; j < n; j++) {
       const float *key = run.keys + j * run.step, *cosines = run.cosines + j * c.half, *sines = run.sines + j * c.half;
-      __builtin_prefetch(key + 8 * run.step);
+      ahead(j + 8 < n ? key + 8 * run.step : next.keys + (j + 8 - n) * next.step, DIM);
       V parts[HV];
       if (!in_vectors) {
         float turned[DIM];
@@ -249,7 +281,13 @@ CA_INLINE void few_rows_of(const Call& c, const Task& t, float* scratch) {
       for (int64_t i = 0; i < count; i++) {
         V dot = floats(q + i * DIM) * parts[0];
         for (int v = 1; v < HV; v++) dot += floats(q + i * DIM + v * W) * parts[v];
-        scores[i * KEYS + j] = sum(dot);
+        store(dots + (i * W + j % W) * W, dot);
+      }
+      if (j % W < W - 1 && j < n - 1) continue;
+      for (int64_t i = 0; i < count; i++) {  // Of keys behind the last one anything is summed, and masked below.
+        V of_keys[W];
+        for (int k = 0; k < W; k++) of_keys[k] = floats(dots + (i * W + k) * W);
+        store(scores + i * KEYS + j / W * W, sums<W, W>(of_keys));
       }
     }
     for (int64_t i = 0; i < count; i++) {
@@ -276,7 +314,7 @@ CA_INLINE void few_rows_of(const Call& c, const Task& t, float* scratch) {
         for (int v = 0; v < HV; v++) total[r][v] = r < rows ? floats(t.partial + (i + r) * PART + 2 + v * W) : V{};
       for (int64_t j = 0; j < n; j++) {
         const float* value = run.values + j * run.step;
-        __builtin_prefetch(value + 8 * run.step);
+        if (!i) ahead(j + 8 < n ? value + 8 * run.step : next.values + (j + 8 - n) * next.step, DIM);
         for (int v = 0; v < HV; v++) {
           const V x = floats(value + v * W);
           for (int r = 0; r < AT_ONCE; r++) total[r][v] += scores[std::min<int64_t>(i + r, FEW - 1) * KEYS + j] * x;

@@ -7,6 +7,7 @@
 // Not here: what is asked for (calls.h), who uses which, which matrices are packed (cpu_kernels.py).
 #include <numeric>
 #include <type_traits>
+#include <utility>
 
 #include "calls.h"
 
@@ -83,78 +84,122 @@ void join(const Call& c, const std::vector<Task>& tasks, size_t begin, size_t en
 
 void attend(ffi::ThreadPool& pool, const Call& c, int64_t rows) {
   const Inner& inner = *chosen.load();
-  std::vector<Task> tasks;
-  const int64_t count = c.tokens * c.groups();
-  const bool has_few = (count <= FEW || c.tokens == 1) && has_few_rows_of(c.dim);
+  std::vector<Task> few, many;
   int64_t num_partials = 0;
   for (int64_t row = 0; row < rows; row++) {
-    const int64_t own = c.own_place(row), end = own + c.tokens;
-    if (end <= 0 || (!c.new_keys && !c.lengths[row])) {
-      std::memset(c.out + row * c.tokens * c.heads * c.dim, 0, sizeof(float) * c.tokens * c.heads * c.dim);
-      continue;
-    }
-    if (has_few) {
+    const int64_t count = c.tokens(row) * c.groups(), own = c.firsts[row], end = own + c.tokens(row);
+    if (!count) continue;
+    if ((count <= FEW || c.tokens(row) == 1) && has_few_rows_of(c.dim)) {
       const int64_t begin = c.window > 0 ? std::max<int64_t>(0, own - c.window + 1) : 0;
       for (int64_t head = 0; head < c.kv_heads; head++)
         for (int64_t first = 0; first < count; first += FEW)
           for (int64_t at = begin; at < end; at += SPLIT) {
-            tasks.push_back({row, head, first, std::min(first + FEW, count), at, std::min(at + SPLIT, end), nullptr});
+            few.push_back({row, head, first, std::min(first + FEW, count), at, std::min(at + SPLIT, end), nullptr});
             num_partials += FEW * (c.dim + 2);
           }
     } else {
       // The last rows have most keys: they go first.
       for (int64_t first = (count - 1) / inner.lanes * inner.lanes; first >= 0; first -= inner.lanes)
         for (int64_t head = 0; head < c.kv_heads; head++)
-          tasks.push_back({row, head, first, std::min(first + inner.lanes, count), 0, 0, nullptr});
+          many.push_back({row, head, first, std::min(first + inner.lanes, count), 0, 0, nullptr});
     }
   }
   std::vector<float> partials(num_partials);
-  if (has_few)
-    for (size_t i = 0; i < tasks.size(); i++) tasks[i].partial = partials.data() + i * FEW * (c.dim + 2);
+  for (size_t i = 0; i < few.size(); i++) few[i].partial = partials.data() + i * FEW * (c.dim + 2);
   const size_t size = scratch_floats(c.dim, inner.lanes);
-  in_parallel(pool, tasks.size(), [&](int64_t i) {
+  in_parallel(pool, many.size() + few.size(), [&](int64_t i) {
     thread_local std::vector<float> scratch;
     if (scratch.size() < size) scratch.resize(size);
-    (has_few ? inner.few_rows : inner.many_rows)(c, tasks[i], scratch.data());
+    const int64_t among_few = i - static_cast<int64_t>(many.size());
+    among_few < 0 ? inner.many_rows(c, many[i], scratch.data()) : inner.few_rows(c, few[among_few], scratch.data());
   });
-  for (size_t i = 0, end; has_few && i < tasks.size(); i = end) {
-    for (end = i + 1; end < tasks.size() && tasks[end].begin > tasks[i].begin && tasks[end].head == tasks[i].head &&
-                      tasks[end].row == tasks[i].row && tasks[end].first == tasks[i].first;)
+  for (size_t i = 0, end; i < few.size(); i = end) {
+    for (end = i + 1; end < few.size() && few[end].begin > few[i].begin && few[end].head == few[i].head &&
+                      few[end].row == few[i].row && few[end].first == few[i].first;)
       end++;
-    join(c, tasks, i, end);
+    join(c, few, i, end);
   }
+}
+
+// Puts the rows' keys and values into their pages; `token_step` is from one token's to the next, in floats.
+void write(ffi::ThreadPool& pool, const Call& c, int64_t rows, const float* keys, const float* values,
+           int64_t token_step) {
+  for (int64_t row = 0; row < rows; row++)
+    in_parallel(pool, (c.tokens(row) + WRITTEN - 1) / WRITTEN, [&](int64_t part) {
+      for (int64_t i = part * WRITTEN; i < std::min((part + 1) * WRITTEN, c.tokens(row)); i++) {
+        const int64_t place = c.firsts[row] + i, at = (c.starts[row] + i) * token_step;
+        float* to = c.page(row, place) + place % c.page_tokens * c.dim;
+        for (int64_t head = 0; head < c.kv_heads; head++, to += c.page_tokens * c.dim) {
+          std::memcpy(to, keys + at + head * c.dim, sizeof(float) * c.dim);
+          std::memcpy(to + c.kv_heads * c.page_tokens * c.dim, values + at + head * c.dim, sizeof(float) * c.dim);
+        }
+      }
+    });
 }
 
 using Floats = ffi::Buffer<ffi::F32>;
 
-// Rotated queries [B, K, G, H] over rotated slots [slots, K, C, H], the last of a row's keys its own.
-ffi::Error attend_slots(ffi::ThreadPool pool, Floats queries, Floats keys, Floats values, ffi::Buffer<ffi::S32> lengths,
-                        int64_t window, float scale, ffi::ResultBuffer<ffi::F32> out) {
-  const auto q = queries.dimensions(), slots = keys.dimensions();
-  const float* none = keys.typed_data();  // Of no rotation nothing is read.
+using Numbers = ffi::Buffer<ffi::S32>;
+
+Call over_pages(Floats& pages, Numbers& table) {
+  const auto p = pages.dimensions();
   Call c{};
-  c.keys = keys.typed_data(), c.values = values.typed_data();
-  c.cosines = c.sines = c.new_cosines = c.new_sines = none;
-  c.row_step = slots[1] * slots[2] * slots[3], c.head_step = slots[2] * slots[3], c.token_step = slots[3];
-  c.queries = queries.typed_data(), c.lengths = lengths.typed_data(), c.out = out->typed_data();
-  c.tokens = 1, c.heads = q[1] * q[2], c.kv_heads = q[1], c.dim = q[3], c.window = window, c.scale = scale;
-  attend(pool, c, q[0]);
+  c.keys = pages.typed_data(), c.table = table.typed_data(), c.most_pages = table.dimensions()[1];
+  c.kv_heads = p[2], c.page_tokens = p[3], c.dim = p[4];
+  return c;
+}
+
+// Unrotated queries [1, T, N, H] of all rows over pages [P, 2, K, page, H], into which new keys and values [1, T, K, H]
+// are put first. The pages that come out are those that come in.
+ffi::Error attend_pages(ffi::ThreadPool pool, Floats queries, Floats new_keys, Floats new_values, Floats pages,
+                        Numbers table, Numbers starts, Numbers firsts, Floats cosines, Floats sines, int64_t window,
+                        float scale, ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::F32> written) {
+  const auto q = queries.dimensions();
+  const int64_t rows = firsts.element_count();
+  if (written->typed_data() != pages.typed_data())
+    return ffi::Error(ffi::ErrorCode::kInvalidArgument, "pages must be given to be written to");
+  Call c = over_pages(pages, table);
+  c.queries = queries.typed_data(), c.out = out->typed_data();
+  c.starts = starts.typed_data(), c.firsts = firsts.typed_data();
+  c.cosines = cosines.typed_data(), c.sines = sines.typed_data(), c.half = cosines.dimensions().back();
+  c.heads = q[2], c.window = window, c.scale = scale;
+  write(pool, c, rows, new_keys.typed_data(), new_values.typed_data(), c.kv_heads * c.dim);
+  attend(pool, c, rows);
+  const int64_t used = c.starts[rows] * c.heads * c.dim;
+  std::memset(c.out + used, 0, sizeof(float) * (q[0] * q[1] * c.heads * c.dim - used));
+  return ffi::Error::Success();
+}
+
+// Keys and values [2, S, K, H] into the pages of one row: `count` of them, from place `start` on.
+ffi::Error write_pages(ffi::ThreadPool pool, Floats kv, Floats pages, Numbers table, Numbers start, Numbers count,
+                       ffi::ResultBuffer<ffi::F32> written) {
+  if (written->typed_data() != pages.typed_data())
+    return ffi::Error(ffi::ErrorCode::kInvalidArgument, "pages must be given to be written to");
+  const auto shape = kv.dimensions();
+  const int32_t starts[] = {0, count.typed_data()[0]};
+  Call c = over_pages(pages, table);
+  c.starts = starts, c.firsts = start.typed_data();
+  const float* keys = kv.typed_data();
+  write(pool, c, 1, keys, keys + shape[1] * shape[2] * shape[3], c.kv_heads * c.dim);
   return ffi::Error::Success();
 }
 
 // Unrotated queries [B, T, N, H] over unrotated history [2, B, S, K, H] and new keys and values [B, T, K, H].
 ffi::Error attend_new(ffi::ThreadPool pool, Floats queries, Floats new_keys, Floats new_values, Floats history,
-                      ffi::Buffer<ffi::S32> lengths, Floats new_cosines, Floats new_sines, Floats cosines, Floats sines,
+                      Numbers lengths, Floats new_cosines, Floats new_sines, Floats cosines, Floats sines,
                       int64_t window, float scale, ffi::ResultBuffer<ffi::F32> out) {
   const auto q = queries.dimensions(), past = history.dimensions();
+  std::vector<int32_t> starts(q[0] + 1);
+  for (int64_t row = 0; row <= q[0]; row++) starts[row] = row * q[1];
   Call c{};
   c.keys = history.typed_data(), c.values = c.keys + past[1] * past[2] * past[3] * past[4];
   c.cosines = cosines.typed_data(), c.sines = sines.typed_data();
   c.row_step = past[2] * past[3] * past[4], c.head_step = past[4], c.token_step = past[3] * past[4];
   c.new_keys = new_keys.typed_data(), c.new_values = new_values.typed_data();
   c.new_cosines = new_cosines.typed_data(), c.new_sines = new_sines.typed_data();
-  c.queries = queries.typed_data(), c.lengths = lengths.typed_data(), c.out = out->typed_data();
-  c.tokens = q[1], c.heads = q[2], c.kv_heads = past[3], c.dim = q[3], c.half = new_cosines.dimensions().back();
+  c.queries = queries.typed_data(), c.out = out->typed_data();
+  c.starts = starts.data(), c.firsts = lengths.typed_data();
+  c.heads = q[2], c.kv_heads = past[3], c.dim = q[3], c.half = new_cosines.dimensions().back();
   c.window = window, c.scale = scale;
   attend(pool, c, q[0]);
   return ffi::Error::Success();
@@ -274,15 +319,31 @@ extern "C" int ca_pack(const float* w, int64_t inputs, int64_t outputs, int64_t 
   return 1;
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(ca_attend_slots, ca::attend_slots,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ca_attend_pages, ca::attend_pages,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<ca::Floats>()
                                   .Arg<ca::Floats>()
                                   .Arg<ca::Floats>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<ca::Floats>()
+                                  .Arg<ca::Numbers>()
+                                  .Arg<ca::Numbers>()
+                                  .Arg<ca::Numbers>()
+                                  .Arg<ca::Floats>()
+                                  .Arg<ca::Floats>()
                                   .Attr<int64_t>("window")
                                   .Attr<float>("scale")
+                                  .Ret<ca::Floats>()
+                                  .Ret<ca::Floats>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ca_write_pages, ca::write_pages,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<ca::Floats>()
+                                  .Arg<ca::Floats>()
+                                  .Arg<ca::Numbers>()
+                                  .Arg<ca::Numbers>()
+                                  .Arg<ca::Numbers>()
                                   .Ret<ca::Floats>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ca_attend_new, ca::attend_new,

@@ -54,7 +54,7 @@ function shownDevice(running, numSlots, own) {
       {
         className: "slots",
         role: "group",
-        "aria-label": `${running.length} of ${numSlots} decode slots, with tokens of context`,
+        "aria-label": `${running.length} of ${numSlots} slots, with tokens of context`,
       },
       ...slots,
     ),

@@ -1,0 +1,147 @@
+"""What a pass is asked for, and what it gives: prompts' tokens, where their history comes from, and tokens drawn.
+
+Not here: how it is computed (runner), what is asked for when (serving.batch).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol
+
+import jax
+import numpy as np
+
+from ca_jax.device.sampler import Draw
+from ca_jax.device.transfer import to_host
+
+JOINED_TOKENS = 64
+"""New tokens, at most, that are computed together with the repair of their history, and what they are padded to: more
+take long enough by themselves, and each length is compiled for."""
+
+
+Join = Callable[[int, jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
+"""Repairs a layer of a history in the pass that reads it, given what goes into it of new tokens, and the history's
+length. Returns the history `[2, S, K, H]`, and of the new tokens what goes into the next layer and their KV."""
+
+
+class LayerSource(Protocol):
+    """Where a prefill takes its history from, layer by layer."""
+
+    def layer(self, layer: int) -> jax.Array:
+        """Unrotated KV `[2, S, K, H]`, or in int8 `[2, S, K, H + 2]`, S as `Runner.padded_history` says."""
+
+    def computed(self, layer: int, result: jax.Array) -> None:
+        """Nothing reads what `layer` gave when `result` is ready."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Received:
+    """Attention that a job's tokens received from the new ones of one pass, summed over layers and query heads."""
+
+    attention: jax.Array
+    """f32 `[n, C]`, of all rows of the pass, by places."""
+    row: int
+    """The job's."""
+    num_tokens: int
+    """Of its context, new ones included."""
+
+    def add_to(self, attention: np.ndarray) -> None:
+        """Adds it up over a context, f32 `[T]`. Waits for the pass."""
+        attention[: self.num_tokens] += to_host(self.attention)[self.row, : self.num_tokens]
+
+
+@dataclasses.dataclass
+class Prefill:
+    """A job's prefill: how much of its prompt was dispatched.
+
+    Raises:
+      ValueError: no tokens.
+    """
+
+    slot: int
+    """The job's: its row in the pool."""
+    tokens: list[int]
+    """New ones."""
+    history_length: int
+    """Tokens before them."""
+    num_done: int = 0
+    """New tokens that were dispatched."""
+    outputs: list[jax.Array] = dataclasses.field(default_factory=list)
+    """Per layer the unrotated KV of the last pass, of all its rows: ready when the layer is computed."""
+    received: list[Received] = dataclasses.field(default_factory=list)
+    """Of each pass, the attention that tokens received in it, if the runner measures that."""
+
+    def __post_init__(self) -> None:
+        if not self.tokens:
+            raise ValueError("a prefill must have at least one new token, got none")
+
+    @property
+    def num_left(self) -> int:
+        """New tokens that are to be dispatched."""
+        return len(self.tokens) - self.num_done
+
+    @property
+    def start(self) -> int:
+        """The place of the first token that is to be dispatched."""
+        return self.history_length + self.num_done
+
+
+@dataclasses.dataclass
+class PassPart:
+    """What a pass computes of one prefill."""
+
+    prefill: Prefill
+    """Whose."""
+    num_tokens: int
+    """How many of the tokens that are left."""
+    history: LayerSource | None = None
+    """Of the first pass, where there is a history that is not in its pages."""
+    on_layer: Callable[[int, jax.Array, int], None] = lambda layer, kv, first: None
+    """Called with each layer's new unrotated KV `[2, T, K, H]` of all rows, as soon as that is dispatched, and with the
+    first token of this one."""
+    draws_behind: int | None = None
+    """Tokens before the one that is drawn behind this part, those that have left included; None: none is drawn."""
+    join: Join | None = None
+    """Repairs the history in this pass: the only one, of at most `JOINED_TOKENS`; in place of `history.layer`."""
+    error: Exception | None = None
+    """What broke of its history, or of taking its KV: nothing that was computed of it is sound."""
+
+    def take(self, layer: int, kv: jax.Array, first: int) -> None:
+        """A layer was dispatched, which gives this KV of all rows."""
+        self.prefill.outputs.append(kv)
+        if self.error is None:
+            try:
+                self.on_layer(layer, kv, first)
+            except Exception as error:
+                self.error = error
+
+
+@dataclasses.dataclass(frozen=True)
+class Passed:
+    """What a pass gives."""
+
+    draw: Draw | None
+    """The tokens behind the prompts that it completed and those of jobs that decoded, by row; not waited for."""
+    rows: dict[int, int]
+    """By slot the row of each there."""
+    kv: jax.Array | None = None
+    """Unrotated KV of the tokens of jobs that decoded, `[L, 2, n, K, H]`."""
+    kv_rows: dict[int, int] = dataclasses.field(default_factory=dict)
+    """By slot the row of each there."""
+    received: dict[int, Received] = dataclasses.field(default_factory=dict)
+    """By slot what the tokens of these jobs received, where that is measured."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoded:
+    """What a decode step gives."""
+
+    draw: Draw
+    """Tokens by row, on the host."""
+    kv: jax.Array
+    """Unrotated KV of the jobs' last tokens, `[L, 2, n, K, H]`."""
+    rows: dict[int, int]
+    """By slot the row of each job."""
+    received: np.ndarray | None
+    """The attention that tokens of each row received, f32 `[n, C]`; None where that is not measured."""
