@@ -35,7 +35,7 @@ from ca_jax.serving.core import enable_compile_cache
 from ca_jax.serving.prompts import turn_ids
 from ca_jax.session import Session
 from ca_jax.telemetry.metrics import CompileCounter
-from ca_jax.turns.requests import SamplingParams, Usage
+from ca_jax.turns.requests import Usage
 
 T = TypeVar("T")
 
@@ -369,14 +369,22 @@ def _serve_turn(session: Session, message: str, *, max_tokens: int, console: ric
 
 
 def _recompute(engine: Engine, prompt: list[int], history_tokens: int, max_tokens: int) -> ServedTurn:
-    """Serves a turn as a prompt that has no session: nothing of it is loaded or stored."""
-    engine.generate([prompt], SamplingParams(max_tokens=_REHEARSED_TOKENS))
+    """Serves a turn to somebody of whom nothing is stored: all of it is computed, and nothing of it kept."""
+    nobody = engine.session(tenant="recompute")
+    for _ in engine.fork(nobody, is_kept=False).send_ids(prompt, max_tokens=_REHEARSED_TOKENS):
+        pass
+    session = engine.fork(nobody, is_kept=False)
     with CompileCounter() as compiles:
-        completion = engine.generate([prompt], SamplingParams(max_tokens=max_tokens))[0]
+        for _ in session.send_ids(prompt, max_tokens=max_tokens):
+            pass
+    nobody.close()
+    usage = _usage_of(session)
+    if usage.num_cached_tokens:
+        raise DemoError(f"what is to be computed must not be loaded, got {usage.num_cached_tokens} tokens that were")
     return ServedTurn(
         history_tokens=history_tokens,
-        answer_ids=completion.token_ids,
-        usage=completion.usage,
+        answer_ids=session.token_ids[usage.prompt_tokens :],
+        usage=usage,
         compiles=compiles.count,
     )
 
