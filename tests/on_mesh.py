@@ -202,7 +202,7 @@ def test_the_tokens_are_those_of_one_device_and_each_holds_its_share(data, tenso
             "weights": ([leaf for leaf in jax.tree.leaves(params) if leaf.ndim > 1], tensor),
             "loaded": (passing["loaded"], tensor),
             "prefilled": (passing["prefilled"], data * tensor),
-            "repaired": (passing["repaired"], tensor),
+            "repaired": (passing["repaired"], data * tensor),
             "decoded": (passing["decoded"], data * tensor),
         }
         for name, (arrays, num_parts) in shares.items():
@@ -475,15 +475,17 @@ def test_a_decode_step_adds_up_twice_a_layer_and_gathers_no_kv(num_kv_heads, dat
 def test_a_layer_of_a_pass_adds_up_twice_and_gathers_nothing():
     on = OnMesh(2, 2, 4)
     x = steps.embed(on.config, on.params, on.put(np.zeros((2, 24))), on.sharding)
+    rows = on.rows._replace(places=on.put(np.zeros(48)))
     found = on.collectives(
-        steps.layer_step, on.config, steps.layer_of(on.params, 0), x, on.pages[0], on.rows, on.rotations, 16
+        steps.layer_step, on.config, steps.layer_of(on.params, 0), x, on.pages[0], rows, on.rotations, 16
     )
     assert [(kind, shapes.split("{")[0]) for kind, shapes in found] == [("all-reduce", "f32[16,32]")] * 2
 
 
 def test_pages_are_filled_cut_and_copied_where_they_are():
     on = OnMesh(2, 2, 4)
-    history, table = steps.empty_kv(on.config, 256, "float32", on.sharding), on.put([0, 1])
+    history = jax.device_put(np.zeros((2, 256, 2, 8), np.float32), on.sharding.kv)
+    table = on.put([0, 1])
     assert on.collectives(steps.fill_pages, on.pages[0], history, table, on.zero, on.zero, on.zero) == []
     numbers, drift = (on.zero, on.put(np.zeros(256)), on.zero), on.put(np.zeros((2, 2, 2, 8)), np.float32)
     assert on.collectives(steps.cut_pages, on.pages, on.put([[0, 1]] * 2), *numbers, drift, on.zero) == []

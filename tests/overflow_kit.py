@@ -16,15 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ca_jax.device import steps
 from ca_jax.device.sampler import Draw
 from ca_jax.engine import Engine
+from ca_jax.evaluation.by_layer import LayerByLayer, as_pages, from_pages
 from ca_jax.models.kv import KVCache, LayerKV
 from ca_jax.overflow.config import DiscardContext, OverflowConfig, TokenDiscarder, num_leaving, oldest_first
 from ca_jax.pretrained import LoadedModel
 from ca_jax.recompute.drift import Drift
 from ca_jax.recompute.plan import Plan, repair_plan
-from ca_jax.recompute.recomputer import Recomputer
 from ca_jax.session import Session
 from tests import engine_kit as kit
 
@@ -78,12 +77,9 @@ class SlicedCache:
 
     def blend(self, plan: Plan) -> None:
         """Has some of the tokens' KV computed anew, layer by layer, and the others move as these have."""
-        config, params = self.model.config, self.model.params["params"]
-        x = steps.embed(config, {"params": params}, jnp.asarray([self.token_ids[: plan.num_tokens]], jnp.int32))
-        table = steps.rotation_table(config, self.window, self.window)
-        recomputer = Recomputer(config, [params[f"layer_{i}"] for i in range(config.num_layers)], table, plan, x)
-        layers = [recomputer.layer(i, jnp.asarray(layer)) for i, layer in enumerate(self.kv)]
-        self.kv = np.stack([np.asarray(layer) for layer in layers])
+        by_layer = LayerByLayer(self.model, self.window, self.window)
+        pages = [as_pages(jnp.asarray(layer)) for layer in self.kv]
+        self.kv = np.stack([from_pages(found) for found in by_layer.recomputed(plan, self.token_ids, pages)])
 
     def _feed(self, part: list[int]) -> np.ndarray:
         """Puts at most a step of tokens behind the context; logits of each, `[T, V]`."""
@@ -246,7 +242,7 @@ class Conversation:
         """What the next prefill does to the first tokens of what has stayed."""
         if self.overflow.repair_ratio == 1:
             self.cache.compute_anew(num_tokens)
-        elif (plan := repair_plan(self.overflow, len(self.cache.kv), num_tokens, self.window)) is not None:
+        elif (plan := repair_plan(self.overflow, len(self.cache.kv), num_tokens)) is not None:
             self.cache.blend(plan)
 
 
@@ -320,7 +316,7 @@ def random_drift(model: LoadedModel, window: int, directory: Path) -> tuple[str,
 def expected_repaired(overflow: OverflowConfig, num_tokens: int) -> int:
     """How many of so many first tokens a turn says that it has repaired."""
     if overflow.repair == "deviating" and 0 < overflow.repair_ratio < 1:
-        return round(repair_plan(overflow, kit.NUM_LAYERS, num_tokens, WINDOW).num_recomputed)
+        return round(repair_plan(overflow, kit.NUM_LAYERS, num_tokens).num_recomputed)
     if overflow.repair_ratio == 1:
         return num_tokens
     return max(min(overflow.anchor_tokens, num_tokens), int(overflow.repair_ratio * num_tokens) // 8 * 8)

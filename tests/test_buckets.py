@@ -15,7 +15,7 @@ def test_steps_are_padded_by_little_and_at_most_to_their_most_tokens(most, coars
     assert list(buckets) == sorted(set(buckets))
     assert buckets[-1] == most
     for size in range(1, most + 1):
-        fine = 8 if size <= 8 else 16 if size <= 128 else 32 if size <= 256 else 64 if size <= 512 else size
+        fine = 8 if size <= 8 else 16 if size <= 128 else 32 if size <= 256 else 128 if size <= 512 else size
         assert size <= pad_to(buckets, size) < size + (max(size, 16) if coarse else fine)
 
 
@@ -26,7 +26,7 @@ def test_history_is_padded_by_little_and_holds_the_window(window):
     assert list(buckets) == sorted(set(buckets))
     assert buckets[-2] < window <= buckets[-1]
     for low, high in itertools.pairwise(buckets):
-        assert high == low + 256 if low < 1024 else high <= low * (1.5 if low < 4096 else 2)
+        assert high <= max(low * (1.5 if 1024 <= low < 4096 else 2), 256)
 
 
 @given(st.integers(1, 300))

@@ -19,12 +19,14 @@ from hypothesis import strategies as st
 
 from ca_jax.config import SELECTIONS
 from ca_jax.device import steps
+from ca_jax.device.transfer import to_device
+from ca_jax.evaluation.by_layer import LayerByLayer, as_pages, from_pages
+from ca_jax.models.paged_attention import Rows
 from ca_jax.models.transformer import Transformer
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import LoadedModel
-from ca_jax.recompute.layers import kv_deviation, recompute_layer
+from ca_jax.recompute.layers import recompute_layer
 from ca_jax.recompute.plan import Plan, TokenKind, padded_rows, plan_blend, repair_plan
-from ca_jax.recompute.recomputer import Recomputer
 from tests import engine_kit as kit
 
 ATOL = kit.ATOL
@@ -47,22 +49,12 @@ def full_pass(tokens: np.ndarray, config=CONFIG) -> tuple[np.ndarray, np.ndarray
 
 
 @functools.cache
-def table():
-    return steps.rotation_table(CONFIG, 2 * CAPACITY)
-
-
-def layers() -> list[steps.Params]:
-    return [MODEL.params["params"][f"layer_{i}"] for i in range(CONFIG.num_layers)]
+def by_layer(config=CONFIG) -> LayerByLayer:
+    return LayerByLayer(model_of(config), 2 * CAPACITY, 2 * CAPACITY)
 
 
 def tokens_of(num_tokens: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, CONFIG.vocab_size, num_tokens)
-
-
-def embedded(tokens: np.ndarray, size: int = CAPACITY) -> jax.Array:
-    padded = np.zeros((1, size), np.int32)
-    padded[0, : len(tokens)] = tokens
-    return steps.embed(CONFIG, MODEL.params, jnp.asarray(padded))
 
 
 @functools.cache
@@ -83,18 +75,18 @@ def stale(kv: np.ndarray, behind: float | None = None) -> np.ndarray:
 def fresh() -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
     """Tokens, and of a prefill of them: what goes into each layer and out of the last, and KV `[L, 2, T, K, H]`."""
     tokens = tokens_of(96, 0)
-    x, kv = [embedded(tokens, 96)], []
-    for layer in layers():
-        out, new = steps.prefill_layer(CONFIG, layer, x[-1], None, jnp.int32(0), table())
-        x.append(out)
+    x, kv = [np.asarray(by_layer().embedded(tokens, 96))], []
+    for layer in range(NUM_LAYERS):
+        out, new, _ = by_layer().layer(layer, jnp.array(x[-1]), by_layer().empty(96), 0, 96)
+        x.append(np.asarray(out))
         kv.append(np.asarray(new))
-    return tokens, [np.asarray(each) for each in x], np.stack(kv)
+    return tokens, x, np.stack(kv)
 
 
-def fused(tokens: np.ndarray, plan: Plan, kv: np.ndarray, config=CONFIG, size: int = CAPACITY) -> np.ndarray:
+def fused(tokens: np.ndarray, plan: Plan, kv: np.ndarray, config=CONFIG) -> np.ndarray:
     """All layers, one after the other, `[L, 2, CAPACITY, K, H]`."""
-    recomputer = Recomputer(config, layers(), table(), plan, embedded(tokens[plan.start :], size))
-    return np.stack([np.asarray(recomputer.layer(i, jnp.asarray(layer))) for i, layer in enumerate(kv)])
+    pages = [as_pages(jnp.asarray(layer)) for layer in kv]
+    return np.stack([from_pages(found) for found in by_layer(config).recomputed(plan, tokens.tolist(), pages)])
 
 
 def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
@@ -106,9 +98,19 @@ def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
 
 def blend_layer(layer: int, x: np.ndarray, chosen: np.ndarray, stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """One layer of chosen tokens: what goes into the next, and KV."""
-    places = jnp.asarray(chosen, jnp.int32)
-    found = recompute_layer(CONFIG, layers()[layer], jnp.asarray(x), places, jnp.asarray(stored), table())
-    return np.asarray(found[0]), np.asarray(found[1])
+    rows = Rows(*(to_device(part, np.int32) for part in ([[0]], [0, len(chosen)], chosen)))
+    given = (jnp.array(x), as_pages(jnp.asarray(stored)), rows, by_layer().table, len(chosen))
+    x, pages = recompute_layer(CONFIG, by_layer().layers[layer], *given)
+    return np.asarray(x), np.asarray(from_pages(pages))
+
+
+def deviation_of(layer: int, x: np.ndarray, chosen: np.ndarray, stored: np.ndarray) -> np.ndarray:
+    """How far chosen tokens' KV is from what is stored: sums of squared differences of unrotated KV."""
+    weights = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), by_layer().layers[layer])
+    rows = x[0].astype(np.float64)
+    normed = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + CONFIG.norm_eps) * weights["attn_norm"]["scale"]
+    found = (np.einsum("nf,fkh->nkh", normed, weights["attn"][name]) for name in ("wk", "wv"))
+    return sum(((each - stored[part, chosen]) ** 2).sum((1, 2)) for part, each in enumerate(found))
 
 
 @pytest.mark.parametrize("chosen", [[0], [5, 17, 18, 60, 95]], ids=str)
@@ -124,22 +126,6 @@ def test_chosen_tokens_take_the_places_of_their_own_and_of_no_other(chosen):
     np.testing.assert_array_equal(new[:, others], stored[layer][:, others])
 
 
-def test_deviation_is_the_squared_distance_of_unrotated_kv():
-    (_, x, _), layer = fresh(), 2
-    positions, stored = np.array([0, 3, 50, 95]), noise()[layer]
-    weights = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), layers()[layer])
-    rows = x[layer][0, positions].astype(np.float64)
-    normed = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + CONFIG.norm_eps) * weights["attn_norm"]["scale"]
-    expected = sum(
-        ((np.einsum("nf,fkh->nkh", normed, weights["attn"][name]) - stored[part, positions]) ** 2).sum((1, 2))
-        for part, name in enumerate(("wk", "wv"))
-    )
-    found = kv_deviation(
-        CONFIG, layers()[layer], jnp.asarray(x[layer][:, positions]), jnp.asarray(positions), jnp.asarray(stored)
-    )
-    np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-4)
-
-
 # Repairs.
 
 
@@ -148,7 +134,7 @@ def plan_of(
 ) -> Plan | None:
     values = {"repair": "deviating", **values}
     overflow = OverflowConfig(repair_ratio=ratio, anchor_tokens=num_first, **values)
-    return repair_plan(overflow, num_layers, num_tokens, max(num_tokens, CAPACITY))
+    return repair_plan(overflow, num_layers, num_tokens)
 
 
 @given(num_layers=st.integers(1, 40), num_tokens=st.integers(1, 2000), ratio=st.floats(0, 1), first=st.floats(0, 1))
@@ -259,8 +245,8 @@ class Context:
     chunk_starts: tuple[int, ...]
     kv: np.ndarray  # [L, 2, CAPACITY, K, H]; NaN where there is none
 
-    def fused(self, plan: Plan, config=CONFIG, size: int = CAPACITY) -> np.ndarray:
-        return fused(self.tokens, plan, self.kv, config, size)
+    def fused(self, plan: Plan, config=CONFIG) -> np.ndarray:
+        return fused(self.tokens, plan, self.kv, config)
 
     def plan(self, ratio: float, start: int = 0, **values) -> Plan:
         return plan_blend(
@@ -291,10 +277,9 @@ def context_of(*pieces: tuple[TokenKind, np.ndarray], config=CONFIG) -> Context:
 
 def answered(kv: np.ndarray, num_tokens: int, question: np.ndarray, config=CONFIG) -> np.ndarray:
     """Logits `[V]` of the last token of a question that is prefilled over KV, as an engine does it."""
-    x, length = embedded(question, len(question)), jnp.int32(num_tokens)
-    for i, layer in enumerate(layers()):
-        window = config.window_of(i)
-        x, _ = steps.prefill_layer(config, layer, x, jnp.asarray(kv[i]), length, table(), window=window)
+    x = by_layer(config).embedded(question, len(question))
+    for i in range(NUM_LAYERS):
+        x, *_ = by_layer(config).layer(i, x, as_pages(jnp.asarray(kv[i])), num_tokens, len(question))
     return np.asarray(steps.all_logits(config, MODEL.params, x))[0, len(question) - 1]
 
 
@@ -382,24 +367,16 @@ def test_spread_tokens_are_computed_and_say_how_the_others_of_chunks_move(name, 
         np.testing.assert_allclose(found[layer][:, others], moved[:, others], atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize(("start", "size"), [(0, 200), (30, 256), (64, 200)])
-def test_where_the_description_begins_changes_nothing(start, size):
+@pytest.mark.parametrize("start", [0, 30, 64])
+def test_where_the_description_begins_changes_nothing(start):
     context = context_of((EXACT, C), (NEW, ONE), (STORED, A), (NEW, tokens_of(3, 9)), (STORED, B))
     for ratio in (0.0, 0.3, 1.0):
-        assert_close(
-            context.fused(context.plan(ratio, start), size=size),
-            context.fused(context.plan(ratio)),
-        )
+        assert_close(context.fused(context.plan(ratio, start)), context.fused(context.plan(ratio)))
 
 
-def test_without_any_token_to_compute_it_is_full_reuse_in_buffers_of_its_own():
+def test_without_any_token_to_compute_it_is_full_reuse():
     context = context_of(*CONTEXTS["three chunks"])
-    recomputer = Recomputer(CONFIG, layers(), table(), context.plan(0.0), embedded(context.tokens))
-    for i, kv in enumerate(context.kv):
-        given_kv = jnp.asarray(kv)
-        found = recomputer.layer(i, given_kv)
-        np.testing.assert_array_equal(found, kv)
-        assert found.unsafe_buffer_pointer() != given_kv.unsafe_buffer_pointer()
+    np.testing.assert_array_equal(context.fused(context.plan(0.0)), context.kv)
 
 
 @pytest.mark.parametrize("what", ["blend", "two check layers", "repair", "repair with first ones"])
@@ -416,11 +393,10 @@ def test_the_tokens_that_deviate_most_are_computed_over_what_stands(what):
         tokens, kv, chosen = context.tokens, np.nan_to_num(context.kv, nan=5.0), np.flatnonzero(context.kinds != EXACT)
         plan, always = context.plan(0.7, check_layers=1 + ("two" in what)), context.kinds == NEW
         assert len(set(plan.counts)) > 2
-    found, x = fused(tokens, plan, kv), np.asarray(embedded(tokens, len(tokens)))
-    for i, layer in enumerate(layers()):
+    found, x = fused(tokens, plan, kv), np.asarray(by_layer().embedded(tokens, len(tokens)))
+    for i in range(NUM_LAYERS):
         if plan.counts[i] < len(chosen):
-            deviation = kv_deviation(CONFIG, layer, jnp.asarray(x), jnp.asarray(chosen), jnp.asarray(kv[i]))
-            deviation = np.where(always[chosen], np.inf, np.asarray(deviation))
+            deviation = np.where(always[chosen], np.inf, deviation_of(i, x, chosen, kv[i]))
             kept = np.sort(np.argsort(-deviation, kind="stable")[: plan.counts[i]])
             x, chosen = x[:, kept], chosen[kept]
         x, expected = blend_layer(i, x, chosen, kv[i])
@@ -507,18 +483,18 @@ def test_a_plan_out_of_range_is_refused(values, message):
         plan_blend(**{"num_layers": 2, "start": 4, "kinds": [0] * 10, "chunk_starts": (4,), "ratio": 0.5, **values})
 
 
-def test_fewer_embeddings_than_tokens_are_refused():
+def test_fewer_tokens_than_a_plan_describes_are_refused():
     context = context_of((STORED, A))
-    with pytest.raises(ValueError, match="there must be embeddings of 50 tokens, got 49"):
-        Recomputer(CONFIG, layers(), table(), context.plan(0.5), embedded(context.tokens[:49], 49))
+    with pytest.raises(ValueError, match="there must be ids of 50 tokens, got 49"):
+        fused(context.tokens[:49], context.plan(0.5), context.kv)
 
 
-def test_half_precision_stays_half():
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_half_precision_stays_half(selection):
     context = context_of(*CONTEXTS["three chunks"])
-    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), layers())
-    x = embedded(context.tokens).astype(jnp.bfloat16)
-    recomputer = Recomputer(CONFIG, half, table(), context.plan(0.3, selection="first"), x)
-    for i, kv in enumerate(context.kv):
-        found = recomputer.layer(i, jnp.asarray(kv, jnp.bfloat16))
+    half = dataclasses.replace(MODEL, params=jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), MODEL.params))
+    pages = [as_pages(jnp.asarray(kv, jnp.bfloat16)) for kv in context.kv]
+    plan = context.plan(0.3, selection=selection)
+    for found in LayerByLayer(half, CAPACITY, CAPACITY).recomputed(plan, context.tokens.tolist(), pages):
         assert found.dtype == jnp.bfloat16
-        assert np.isfinite(np.asarray(found[:, : len(context.tokens)], np.float32)).all()
+        assert np.isfinite(np.asarray(from_pages(found)[:, : len(context.tokens)], np.float32)).all()

@@ -354,9 +354,9 @@ def test_pages_that_are_lost_to_a_cut_end_all_that_run():
             kit.check_turn(each, kit.prompt(10))
 
 
-def test_addends_that_are_lost_end_all_that_are_in_a_slot(monkeypatch):
-    def lose(addends: jax.Array, *_: object) -> None:
-        addends.delete()
+def test_marks_that_are_lost_end_all_that_are_in_a_slot(monkeypatch):
+    def lose(marks: jax.Array, *_: object) -> None:
+        marks.delete()
         raise OSError("the device is on fire")
 
     params = SamplingParams(max_tokens=10, frequency_penalty=1.0, ignore_eos=True)

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ca_jax.device import steps
 from ca_jax.device.pages import PoolSize
 from ca_jax.device.passes import PassPart, Prefill
 from ca_jax.device.runner import Runner, RunnerSizes
 from ca_jax.device.sampler import Draw, Sampler
+from ca_jax.evaluation.by_layer import LayerByLayer
 from ca_jax.session import Job
 from ca_jax.turns.requests import SamplingParams
 from ca_jax.turns.text import TextOutput
@@ -139,20 +139,19 @@ class Row:
         if self.runner.with_attention:
             for each in self.prefill.received:
                 each.add_to(self.received)
-            expected = received_of_all(self.job.token_ids[:-1], self.runner)
-            expected -= received_of_all(self.job.token_ids[: self.prefill.history_length], self.runner)
+            expected = received_of_all(self.job.token_ids[:-1])
+            expected -= received_of_all(self.job.token_ids[: self.prefill.history_length])
             np.testing.assert_allclose(self.received, expected, atol=ATOL, rtol=0)
 
 
-def received_of_all(token_ids: list[int], runner: Runner) -> np.ndarray:
+def received_of_all(token_ids: list[int]) -> np.ndarray:
     """The attention that places receive where all of these tokens are new."""
-    padded = np.zeros((1, kit.WINDOW), np.int32)
-    padded[0, : len(token_ids)] = token_ids
-    x, total = runner.embed(padded), np.zeros(kit.WINDOW)
-    for layer in runner.layers:
-        given = runner.config, layer, x, None, jnp.int32(0), runner.table
-        x, _, received = steps.prefill_layer(*given, num_new=jnp.int32(len(token_ids)))
-        total += np.asarray(received)
+    by_layer, total = LayerByLayer(kit.tiny_model(), kit.WINDOW, kit.WINDOW), np.zeros(kit.WINDOW)
+    x = by_layer.embedded(token_ids, kit.WINDOW)
+    for layer in range(kit.NUM_LAYERS):
+        empty = by_layer.empty(kit.WINDOW)
+        x, _, _, received = by_layer.layer(layer, x, empty, 0, len(token_ids), with_attention=True)
+        total += np.asarray(received)[0]
     return total
 
 

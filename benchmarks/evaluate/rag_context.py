@@ -19,13 +19,15 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from benchmarks.evaluate.items import RagPrompt
 from benchmarks.evaluate.statistics import log_softmax
 from ca_jax.config import EngineConfig
 from ca_jax.device import steps
-from ca_jax.device.steps import Params, apply, slice_rotation
+from ca_jax.device.steps import Params, apply
 from ca_jax.device.transfer import to_device, to_host
+from ca_jax.evaluation.by_layer import LayerByLayer, as_pages, from_pages
 from ca_jax.models import rope
 from ca_jax.models.attention import MASKED, dot, seen_keys
 from ca_jax.models.config import ModelConfig
@@ -34,7 +36,6 @@ from ca_jax.models.paged_attention import Rows
 from ca_jax.models.transformer import Layer
 from ca_jax.pretrained import LoadedModel
 from ca_jax.recompute.plan import Plan, TokenKind, plan_blend
-from ca_jax.recompute.recomputer import Recomputer
 
 _CAPACITY_STEP = 256  # Contexts have a multiple of so many places.
 _CHUNK_STEP = 64  # Chunks are padded to a multiple of it,
@@ -71,16 +72,11 @@ class ContextModel:
         """S, of every context."""
         self.question_capacity = _padded(max(len(prompt.question_ids) for prompt in prompts), _QUESTION_STEP)
         """Most T."""
-        params = model.params["params"]
-        self.layers = [params[f"layer_{i}"] for i in range(model.config.num_layers)]
-        """Parameters of each layer."""
-        self.outer = {"params": {name: part for name, part in params.items() if not name.startswith("layer_")}}
-        """The other parameters."""
         num_positions = self.capacity + self.question_capacity + _padded(num_more, _QUESTION_STEP)
         self.window = min(num_positions, model.config.max_positions)
         """How long a text may become, tokens; `dynamic` rope asks for it."""
-        self.table = steps.rotation_table(model.config, num_positions, self.window)
-        """Rotations of all positions."""
+        self.by_layer = LayerByLayer(model, num_positions, self.window)
+        """What computes."""
 
     def prefill(self, token_ids: Sequence[int], padded: int | None = None) -> list[jax.Array]:
         """KV of tokens with nothing before them, computed at once.
@@ -90,14 +86,13 @@ class ContextModel:
           padded: how many places; None: S.
 
         Returns:
-          Unrotated `[2, padded, K, H]` for each layer; what is behind the tokens is of padding.
+          Unrotated `[2, padded, K, H]` for each layer; zeros behind the tokens.
         """
-        x, found = self._embed(token_ids, padded or self.capacity), []
-        zero = to_device(0, np.int32)
-        for i, params in enumerate(self.layers):
-            window = self.config.window_of(i)
-            x, kv = steps.prefill_layer(self.config, params, x, None, zero, self.table, window)
-            found.append(kv)
+        by_layer, found = self.by_layer, []
+        x = by_layer.embedded(token_ids, padded or self.capacity)
+        for i in range(self.config.num_layers):
+            x, _, pages = by_layer.layer(i, x, by_layer.empty(x.shape[1]), 0, len(token_ids))
+            found.append(from_pages(pages))
         return found
 
     def alone(self, chunk: Sequence[int]) -> np.ndarray:
@@ -131,9 +126,7 @@ class ContextModel:
         """
         if not plan.num_tokens:
             return list(kv)
-        x = self._embed(token_ids[plan.start :], self.capacity)
-        recomputer = Recomputer(self.config, self.layers, self.table, plan, x)
-        return [recomputer.layer(i, layer) for i, layer in enumerate(kv)]
+        return list(map(from_pages, self.by_layer.recomputed(plan, token_ids, list(map(as_pages, kv)))))
 
     def ask(self, kv: Sequence[jax.Array], num_tokens: int, question: Sequence[int], positions: int) -> Asked:
         """Puts a question behind a context.
@@ -144,23 +137,19 @@ class ContextModel:
           question: token ids, at least one.
           positions: last tokens of it whose next tokens are told; all of them where it has fewer.
         """
-        x = self._embed(question, _padded(len(question), _QUESTION_STEP))
+        by_layer, (new, attention) = self.by_layer, ([], [])
+        x = by_layer.embedded(question, _padded(len(question), _QUESTION_STEP))
         length, count = to_device(num_tokens, np.int32), to_device(len(question), np.int32)
-        new, attention = [], []
-        for i, (params, history) in enumerate(zip(self.layers, kv, strict=True)):
+        for i, (params, history) in enumerate(zip(by_layer.layers, kv, strict=True)):
             window = self.config.window_of(i)
             attention.append(
-                forward_attention(self.config, params, x, history, length, count, self.table, window=window)
+                forward_attention(self.config, params, x, history, length, count, by_layer.table, window=window)
             )
-            x, own = steps.prefill_layer(self.config, params, x, history, length, self.table, window)
+            room = as_pages(jnp.pad(history, ((0, 0), (0, x.shape[1]), (0, 0), (0, 0))))
+            x, own, *_ = by_layer.layer(i, x, room, num_tokens, len(question))
             new.append(own)
         last = x[:, max(0, len(question) - positions) : len(question)]
-        return Asked(log_softmax(to_host(steps.all_logits(self.config, self.outer, last))[0]), new, attention)
-
-    def _embed(self, token_ids: Sequence[int], padded: int) -> jax.Array:
-        row = np.zeros((1, padded), np.int32)
-        row[0, : len(token_ids)] = token_ids
-        return steps.embed(self.config, self.outer, to_device(row))
+        return Asked(log_softmax(to_host(steps.all_logits(self.config, by_layer.outer, last))[0]), new, attention)
 
 
 def plan_of(
@@ -223,8 +212,8 @@ def forward_attention(
     num_places, num_tokens = history.shape[1], x.shape[1]
 
     def attend_fn(q: jax.Array, new: LayerKV) -> tuple[jax.Array, jax.Array]:
-        rotation = rope.Rotation(*(part[None] for part in slice_rotation(table, history_length, num_tokens)))
-        old = rope.rotate(history[0], slice_rotation(table, 0, num_places))
+        rotation = rope.Rotation(*(lax.dynamic_slice_in_dim(part, history_length, num_tokens)[None] for part in table))
+        old = rope.rotate(history[0], rope.Rotation(*(part[:num_places] for part in table)))
         keys = jnp.concatenate([old, rope.rotate(new.k, rotation)[0]]).transpose(1, 0, 2)  # [K, S + T, H]
         scaled = rope.rotate(q, rotation)[0].astype(jnp.float32) / math.sqrt(config.head_dim)
         rows = scaled.astype(q.dtype).reshape(num_tokens, config.num_kv_heads, -1, config.head_dim)

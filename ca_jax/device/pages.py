@@ -209,23 +209,40 @@ class PagePool:
 
     # On the device.
 
-    def rows(self, spans: list[tuple[int, int, int] | None]) -> Rows:
+    def rows(self, spans: list[tuple[int, int, int] | None], num_tokens: int) -> Rows:
         """What a step computes.
 
         Args:
           spans: for each of the step's rows, those of a part one behind the other, whose pages it has, the place of its
             first token and how many it has; None: it has none.
+          num_tokens: places for tokens of each part.
         """
         num_parts = self.size.num_parts
         table = np.zeros((len(spans), self.size.most_pages), np.int32)
-        firsts, counts = np.zeros((2, len(spans)), np.int32)
-        for index, span in enumerate(spans):
-            if span is not None:
-                row, firsts[index], counts[index] = span
-                table[index, : len(self._rows[row].pages)] = self._rows[row].pages
+        places = np.zeros((num_parts, num_tokens), np.int32)
         starts = np.zeros((num_parts, len(spans) // num_parts + 1), np.int32)
-        starts[:, 1:] = counts.reshape(num_parts, -1).cumsum(1)
-        return Rows(self._to_device(table), self._to_device(starts.ravel()), self._to_device(firsts))
+        for index, span in enumerate(spans):
+            part, row = divmod(index, len(spans) // num_parts)
+            start, count = starts[part, row], 0
+            if span is not None:
+                slot, first, count = span
+                table[index] = self._numbers(slot)
+                places[part, start : start + count] = np.arange(first, first + count)
+            starts[part, row + 1] = start + count
+        return Rows(*map(self._to_device, (table, starts.ravel(), places.ravel())))
+
+    def place(self, row: int) -> tuple[int, np.ndarray]:
+        """Which part a row is in, and a table of one row a part, i32 `[D, M]`, its pages in that."""
+        part = self.size.part_of(row)
+        table = np.zeros((self.size.num_parts, self.size.most_pages), np.int32)
+        table[part] = self._numbers(row)
+        return part, table
+
+    def read(self, row: int, layer: int, start: int, num_tokens: int, *, packs: bool) -> jax.Array:
+        """A layer's KV of places of a row; see `steps.read_pages`."""
+        number = self._to_device(start, np.int32)
+        table = self._to_device(self._numbers(row))
+        return steps.read_pages(self.buffers[layer], table, number, num_tokens, packs, self._sharding)
 
     def fill(self, row: int, layer: int, kv: jax.Array, start: int, count: int) -> jax.Array:
         """Puts a layer's unrotated KV `[2, S, K, H]`, or int8, into a row's pages; see `steps.fill_pages`.

@@ -15,15 +15,6 @@ import numpy as np
 from ca_jax.device.sampler import Draw
 from ca_jax.device.transfer import to_host
 
-JOINED_TOKENS = 64
-"""New tokens, at most, that are computed together with the repair of their history, and what they are padded to: more
-take long enough by themselves, and each length is compiled for."""
-
-
-Join = Callable[[int, jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
-"""Repairs a layer of a history in the pass that reads it, given what goes into it of new tokens, and the history's
-length. Returns the history `[2, S, K, H]`, and of the new tokens what goes into the next layer and their KV."""
-
 
 class LayerSource(Protocol):
     """Where a prefill takes its history from, layer by layer."""
@@ -102,8 +93,8 @@ class PassPart:
     first token of this one."""
     draws_behind: int | None = None
     """Tokens before the one that is drawn behind this part, those that have left included; None: none is drawn."""
-    join: Join | None = None
-    """Repairs the history in this pass: the only one, of at most `JOINED_TOKENS`; in place of `history.layer`."""
+    mend: Callable[[int], None] = lambda layer: None
+    """Called with each layer whose history was put into its pages, before it is read."""
     error: Exception | None = None
     """What broke of its history, or of taking its KV: nothing that was computed of it is sound."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import jax
@@ -22,7 +22,7 @@ import numpy.typing as npt
 from ca_jax.device import steps
 from ca_jax.device.buckets import batch_buckets, history_buckets, pad_to, token_buckets
 from ca_jax.device.pages import PagePool, PoolSize
-from ca_jax.device.passes import JOINED_TOKENS, Decoded, Join, Passed, PassPart, Prefill, Received
+from ca_jax.device.passes import Decoded, Passed, PassPart, Prefill, Received
 from ca_jax.device.sampler import Draw, Sampler
 from ca_jax.device.transfer import params_to_device, to_device, to_host
 from ca_jax.models.config import ModelConfig
@@ -33,6 +33,8 @@ from ca_jax.session import Job
 from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
 
 _TIMED_RUNS = 3
+_READ_TOKENS = 512  # Of pages, at a time.
+_FINE_WINDOW = 32_768  # Beyond it there are so many padded histories that other functions must be fewer.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,8 +117,11 @@ class Runner:
         }
         self.chunk_tokens = sizes.chunk_tokens
         self._num_slots = sizes.pool.num_rows
+        self.step_tokens = sizes.chunk_tokens + self._num_slots
+        """Places for tokens of each part of a step."""
         self._num_parts = sizes.pool.num_parts
-        self.token_buckets = token_buckets(sizes.chunk_tokens, coarse=jax.default_backend() != "cpu")
+        is_coarse = jax.default_backend() != "cpu" or self.window > _FINE_WINDOW
+        self.token_buckets = token_buckets(sizes.chunk_tokens, coarse=is_coarse)
         self.history_buckets = history_buckets(self.window)
         self.batch_buckets = batch_buckets(self._num_slots // self._num_parts)
         """Rows of each part that decode."""
@@ -127,7 +132,7 @@ class Runner:
         self._dtype = str(params["params"]["embed"]["embedding"].dtype)
         self.pool = PagePool(config, self._dtype, sizes.pool, sharding)
         """The pages of all contexts."""
-        num_places = max(self.history_buckets[-1], sizes.pool.most_pages * sizes.pool.page_tokens) + JOINED_TOKENS
+        num_places = max(self.history_buckets[-1], sizes.pool.most_pages * sizes.pool.page_tokens)
         self.table = steps.rotation_table(config, num_places, self.window, sharding)
         self.sampler = Sampler(self._num_slots, config.vocab_size, sharding)
         self._ahead: _Flight | None = None  # A step that was dispatched before it was asked for.
@@ -161,7 +166,7 @@ class Runner:
         What breaks of a part alone is kept in it, and the others go on.
 
         Args:
-          parts: what of which prompts; their prefills are changed. One that is joined is alone.
+          parts: what of which prompts; their prefills are changed.
           jobs: that decode a token each in the same pass; the KV of their last token is not computed yet.
 
         Returns:
@@ -177,40 +182,33 @@ class Runner:
         for slot, (start, new) in spans.items():
             self.pool.make_room(slot, start + len(new), start)
         step = self._laid_out(spans)
-        self._ahead, joined = None, parts[0].join
-        if joined is None:
-            x = self.embed(step.tokens)
-        else:  # It is alone, and on all devices.
-            own = step.part[parts[0].prefill.slot]
-            x = self.embed(step.tokens[own : own + 1, :JOINED_TOKENS])
+        self._ahead, x = None, self.embed(step.tokens)
         decoded: list[jax.Array] = []
         received: list[jax.Array] = []
         for i in range(self.config.num_layers):
             with self._timeline.annotate("engine", f"dispatch {i}", layer=i):
-                if joined is not None:
-                    x, kv = self._join(parts[0], joined, i, x)
-                else:
-                    for part in parts:
-                        self._bring(part, i)
-                    if not jobs and all(part.error is not None for part in parts):
-                        break
-                    x, kv, first, *seen = self._layer(i, x, step)
-                    decoded.append(first)
-                    received += seen
                 for part in parts:
-                    part.take(i, kv, step.kv_row(part.prefill.slot) if joined is None else 0)
+                    self._bring(part, i)
+                if not jobs and all(part.error is not None for part in parts):
+                    break
+                x, kv, first, *seen = self._layer(i, x, step)
+                decoded.append(first)
+                received += seen
+                for part in parts:
+                    part.take(i, kv, step.kv_row(part.prefill.slot))
         return self._passed(parts, jobs, step, x, decoded, received)
 
     def _laid_out(self, spans: Mapping[int, tuple[int, Sequence[int]]]) -> _Step:
         """How a step lies: by slot the place of the first token, and the tokens."""
         slots = self._placed(spans, self._num_slots // self._num_parts)
-        tokens = np.zeros((self._num_parts, self.chunk_tokens + self._num_slots), np.int32)
+        tokens = np.zeros((self._num_parts, self.step_tokens), np.int32)
         ends, first = [0] * self._num_parts, {}
         for slot, (_, new) in spans.items():
             part = self.pool.size.part_of(slot)
             first[slot], ends[part] = ends[part], ends[part] + len(new)
             tokens[part, first[slot] : ends[part]] = new
-        rows = self.pool.rows([None if slot is None else (slot, spans[slot][0], len(spans[slot][1])) for slot in slots])
+        of_rows = [None if slot is None else (slot, spans[slot][0], len(spans[slot][1])) for slot in slots]
+        rows = self.pool.rows(of_rows, self.step_tokens)
         num_tokens = pad_to(self.token_buckets, max(ends))
         last = {slot: first[slot] + len(new) - 1 for slot, (_, new) in spans.items()}
         of_part = {slot: self.pool.size.part_of(slot) for slot in spans}
@@ -224,16 +222,9 @@ class Runner:
             with self._timeline.annotate("engine", f"await {layer}", layer=layer):
                 kv = part.history.layer(layer)
             part.history.computed(layer, self.pool.fill(part.prefill.slot, layer, kv, 0, part.prefill.history_length))
+            part.mend(layer)
         except Exception as error:
             part.error = error
-
-    def _join(self, part: PassPart, join: Join, layer: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """A layer of a history that is repaired, and of the new tokens, in one."""
-        prefill = part.prefill
-        past, x, kv = join(layer, x, self.to_device(prefill.start, np.int32))
-        self.pool.fill(prefill.slot, layer, past, 0, prefill.history_length)
-        self.pool.fill(prefill.slot, layer, kv, prefill.start, part.num_tokens)
-        return x, kv
 
     def _layer(self, layer: int, x: jax.Array, step: _Step) -> list[jax.Array]:
         """Dispatches a layer of a pass: `x`, new KV, that of first tokens and, if it is measured, what was received."""
@@ -354,7 +345,7 @@ class Runner:
             self._params,
             self.pool.buffers,
             tokens,
-            self.pool.rows(spans),
+            self.pool.rows(spans, len(spans) // self._num_parts),
             self.table,
             with_attention=self.with_attention,
             packs=self._packs_kv,
@@ -433,14 +424,11 @@ class Runner:
             self._dispatch((), nobody, nowhere, zeros, zeros)
             say()
         self.pool.begin(0, 1)
-        joined = self.embed(np.zeros((1, JOINED_TOKENS), np.int32))
-        nowhere = self.to_device(np.zeros(self._num_parts, np.int32))
-        steps.row_logits(self.config, self._outer, joined, nowhere, self.sharding)
-        self.pool.fill(0, 0, self.empty_kv(JOINED_TOKENS), 0, 0)
         for size in self.history_buckets[1:]:
             for packed in kinds:
                 self.pool.fill(0, 0, packed(self.empty_kv(size)), 0, 0)
             say()
+        next(self.read(0, 1))
         self.pool.end(0)
         self.pool.warmup()
         jax.block_until_ready(self.pool.buffers)
@@ -483,9 +471,23 @@ class Runner:
         """Embeddings `[D, T, F]` of tokens, i32 `[D, T]`."""
         return steps.embed(self.config, self._outer, self.to_device(tokens), self.sharding)
 
+    def read(self, slot: int, num_tokens: int) -> Iterator[tuple[slice, int, list[jax.Array]]]:
+        """The KV of a slot's first tokens as it is kept, some at a time.
+
+        Yields:
+          Their places, which row of the arrays is the first's, and an array `[2, T, K, H]` for each layer.
+        """
+        size = min(_READ_TOKENS, self.pool.size.most_pages * self.pool.size.page_tokens)
+        row = self.pool.size.part_of(slot) * size
+        for start in range(0, num_tokens, size):
+            layers = [self.pool.read(slot, i, start, size, packs=self._packs_kv) for i in range(self.config.num_layers)]
+            yield slice(start, min(start + size, num_tokens)), row, layers
+
     def empty_kv(self, num_tokens: int) -> jax.Array:
         """One layer's KV `[2, T, K, H]`, all zeros."""
-        return steps.empty_kv(self.config, num_tokens, self._dtype, self.sharding)
+        shape = (2, num_tokens, self.config.num_kv_heads, self.config.head_dim)
+        sharding = None if self.sharding is None else self.sharding.kv
+        return to_device(np.zeros(shape, self._dtype), sharding=sharding)
 
     def at_rest(self, kv: jax.Array) -> jax.Array:
         """One layer's KV `[2, T, K, H]` as it is kept: in int8 `[2, T, K, H + 2]`, or as it is. Does not wait."""

@@ -92,38 +92,33 @@ def greedy(logits: jax.Array) -> jax.Array:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
-@jax.jit
+@partial(jax.jit, static_argnames=("filters",))
 def sample(
-    logits: jax.Array,
-    rows: SamplerRows,
-    seen: jax.Array,
-    slots: jax.Array,
-    positions: jax.Array,
-    addends: jax.Array | None = None,
+    logits: jax.Array, rows: SamplerRows, marks: jax.Array, slots: jax.Array, positions: jax.Array, filters: bool
 ) -> jax.Array:
     """Draws a token per row, in the order of Hugging Face's processors: penalty, temperature, top-k, top-p, min-p.
 
     What is added to logits comes right behind the repetition penalty.
 
     Args:
-      seen: bool `[slots, V]`, tokens the repetition penalty applies to.
+      marks: f32 `[slots, 2, V]`: 1 for tokens that the repetition penalty applies to; then what is added, biases less
+        presence and frequency penalties.
       slots: i32 `[B]`, the slot of each row.
       positions: i32 `[B]`, position of the token being drawn; with the seed it fixes the draw.
-      addends: f32 `[slots, V]`, biases less presence and frequency penalties; None where all are 0.
+      filters: whether any row has a top-k or a top-p, static.
 
     Returns:
       i32 `[B]`.
     """
-    seen = seen[slots]
+    marked = marks[slots]
     penalty = rows.repetition_penalty[:, None]
-    logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
-    if addends is not None:
-        logits = logits + addends[slots]
+    logits = jnp.where(marked[:, 0] > 0, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+    logits = logits + marked[:, 1]
     best = jnp.argmax(logits, axis=-1)
 
     scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
-    filtered = jnp.any((rows.temperature > 0) & ((rows.top_k > 0) | (rows.top_p < 1)))
-    scaled = jax.lax.cond(filtered, _likeliest, lambda scaled, rows: scaled, scaled, rows)
+    if filters:
+        scaled = _likeliest(scaled, rows)
     floor = jnp.max(scaled, axis=-1) + jnp.log(rows.min_p)  # Minus infinity where there is none.
     scaled = jnp.where(scaled >= floor[:, None], scaled, FILTERED)
 
@@ -176,16 +171,16 @@ def log_probabilities(logits: jax.Array, tokens: jax.Array, num_top: int) -> Dra
     return Draw(tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0], top_ids, top)
 
 
-@partial(jax.jit, donate_argnames=("values",))
-def set_entry(values: jax.Array, row: jax.Array, token: jax.Array, value: jax.Array) -> jax.Array:
-    """Replaces one entry: `[slots, V]`, which is donated, i32 scalars, a scalar of the same dtype."""
-    return values.at[row, token].set(value)
+@partial(jax.jit, donate_argnames=("marks",))
+def set_entry(marks: jax.Array, slot: jax.Array, kind: jax.Array, token: jax.Array, value: jax.Array) -> jax.Array:
+    """Replaces one number of `marks [slots, 2, V]`, which is donated; i32 scalars and a f32 one."""
+    return marks.at[slot, kind, token].set(value)
 
 
 @jax.jit
-def set_row(values: jax.Array, row: jax.Array, new: jax.Array) -> jax.Array:
-    """Replaces one row: `[slots, V]`, i32 scalar, `[V]` of the same dtype."""
-    return values.at[row].set(new)
+def set_row(marks: jax.Array, slot: jax.Array, new: jax.Array) -> jax.Array:
+    """Replaces a slot's `[2, V]` of `marks [slots, 2, V]`; i32 scalar."""
+    return marks.at[slot].set(new)
 
 
 _NEVER = -1e9  # Added to a logit.
@@ -203,9 +198,8 @@ class Sampler:
         self._params: list[SamplingParams | None] = [None] * num_slots
         self._vocab_size = vocab_size
         self._num_top = min(MAX_LOGPROBS, vocab_size)
-        self._seen: jax.Array | None = None  # bool [slots, V], made when first needed
-        self._addends: jax.Array | None = None  # f32 [slots, V], made when first needed
-        self._added: set[int] = set()  # slots whose addends are not all 0
+        self._marks: jax.Array | None = None  # f32 [slots, 2, V], see `sample`; made when first needed
+        self._marked: set[int] = set()  # slots whose marks may be other than 0
         self._counts: list[collections.Counter[int]] = [collections.Counter() for _ in range(num_slots)]
         self._barred: list[tuple[int, ...]] = [()] * num_slots  # stop tokens that are not to be drawn yet
         self._rows: dict[tuple[int | None, ...], tuple[SamplerRows, jax.Array]] = {}
@@ -217,15 +211,20 @@ class Sampler:
             params = dataclasses.replace(params, min_tokens=0)  # There is nothing to bar.
         self._params[slot] = params
         self._rows.clear()
-        self._set_addends(slot, params)
-        if _is_greedy(params):
+        self._counts[slot].clear()
+        is_greedy = _is_greedy(params)
+        if is_greedy and slot not in self._marked:
             return
-        if self._seen is None:
-            self._seen = self._to_device(np.zeros((len(self._params), self._vocab_size), bool))
-        present = np.zeros(self._vocab_size, bool)
+        if self._marks is None:
+            self._marks = self._to_device(np.zeros((len(self._params), 2, self._vocab_size), np.float32))
+        row = np.zeros((2, self._vocab_size), np.float32)
         if params.repetition_penalty != 1.0:
-            present[token_ids] = True
-        self._seen = set_row(self._seen, self._to_device(slot, np.int32), self._to_device(present))
+            row[0, token_ids] = 1
+        for token, bias in params.logit_bias:
+            row[1, token] = bias
+        row[1, list(self._barred[slot])] = _NEVER
+        self._marks = set_row(self._marks, self._to_device(slot, np.int32), self._to_device(row))
+        (self._marked.discard if is_greedy else self._marked.add)(slot)
 
     def free_slot(self, slot: int) -> None:
         """Forgets a slot's parameters."""
@@ -235,10 +234,10 @@ class Sampler:
     def forget_if_broken(self) -> bool:
         """Lets go of what a call that broke has left of its arrays; whether one had. All slots are to be freed then."""
         try:
-            jax.block_until_ready((self._seen, self._addends))
+            jax.block_until_ready(self._marks)
         except RuntimeError:
-            self._seen = self._addends = None
-            self._added.clear()
+            self._marks = None
+            self._marked.clear()
             return True
         return False
 
@@ -265,7 +264,7 @@ class Sampler:
           Of n rows; with log-probabilities where a slot's answer is to have them.
         """
         used = [params for slot in slots if slot is not None and (params := self._params[slot]) is not None]
-        if self._seen is None or all(_is_greedy(params) for params in used):
+        if self._marks is None or all(_is_greedy(params) for params in used):
             tokens = greedy(logits) if likeliest is None else likeliest
         else:
             key = tuple(slots)
@@ -274,9 +273,8 @@ class Sampler:
                 rows = SamplerRows.of((params or SamplingParams() for params in found), self._to_device)
                 self._rows[key] = rows, self._to_device([slot or 0 for slot in slots], np.int32)
             rows, numbers = self._rows[key]
-            addends = self._addends if any(_adds(params) for params in used) else None
-            places = self._to_device(positions, np.int32)
-            tokens = sample(logits, rows, self._seen, numbers, places, addends)
+            filters = any(params.top_k > 0 or params.top_p < 1 for params in used)
+            tokens = sample(logits, rows, self._marks, numbers, self._to_device(positions, np.int32), filters)
         if all(params.logprobs is None for params in used):
             return Draw(tokens)
         return log_probabilities(logits, tokens, self._num_top)
@@ -284,7 +282,7 @@ class Sampler:
     def warmup(self, batch_sizes: tuple[int, ...]) -> None:
         """Compiles all ways of drawing for these numbers of rows. All slots must be free, and are as before then."""
         sampled = SamplingParams(temperature=1.0, repetition_penalty=1.1, logprobs=0)
-        for params in (SamplingParams(logprobs=0), sampled, dataclasses.replace(sampled, presence_penalty=1.0)):
+        for params in (SamplingParams(logprobs=0), sampled, dataclasses.replace(sampled, top_k=1)):
             self.set_slot(0, params, [])
             for size in batch_sizes:
                 logits = self._to_device(np.zeros((size, self._vocab_size), np.float32))
@@ -292,16 +290,14 @@ class Sampler:
                 self.start(logits, np.zeros(size, np.int32), (0, *[None] * (size - 1)), likeliest)
             self.mark(0, 0)
         self.free_slot(0)
-        self._addends = None
-        self._added.clear()
 
     def mark(self, slot: int, token: int) -> None:
         """Notes a drawn token for the slot's penalties."""
         params = self._params[slot]
         if params is None or not _penalises(params):
             return
-        if params.repetition_penalty != 1.0 and self._seen is not None:
-            self._seen = self._with_entry(self._seen, slot, token, True)
+        if params.repetition_penalty != 1.0:
+            self._set_mark(slot, 0, token, 1)
         self._counts[slot][token] += 1
         if _penalises_answer(params):
             self._set_addend(slot, params, token)
@@ -314,28 +310,14 @@ class Sampler:
 
     def _set_addend(self, slot: int, params: SamplingParams, token: int) -> None:
         """Says what is added to a token that may be drawn: its bias, less penalties for how often it was."""
-        if self._addends is not None:
-            count, bias = self._counts[slot][token], dict(params.logit_bias).get(token, 0.0)
-            penalty = params.presence_penalty * (count > 0) + params.frequency_penalty * count
-            self._addends = self._with_entry(self._addends, slot, token, bias - penalty)
+        count, bias = self._counts[slot][token], dict(params.logit_bias).get(token, 0.0)
+        penalty = params.presence_penalty * (count > 0) + params.frequency_penalty * count
+        self._set_mark(slot, 1, token, bias - penalty)
 
-    def _with_entry(self, values: jax.Array, slot: int, token: int, value: float) -> jax.Array:
-        at, drawn = self._to_device(slot, np.int32), self._to_device(token, np.int32)
-        return set_entry(values, at, drawn, self._to_device(value, values.dtype))
-
-    def _set_addends(self, slot: int, params: SamplingParams) -> None:
-        """Begins what is added to a slot's logits: its biases, what bars stop tokens, and no penalties so far."""
-        self._counts[slot].clear()
-        if not _adds(params) and slot not in self._added:
-            return
-        if self._addends is None:
-            self._addends = self._to_device(np.zeros((len(self._params), self._vocab_size), np.float32))
-        row = np.zeros(self._vocab_size, np.float32)
-        for token, bias in params.logit_bias:
-            row[token] = bias
-        row[list(self._barred[slot])] = _NEVER
-        self._addends = set_row(self._addends, self._to_device(slot, np.int32), self._to_device(row))
-        (self._added.add if _adds(params) else self._added.discard)(slot)
+    def _set_mark(self, slot: int, kind: int, token: int, value: float) -> None:
+        if self._marks is not None:
+            at = (self._to_device(number, np.int32) for number in (slot, kind, token))
+            self._marks = set_entry(self._marks, *at, self._to_device(value, np.float32))
 
 
 def _penalises(params: SamplingParams) -> bool:

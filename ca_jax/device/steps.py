@@ -16,7 +16,7 @@ Not here: buffers, their owners, which pages are whose (runner, pages), host tra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,8 +28,6 @@ from jax import lax
 from ca_jax.device.sampler import greedy
 from ca_jax.models import paged_attention as paged
 from ca_jax.models import rope
-from ca_jax.models.attention import attend, pure_attention
-from ca_jax.models.attention_received import attention_received
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import LayerKV, dequantize, quantize, unpacked
 from ca_jax.models.sharding import Axes, ModelSharding, by_device, constrain
@@ -37,9 +35,9 @@ from ca_jax.models.transformer import Layer, Transformer
 
 Params = Any
 """A tree of linen variables."""
+Move = Callable[..., jax.Array]
+"""Of pages, new KV, rows and some arrays; gives the pages."""
 
-HEADS: Axes = (None, None, "heads", None)
-"""Of queries `[1, T, N, H]`."""
 KV_HEADS: Axes = (None, None, "kv_heads", None)
 """Of new KV `[1, T, K, H]` and of unrotated KV `[2, S, K, H]`."""
 ROWS: Axes = ("batch",)
@@ -73,11 +71,6 @@ def layer_of(variables: Params, layer: int) -> Params:
     return variables["params"][name] if packed is None else {**variables["params"][name], "packed": packed}
 
 
-def slice_rotation(table: rope.Rotation, start: jax.Array | int, size: int) -> rope.Rotation:
-    """The rotations of positions `start` to `start + size`."""
-    return rope.Rotation(*(lax.dynamic_slice_in_dim(part, start, size, 0) for part in table))
-
-
 def logits_of(
     config: ModelConfig, params: Params, x: jax.Array, sharding: ModelSharding | None, rows: Axes
 ) -> jax.Array:
@@ -86,7 +79,7 @@ def logits_of(
     return constrain(constrain(logits, sharding, (*rows, "vocab")), sharding)
 
 
-# Prefill.
+# Into the layers, and out of them.
 
 
 @partial(jax.jit, static_argnames=("config", "num_positions", "context", "sharding"))
@@ -101,12 +94,6 @@ def rotation_table(
     """
     table = rope.rotation_at(config.rope, config.head_dim, jnp.arange(num_positions), context or num_positions)
     return rope.Rotation(*(constrain(part, sharding) for part in table))
-
-
-@partial(jax.jit, static_argnames=("config", "num_tokens", "dtype", "sharding"))
-def empty_kv(config: ModelConfig, num_tokens: int, dtype: str, sharding: ModelSharding | None = None) -> jax.Array:
-    """One layer's unrotated KV of so many tokens `[2, T, K, H]`, all zeros."""
-    return constrain(jnp.zeros((2, num_tokens, config.num_kv_heads, config.head_dim), dtype), sharding, KV_HEADS)
 
 
 @partial(jax.jit, static_argnames=("sharding",))
@@ -127,63 +114,6 @@ def embed(config: ModelConfig, params: Params, tokens: jax.Array, sharding: Mode
     return constrain(apply(Transformer(config), params, tokens, method=Transformer.embed), sharding, ROWS)
 
 
-@partial(jax.jit, static_argnames=("config", "window", "sharding"))
-def prefill_layer(
-    config: ModelConfig,
-    layer_params: Params,
-    x: jax.Array,
-    history: jax.Array | None,
-    history_length: jax.Array,
-    table: rope.Rotation,
-    window: int | None = None,
-    sharding: ModelSharding | None = None,
-    num_new: jax.Array | None = None,
-) -> tuple[jax.Array, ...]:
-    """One layer over new tokens and their unrotated history. Layers of a window share a compiled function per (T, S).
-
-    Args:
-      x: `[1, T, F]`.
-      history: this layer's unrotated KV `[2, S, K, H]` (0 keys, 1 values), or int8 `[2, S, K, H + 2]`, or None.
-      history_length: i32 scalar, tokens of history that count; the new tokens' positions start there.
-      num_new: i32 scalar, new tokens that count, at most T, where the attention that tokens receive is wanted.
-
-    Returns:
-      `x [1, T, F]` for the next layer and the new tokens' unrotated KV `[2, T, K, H]`, a fresh buffer. With `num_new`
-      also the attention that each token received, f32 `[S + T]`, history places first: summed over query heads and new
-      tokens that count, 0 behind `history_length` and behind `num_new`.
-    """
-    rotation = rope.Rotation(*(part[None] for part in slice_rotation(table, history_length, x.shape[1])))
-    past_rotation = None if history is None else slice_rotation(table, 0, history.shape[1])
-
-    def attend_heads(
-        q: jax.Array,
-        new: LayerKV,
-        history: jax.Array | None,
-        history_length: jax.Array,
-        rotation: rope.Rotation,
-        past_rotation: rope.Rotation | None,
-        num_new: jax.Array | None,
-    ) -> tuple[jax.Array, ...]:
-        past = None
-        if history is not None:
-            past = unpacked(history, q.dtype)[:, None]
-        over = (q, new, past, history_length[None], rotation, past_rotation)
-        # Over a mesh, and where the attention that tokens receive is wanted too, it is XLA's.
-        how = pure_attention(q.dtype, q.shape[-1]) if sharding is not None or num_new is not None else None
-        out, kv = attend(*over, how, window), jnp.concatenate([new.k, new.v], axis=0)
-        return (out, kv) if num_new is None else (out, kv, attention_received(*over, num_new, window=window)[None])
-
-    def attend_fn(q: jax.Array, new: LayerKV) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        in_axes = (HEADS, KV_HEADS, KV_HEADS, (), (), (), ())
-        out_axes: tuple[Axes, ...] = (HEADS, KV_HEADS) if num_new is None else (HEADS, KV_HEADS, ("heads",))
-        of_device = by_device(attend_heads, sharding, in_axes, out_axes)
-        out, kv, *received = of_device(q, new, history, history_length, rotation, past_rotation, num_new)
-        return out, (kv, *(constrain(each.sum(0), sharding) for each in received))  # Of all devices.
-
-    x, carried = apply(Layer(config, sharding), variables_of(layer_params), x, attend_fn)
-    return constrain(x, sharding), *carried
-
-
 @partial(jax.jit, static_argnames=("config",))
 def all_logits(config: ModelConfig, params: Params, x: jax.Array) -> jax.Array:
     """Logits of all tokens: `x [1, T, F]` to f32 `[1, T, V]`."""
@@ -202,7 +132,7 @@ def make_pages(
     return [constrain(jnp.zeros(shape, dtype), sharding, PAGES) for _ in range(config.num_layers)]
 
 
-def _through_layer(
+def through_layer(
     config: ModelConfig,
     layer_params: Params,
     x: jax.Array,
@@ -215,13 +145,26 @@ def _through_layer(
     one_each: bool,
     with_attention: bool,
     sharding: ModelSharding | None,
+    move: Move | None = None,
+    moved: tuple[jax.Array, ...] = (),
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """`x [D, T, F]` through a layer; its new KV, that of each part's first tokens, pages, and what places received."""
+    """`x [D, T, F]` through a layer; its new KV, that of each part's first tokens, pages, and what places received.
+
+    Args:
+      move: changes the pages before the tokens' KV is put into them, given `moved`, whose first axis is of the parts.
+    """
 
     def attend_heads(
-        q: jax.Array, new: LayerKV, pages: jax.Array, rows: tuple[jax.Array, ...], table: rope.Rotation
+        q: jax.Array,
+        new: LayerKV,
+        pages: jax.Array,
+        rows: tuple[jax.Array, ...],
+        table: rope.Rotation,
+        moved: tuple[jax.Array, ...],
     ) -> tuple[jax.Array, ...]:
         own = paged.Rows(*rows)
+        if move is not None:
+            pages = move(pages, new, own, *(each[0] for each in moved))
         out, pages = paged.attend_pages(q[0], new, pages, own, table, window, one_each=one_each)
         kv = jnp.concatenate([new.k, new.v], axis=0)
         given = (out[None], kv, kv[:, :num_first], pages)
@@ -230,10 +173,10 @@ def _through_layer(
         return *given, paged.attention_received(q[0], pages, own, table, window, one_each=one_each)[None]
 
     def attend_fn(q: jax.Array, new: LayerKV) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        in_axes = (TOKEN_HEADS, TOKEN_KV, PAGES, (ROWS, ROWS, ROWS), ())
+        in_axes = (TOKEN_HEADS, TOKEN_KV, PAGES, (ROWS, ROWS, ROWS), (), (ROWS,) * len(moved))
         received: tuple[Axes, ...] = (("heads", "batch"),) if with_attention else ()
         of_device = by_device(attend_heads, sharding, in_axes, (TOKEN_HEADS, STEP_KV, STEP_KV, PAGES, *received))
-        out, *carried = of_device(q, new, pages, tuple(rows), table)
+        out, *carried = of_device(q, new, pages, tuple(rows), table, moved)
         return out, tuple(carried)
 
     x, (kv, first, pages, *seen) = apply(Layer(config, sharding), variables_of(layer_params), x, attend_fn)
@@ -278,7 +221,7 @@ def layer_step(
       buffers; the pages. If asked for, the attention that places received, f32 `[n, M page]`: summed over query heads
       and new tokens.
     """
-    part, carried = _through_layer(
+    part, carried = through_layer(
         config,
         layer_params,
         x[:, :num_tokens],
@@ -344,7 +287,7 @@ def decode(
     x = embed(config, params, tokens.reshape(num_parts, -1), sharding)
     new_kv, new_pages, received = [], [], []
     for i, of_layer in enumerate(pages):
-        x, (kv, _, of_layer, *seen) = _through_layer(
+        x, (kv, _, of_layer, *seen) = through_layer(
             config,
             layer_of(params, i),
             x,
@@ -401,6 +344,30 @@ def fill_pages(
 def _is_own(part: jax.Array, sharding: ModelSharding | None) -> jax.Array | bool:
     """Whether a part of the rows is this device's."""
     return True if sharding is None or sharding.num_data == 1 else part == lax.axis_index("data")
+
+
+@partial(jax.jit, static_argnames=("num_tokens", "packs", "sharding"))
+def read_pages(
+    pages: jax.Array,
+    table: jax.Array,
+    start: jax.Array,
+    num_tokens: int,
+    packs: bool = False,
+    sharding: ModelSharding | None = None,
+) -> jax.Array:
+    """One layer's unrotated KV of places of a row, `[2, D S, K, H]` or packed as int8, its part's at the part's S.
+
+    Args:
+      table: i32 `[M]`, the row's pages among its part's.
+      start: i32 scalar, the first place.
+      num_tokens: S, static.
+    """
+
+    def read(pages: jax.Array, table: jax.Array, start: jax.Array) -> jax.Array:
+        return paged.read_places(pages, table, start + jnp.arange(num_tokens))
+
+    kv = by_device(read, sharding, (PAGES, (), ()), STEP_KV)(pages, table, start)
+    return constrain(quantize(kv) if packs else kv, sharding, _handed_out(sharding))
 
 
 @partial(jax.jit, static_argnames=("sharding",), donate_argnames=("pages",))

@@ -1,8 +1,7 @@
 """A context that grows without end under a window: the pure model, its KV in plain arrays, and each way to overflow.
 
 What the engine does with tiers, slots and jobs is done here with slices of arrays, so that the two can be compared, and
-methods with each other. KV that two streams share, or that was given out, is not donated: a stream that was copied goes
-on beside the first.
+methods with each other. KV that two streams share is not donated: a stream that was copied goes on beside the first.
 
 Drift is measured so: contexts of a text are truncated again and again, and what stays is computed anew each time.
 
@@ -27,6 +26,7 @@ from jax import lax
 from ca_jax.device import steps
 from ca_jax.device.transfer import to_device, to_host
 from ca_jax.errors import ContextWindowError
+from ca_jax.evaluation.by_layer import LayerByLayer, as_pages, from_pages
 from ca_jax.models import rope
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import KVCache, LayerKV
@@ -34,7 +34,6 @@ from ca_jax.overflow.config import METHODS, DiscardContext, OverflowConfig, chec
 from ca_jax.pretrained import LoadedModel, check_token_ids
 from ca_jax.recompute.drift import Drift, add_drift
 from ca_jax.recompute.plan import repair_plan
-from ca_jax.recompute.recomputer import Recomputer
 
 _CAPACITY_STEP = 256  # Places of KV grow by so many; each step is compiled for.
 _LOSS_TOKENS = 64  # Logits of so many tokens are in memory at once.
@@ -122,14 +121,11 @@ class ContextStream:
         self._window = window
         self._step_tokens = step_tokens
         self._rounds_kv = rounds_kv
-        params = model.params["params"]
-        self._layers = [params[f"layer_{i}"] for i in range(model.config.num_layers)]
-        self._outer = {"params": {name: part for name, part in params.items() if not name.startswith("layer_")}}
-        self._table = steps.rotation_table(model.config, window + max(step_tokens, _PASS_TOKENS), window)
+        self._by_layer = LayerByLayer(model, window + max(step_tokens, _PASS_TOKENS), window)
         self._token_ids: list[int] = []
         self._discarder = overflow.token_discarder
         self._attention: np.ndarray = np.zeros(0, np.float32)  # That the tokens received, if that is asked for.
-        self._kv: list[jax.Array] = []  # Per layer [2, S, K, H].
+        self._kv: list[jax.Array] = []  # Per layer [1, 2, K, S, H].
         self._is_shared = False  # Whether somebody else may hold these arrays.
         self._last: jax.Array | None = None  # x [1, 1, F] of the last token.
 
@@ -141,8 +137,7 @@ class ContextStream:
     @property
     def kv(self) -> tuple[jax.Array, ...]:
         """Its unrotated KV, `[2, S, K, H]` for each layer; places behind its tokens hold anything."""
-        self._is_shared = True
-        return tuple(self._kv)
+        return tuple(map(from_pages, self._kv))
 
     def fork(self) -> ContextStream:
         """Another stream that goes on from here."""
@@ -171,7 +166,7 @@ class ContextStream:
             targets = np.zeros(x.shape[1], np.int32)
             targets[: len(part)] = part
             before = jnp.zeros_like(x[:, :1]) if last is None else last
-            found = to_host(_losses(self._config, self._outer, before, x, to_device(targets)))[: len(part)]
+            found = to_host(_losses(self._config, self._by_layer.outer, before, x, to_device(targets)))[: len(part)]
             losses.append(found if last is not None else np.array([np.nan, *found[1:]], np.float32))
             last = self._last
         return np.concatenate(losses)
@@ -200,7 +195,7 @@ class ContextStream:
         """
         if self._last is None:
             raise ValueError("the stream must have been fed, got an empty one")
-        return to_host(steps.all_logits(self._config, self._outer, self._last))[0, 0]
+        return to_host(steps.all_logits(self._config, self._by_layer.outer, self._last))[0, 0]
 
     def generate(self, max_tokens: int, stop_ids: Collection[int] = ()) -> list[int]:
         """Puts the likeliest tokens behind the context, up to a stop token, which is the last one returned."""
@@ -248,7 +243,7 @@ class ContextStream:
             if overflow.method == "nkvt":
                 moved = np.zeros(_capacity(len(kept)), np.int32)
                 moved[: len(kept)] = kept - np.arange(len(kept))
-                self._kv = [_turn_on(self._table, kv, to_device(moved)) for kv in self._kv]
+                self._kv = [_turn_on(self._by_layer.table, kv, to_device(moved)) for kv in self._kv]
         if overflow.method == "ca" and len(kept):
             recomputed += self._repair()
         self.truncations.append(
@@ -265,20 +260,16 @@ class ContextStream:
         overflow, num_tokens = self._overflow, len(self._token_ids)
         if self._drift is not None:
             span = (to_device(overflow.keep_first_tokens, np.int32), to_device(num_tokens, np.int32))
-            self._kv = [
-                add_drift(kv, to_device(drift), *span) for kv, drift in zip(self._kv, self._drift.values, strict=True)
-            ]
-        plan = repair_plan(overflow, self._config.num_layers, num_tokens, _capacity(num_tokens))
+            drifts = zip(self._kv, self._drift.values, strict=True)
+            self._kv = [as_pages(add_drift(from_pages(kv), to_device(drift), *span)) for kv, drift in drifts]
+        plan = repair_plan(overflow, self._config.num_layers, num_tokens)
         if plan is None:
             return 0.0
-        x = self._embed(self._token_ids, _capacity(num_tokens))
-        recomputer = Recomputer(self._config, self._layers, self._table, plan, x)
-        self._kv = [recomputer.layer(i, kv) for i, kv in enumerate(self._kv)]
+        self._kv = self._by_layer.recomputed(plan, self._token_ids, self._kv)
         return plan.num_recomputed
 
     def _cache(self) -> KVCache:
-        self._is_shared = True
-        layers = tuple(LayerKV(kv[:1], kv[1:]) for kv in self._kv)
+        layers = tuple(LayerKV(kv[:1], kv[1:]) for kv in self.kv)
         return KVCache(layers, to_device([len(self._token_ids)], np.int32))
 
     # Computing.
@@ -292,41 +283,29 @@ class ContextStream:
         self.num_fed += len(token_ids)
         return x
 
-    def _embed(self, token_ids: Sequence[int], padded: int) -> jax.Array:
-        row = np.zeros((1, padded), np.int32)
-        row[0, : len(token_ids)] = token_ids
-        return steps.embed(self._config, self._outer, to_device(row))
-
     def _run(self, token_ids: Sequence[int], padded: int) -> jax.Array:
         """Computes tokens behind the context and keeps their KV; their last hidden states `[1, padded, F]`."""
-        x = self._embed(token_ids, padded)
+        by_layer, wants_attention = self._by_layer, self._discarder.needs_attention
+        x = by_layer.embedded(token_ids, padded)
         start, stop = len(self._token_ids), len(self._token_ids) + len(token_ids)
-        length = to_device(start, np.int32)
         capacity = _capacity(start + padded)
-        received: np.ndarray = np.zeros(0, np.float32)
-        for i, layer_params in enumerate(self._layers):
-            past = self._kv[i] if start else None
-            sees = self._config.window_of(i)
-            count = to_device(len(token_ids), np.int32) if self._discarder.needs_attention else None
-            x, kv, *seen = steps.prefill_layer(
-                self._config, layer_params, x, past, length, self._table, sees, num_new=count
-            )
+        attention = np.zeros(capacity, np.float32)
+        attention[:start] = self._attention
+        for i in range(self._config.num_layers):
+            pages = self._kv[i] if start else by_layer.empty(capacity)
+            if pages.shape[3] < capacity:
+                pages = _grown(pages, capacity)
+            elif start and self._is_shared:
+                pages = jnp.copy(pages)
+            x, kv, pages, *seen = by_layer.layer(i, x, pages, start, len(token_ids), with_attention=wants_attention)
             for each in seen:
-                received = to_host(each) if not i else received + to_host(each)
+                attention[:stop] += to_host(each)[0, :stop]
             if self._rounds_kv:
-                kv = steps.unpack_kv(steps.pack_kv(kv), self._model.dtype)
-            owns = past is not None and past.shape[1] == capacity and not self._is_shared
-            grown = (_append_in_place if owns else _append)(past, kv, length, capacity=capacity)
-            if start:
-                self._kv[i] = grown
-            else:
-                self._kv = [*self._kv[:i], grown]
-        if self._discarder.needs_attention:
-            places = received[: len(received) - padded][:start]
-            new = received[len(received) - padded :][: len(token_ids)]
-            self._attention = np.concatenate([self._attention + places, new])
-        else:
-            self._attention = np.zeros(stop, np.float32)
+                rounded = steps.unpack_kv(steps.pack_kv(kv), self._model.dtype)
+                numbers = (to_device(number, np.int32) for number in ([0], 0, start, len(token_ids)))
+                pages, _ = steps.fill_pages(pages, rounded, *numbers)
+            self._kv = [*self._kv[:i], pages, *self._kv[i + 1 :]]
+        self._attention = attention[:stop]
         self._is_shared = False
         self._token_ids += token_ids
         return x
@@ -352,31 +331,23 @@ def _losses(config: ModelConfig, outer: Any, before: jax.Array, x: jax.Array, ta
     return lax.map(block, (x.reshape(-1, 1, size, x.shape[2]), targets.reshape(-1, size))).reshape(-1)
 
 
-def _appended(past: jax.Array | None, new: jax.Array, length: jax.Array, capacity: int) -> jax.Array:
-    """KV `[2, capacity, K, H]`: the first `length` places of what is there, and the new behind it."""
-    _, _, num_kv, head_dim = new.shape
-    if past is not None and past.shape[1] == capacity:
-        return lax.dynamic_update_slice(past, new, (0, length, 0, 0))
-    room = jnp.zeros((2, capacity, num_kv, head_dim), new.dtype)
-    if past is not None:
-        room = lax.dynamic_update_slice(room, past[:, :capacity], (0, 0, 0, 0))
-    return lax.dynamic_update_slice(room, new, (0, length, 0, 0))
-
-
-_append = jax.jit(_appended, static_argnames=("capacity",))
-_append_in_place = jax.jit(_appended, static_argnames=("capacity",), donate_argnames=("past",))
+@partial(jax.jit, static_argnames=("capacity",))
+def _grown(pages: jax.Array, capacity: int) -> jax.Array:
+    """Pages `[1, 2, K, S, H]` with room for so many tokens."""
+    return jnp.pad(pages, ((0, 0),) * 3 + ((0, capacity - pages.shape[3]), (0, 0)))
 
 
 @jax.jit
-def _take(kv: jax.Array, places: jax.Array) -> jax.Array:
-    return kv[:, places]
+def _take(pages: jax.Array, places: jax.Array) -> jax.Array:
+    return pages[:, :, :, places]
 
 
 @jax.jit
-def _turn_on(table: rope.Rotation, kv: jax.Array, num_positions: jax.Array) -> jax.Array:
-    """KV `[2, S, K, H]` whose keys, rotated by their places, are so many positions, i32 `[S]`, further on."""
+def _turn_on(table: rope.Rotation, pages: jax.Array, num_positions: jax.Array) -> jax.Array:
+    """A page `[1, 2, K, S, H]` whose keys, rotated by their places, are so many positions, i32 `[S]`, further on."""
     back = rope.turned_back(table, num_positions)
-    return kv.at[0].set(rope.rotate(kv[0], rope.Rotation(back.cos, -back.sin)))
+    keys = rope.rotate(pages[0, 0].swapaxes(0, 1), rope.Rotation(back.cos, -back.sin))
+    return pages.at[0, 0].set(keys.swapaxes(0, 1))
 
 
 _UNSETTLED = 0.1  # Share of the window behind the cut whose KV moves in a way of its own: those tokens lose most.

@@ -38,7 +38,7 @@ KINDS = {"q4": 320, "q8": 544, "bf16": 1024}
 for each 32 (GGUF's Q4_0 and Q4_1), 8 bits with a scale (Q8_0), bfloat16."""
 
 _INPUTS, _OUTPUTS = 32, 16  # Of a block of packed weights.
-_TARGETS = ("ca_attend_pages", "ca_write_pages", "ca_attend_new", "ca_packed_dot")
+_TARGETS = ("ca_attend_pages", "ca_write_pages", "ca_packed_dot")
 _WITHOUT = "CA_JAX_NO_CPU_KERNELS"  # In the environment: everything is computed by XLA.
 
 
@@ -98,26 +98,6 @@ def write_pages(kv: jax.Array, pages: jax.Array, table: jax.Array, start: jax.Ar
     """As `paged_attention.write_places`."""
     call = _function("ca_write_pages", jax.ShapeDtypeStruct(pages.shape, jnp.float32), {1: 0})
     return call(kv, pages, table[None], start[None], count[None])
-
-
-def attend_new(
-    q: jax.Array,
-    new: LayerKV,
-    history: jax.Array | None,
-    history_lengths: jax.Array,
-    rotation: tuple[jax.Array, jax.Array],
-    history_rotation: tuple[jax.Array, jax.Array] | None,
-    window: int | None = None,
-) -> jax.Array:
-    """As `attention.attend`, `[B, T, N, H]`."""
-    batch_size, num_tokens = q.shape[:2]
-    if history is None or history_rotation is None:
-        history = jnp.zeros((2, batch_size, 0, *new.k.shape[2:]), q.dtype)
-        history_rotation = (jnp.zeros((0, rotation[0].shape[-1])),) * 2
-        history_lengths = jnp.zeros((batch_size,), jnp.int32)
-    turned = [jnp.broadcast_to(part, (batch_size, num_tokens, part.shape[-1])) for part in rotation]
-    call = _function("ca_attend_new", jax.ShapeDtypeStruct(q.shape, jnp.float32))
-    return call(q, new.k, new.v, history, history_lengths, *turned, *history_rotation, **_attributes(q, window))
 
 
 def _function(name: str, results: Any, aliases: dict[int, int] | None = None) -> Callable[..., Any]:

@@ -1,11 +1,11 @@
-"""Attention as a GPU is best at it: cuDNN's flash attention over one array, a kernel of our own over pages.
+"""Attention over pages as a GPU is best at it: a kernel of our own.
 
-Both are for 16-bit floats. Neither reads a score or a value from behind a row's length, NaN included. Whether the
-device at hand takes them is tried once, on small arrays, before the first use: `flash_is_served`, `kernel_is_served`.
+It is for 16-bit floats. It reads no key or value from behind a row's length, NaN included. Whether the device at hand
+takes it is tried once, on small arrays, before the first use: `kernel_is_served`.
 
-Shapes: B batch, T new tokens, E keys, N query heads, K KV heads, H head dim, S shares, P pages.
+Shapes: T tokens, N query heads, K KV heads, H head dim, S shares, P pages.
 
-Not here: who uses which, and the textbook forms that they replace (attention, paged_attention).
+Not here: who uses it, and the form that it replaces (paged_attention).
 Source: flash attention (Dao, 2023); splitting keys over programs is flash decoding (Dao et al., 2023).
 """
 
@@ -15,8 +15,7 @@ import concurrent.futures
 import functools
 import logging
 import math
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,38 +26,15 @@ from ca_jax.models.config import RopeConfig
 
 _LOG = logging.getLogger(__name__)
 
-FLASH: Literal["cudnn", "xla"] = "cudnn"
-"""What computes `attend_flash`."""
-
 _MASKED = -1e30
 _QUERY_TILE = 16384  # Numbers of a program's queries in a pass, and of its result, which stays in registers.
 _KEY_TILE = 4096  # Numbers of the keys that a program reads at a time.
 _LEAST_TILE = 16  # Fewer rows or columns than this no tensor core takes.
 _PROGRAMS = 256  # As many as keep the memory of a GPU with 100-odd multiprocessors busy.
 _MAX_SPLITS = 16
-_MAX_FLASH_HEAD_DIM = 128  # Of cuDNN before Hopper, which takes 256.
 _HALF = (jnp.bfloat16, jnp.float16)
 _TRIAL_ATOL = 0.05
 """Most that an implementation may be off in its trial, on attention over numbers of order one in 16 bits."""
-
-
-def attend_flash(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> jax.Array:
-    """Scaled dot-product attention by cuDNN.
-
-    Args:
-      q: `[B, T, N, H]`, rotated, 16-bit.
-      k: `[B, E, K, H]`, rotated; finite everywhere, since what is masked is added to and not replaced.
-      v: `[B, E, K, H]`, finite everywhere.
-      mask: bool `[B, T, E]`, which keys each query sees; None: causal, E = T.
-
-    Returns:
-      `[B, T, N, H]` in q's dtype.
-
-    Raises:
-      RuntimeError, NotImplementedError: there is no cuDNN, or it does not take these shapes.
-    """
-    heads = None if mask is None else mask[:, None]
-    return jax.nn.dot_product_attention(q, k, v, mask=heads, is_causal=mask is None, implementation=FLASH)
 
 
 def attend_pages_kernel(
@@ -86,6 +62,7 @@ def attend_pages_kernel(
     groups = num_heads // num_kv
     block = 1 if one_each else max(min(128, _QUERY_TILE // _padded(head_dim)) // groups, 1)
     blocks = _row_blocks(rows, num_tokens, block)
+    places = rows[2][:num_tokens]
     most_keys = rows[0].shape[1] * page
     if window is not None:
         most_keys = min(most_keys, window + block)
@@ -101,7 +78,7 @@ def attend_pages_kernel(
         compiler_params=triton.CompilerParams(num_warps=4 if one_each else 8, num_stages=5 if one_each else 3),
         interpret=interpret,
         name="attend_pages",
-    )(blocks, rows[0], *rotation, q, pages)
+    )(blocks, places, rows[0], *rotation, q, pages)
     if num_splits == 1:
         return out[0]
     return (out * jax.nn.softmax(weight, axis=0)[..., None]).sum(0).astype(q.dtype)
@@ -124,23 +101,26 @@ def _num_splits(num_pairs: int, num_blocks: int) -> int:
 
 
 def _row_blocks(rows: tuple[jax.Array, ...], num_tokens: int, block: int) -> jax.Array:
-    """Tokens in blocks, each of one row: i32 `[4, blocks]`, its row, its first token, the place of that, its tokens.
+    """Tokens in blocks, each of one row: i32 `[5, blocks]`, its row, its first token, how many it has, and the places
+    of the first and behind the last of them.
 
-    Padding is one more row, at places so low that it sees nothing.
+    Padding is one more row, that sees nothing.
     """
-    starts, firsts = jnp.append(rows[1], num_tokens), jnp.append(rows[2], -(1 << 30))
+    starts = jnp.append(rows[1], num_tokens)
     per_row = (starts[1:] - starts[:-1] + block - 1) // block
     ends = jnp.cumsum(per_row)
-    index = jnp.arange(min((num_tokens + len(firsts) * (block - 1)) // block, num_tokens))
-    row = jnp.minimum((index[:, None] >= ends).sum(1), len(firsts) - 1)
-    offset = (index - ends[row] + per_row[row]) * block
-    token = starts[row] + offset
+    index = jnp.arange(min((num_tokens + len(per_row) * (block - 1)) // block, num_tokens))
+    row = jnp.minimum((index[:, None] >= ends).sum(1), len(per_row) - 1)
+    token = starts[row] + (index - ends[row] + per_row[row]) * block
     count = jnp.clip(starts[row + 1] - token, 0, block)
-    return jnp.stack([row, token, firsts[row] + offset, count]).astype(jnp.int32)
+    first, last = (rows[2].at[each].get(mode="clip") for each in (token, token + count - 1))
+    stop = jnp.where((row < len(per_row) - 1) & (count > 0), last + 1, 0)
+    return jnp.stack([row, token, count, first, stop]).astype(jnp.int32)
 
 
 def _kernel(
     blocks: Any,
+    places: Any,
     table: Any,
     cos: Any,
     sin: Any,
@@ -160,11 +140,11 @@ def _kernel(
     head_dim, half = q.shape[2], cos.shape[1]
     page, groups, size = pages.shape[3], q.shape[1] // pages.shape[2], _key_block(pages)
     block, kv_head, split = (pl.program_id(axis) for axis in range(3))
-    row, token, place, count = (blocks[i, block] for i in range(4))
+    row, token, count, place, num_keys = (blocks[i, block] for i in range(5))
     query = jnp.arange(num_queries)
     offset, head = query // groups, kv_head * groups + query % groups
-    own, is_own = (place + offset)[:, None], (offset < count)[:, None]
-    num_keys = jnp.maximum(place + count, 0)
+    is_own = (offset < count)[:, None]
+    own = triton.load(places.at[(token + offset)[:, None]], mask=is_own, other=0)
 
     def tile_of(start: int, width: int, used: jax.Array) -> tuple[jax.Array, jax.Array]:
         """As many columns as a tile has, and which of them are there, in the rows `[n, 1]` that are used."""
@@ -190,14 +170,14 @@ def _kernel(
     def body(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         top, total, result = carry
         number, key = table[row, i * size // page], jnp.arange(size)
-        within, places = (i * size % page + key)[:, None], i * size + key
-        is_there = (places < num_keys)[:, None]
-        keys = turned(1, places[:, None], is_there, pages, number, 0, kv_head, within)
+        within, at = (i * size % page + key)[:, None], i * size + key
+        is_there = (at < num_keys)[:, None]
+        keys = turned(1, at[:, None], is_there, pages, number, 0, kv_head, within)
         values = tile(pages, number, 1, kv_head, within, width=head_dim, used=is_there)
         scores, *more = (triton.dot(part, of_keys.T) for part, of_keys in zip(queries, keys, strict=True))
-        seen = places[None, :] <= own
+        seen = (at[None, :] <= own) & is_own
         if window is not None:
-            seen &= places[None, :] > own - window
+            seen &= at[None, :] > own - window
         scores = jnp.where(seen, sum(more, scores), _MASKED)
         new_top = jnp.maximum(top, scores.max(-1))
         weights = jnp.exp(scores - new_top[:, None])
@@ -225,11 +205,6 @@ def _kernel(
 # What the device at hand takes.
 
 
-def fits_flash(dtype: jnp.dtype, head_dim: int) -> bool:
-    """Whether `attend_flash` is for heads of this kind."""
-    return dtype in _HALF and head_dim % 8 == 0 and head_dim <= _MAX_FLASH_HEAD_DIM
-
-
 def fits_kernel(pages: jax.Array | jax.ShapeDtypeStruct) -> bool:
     """Whether `attend_pages_kernel` is for pages `[P, 2, K, page, H]` of this kind."""
     page, head_dim = pages.shape[3:]
@@ -237,29 +212,15 @@ def fits_kernel(pages: jax.Array | jax.ShapeDtypeStruct) -> bool:
 
 
 @functools.cache
-def flash_is_served(dtype: jnp.dtype, head_dim: int) -> bool:
-    """Whether `attend_flash` runs on the default device and computes what it should. The first call compiles it.
+def kernel_is_served(dtype: jnp.dtype, head_dim: int) -> bool:
+    """Whether `attend_pages_kernel` runs on the default device and computes what it should. The first call compiles it.
 
-    May be called while a function is traced.
+    May be called while a function is traced. A warning says why it is not.
     """
 
     def error() -> jax.Array:
-        q, k, v = _numbers((1, 16, 4, head_dim), (1, 80, 2, head_dim), dtype)
-        mask = jnp.arange(80)[None, None, :] <= 30 + jnp.arange(16)[None, :, None]
-        expected = jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
-        causal = jax.nn.dot_product_attention(q, k[:, :16], v[:, :16], is_causal=True)
-        found = attend_flash(q, k, v, mask), attend_flash(q, k[:, :16], v[:, :16], None)
-        return jnp.maximum(_distance(found[0], expected), _distance(found[1], causal))
-
-    return _is_right("cuDNN's flash attention", error)
-
-
-@functools.cache
-def kernel_is_served(dtype: jnp.dtype, head_dim: int) -> bool:
-    """Whether `attend_pages_kernel` runs on the default device and computes what it should. As `flash_is_served`."""
-
-    def error() -> jax.Array:
-        q, k, v = _numbers((2, 4, head_dim), (3, 2, 64, head_dim), dtype)
+        shapes = ((2, 4, head_dim), *[(3, 2, 64, head_dim)] * 2)
+        q, k, v = (jax.random.normal(jax.random.key(i), shape).astype(dtype) for i, shape in enumerate(shapes))
         rotation = rope.rotation_at(RopeConfig(theta=100.0), head_dim, jnp.arange(128))
         table, lengths = jnp.array([[2, 0], [1, 0]]), jnp.array([71, 3])
         keys, values = (part[table].swapaxes(2, 3).reshape(2, -1, 2, head_dim) for part in (k, v))
@@ -272,23 +233,7 @@ def kernel_is_served(dtype: jnp.dtype, head_dim: int) -> bool:
         pages = jnp.where(is_there, jnp.stack([k, v], axis=1), jnp.nan)
         rows = table, jnp.arange(3), lengths - 1
         found = [attend_pages_kernel(q, pages, rows, rotation, one_each=one_each) for one_each in (True, False)]
-        return _distance(jnp.stack(found), expected[:, 0])
-
-    return _is_right("the kernel over pages", error)
-
-
-def _numbers(queries: tuple[int, ...], keys: tuple[int, ...], dtype: jnp.dtype) -> list[jax.Array]:
-    """Queries, keys and values to try an implementation with."""
-    shapes = (queries, keys, keys)
-    return [jax.random.normal(jax.random.key(i), shape, jnp.float32).astype(dtype) for i, shape in enumerate(shapes)]
-
-
-def _distance(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32)).max()
-
-
-def _is_right(name: str, error: Callable[[], jax.Array]) -> bool:
-    """Whether something runs and is as near to its reference as 16-bit floats are; a warning says why it is not."""
+        return jnp.abs(jnp.stack(found).astype(jnp.float32) - expected[:, 0].astype(jnp.float32)).max()
 
     def run() -> float:
         with jax.transfer_guard("allow"):
@@ -298,8 +243,8 @@ def _is_right(name: str, error: Callable[[], jax.Array]) -> bool:
         with concurrent.futures.ThreadPoolExecutor(1) as thread:  # A function that is traced on this one is not there.
             found = thread.submit(run).result()
     except Exception as failure:  # Whatever it is, another implementation serves.
-        _LOG.warning("%s is not used, it does not run here: %s", name, failure)
+        _LOG.warning("the kernel over pages is not used, it does not run here: %s", failure)
         return False
     if not found <= _TRIAL_ATOL:
-        _LOG.warning("%s is not used, it was off by %g", name, found)
+        _LOG.warning("the kernel over pages is not used, it was off by %g", found)
     return found <= _TRIAL_ATOL

@@ -3,10 +3,10 @@
 A step computes some tokens of each of several contexts, a row each: of one that decodes its last, of a prompt many.
 
     tokens      a0 a1 a2 a3 | b0 | c0 c1 | . .           starts 0 4 5 7, of 9: the last two are padding
-    places       8  9 10 11    5    0  1                 firsts 8 5 0
+    places       8  9 10 11    5    0  1   0 0           increasing in a row; where tokens are computed anew, with gaps
     table       a: 3 7 . .   b: 1 4 . .   c: 6 . . .     page 3 has places 0 to 7 of a, where pages have 8
 
-New tokens' KV is put into its pages first; then each token attends to all of its row up to itself. How long anything is
+The tokens' KV is put into its pages first; then each token attends to all of its row up to itself. How long anything is
 is known at run time alone. Keys are rotated as they are read, at the places that they have then: so a context may be
 cut, shared and kept as it is. What lies behind a row's last token, NaN included, cannot reach a result.
 
@@ -46,8 +46,8 @@ class Rows(NamedTuple):
     """i32 `[n, M]`, numbers of each row's pages, in order; any number where there is none."""
     starts: jax.Array
     """i32 `[n + 1]`, the first of each row's tokens among all, and one past the last."""
-    firsts: jax.Array
-    """i32 `[n]`, the place of each row's first token in its context."""
+    places: jax.Array
+    """i32 `[T]` or more, the place of each token in its row's context, increasing in a row; of padding anything."""
 
 
 def attend_pages(
@@ -118,10 +118,8 @@ def paged_attention(pages: jax.Array | jax.ShapeDtypeStruct) -> PagedAttention:
 def write_rows(pages: jax.Array, new: LayerKV, rows: Rows) -> jax.Array:
     """Puts new tokens' KV `[1, T, K, H]` into the pages `[P, 2, K, page, H]` of their rows; padding goes nowhere."""
     token = jnp.arange(new.k.shape[1])
-    row = jnp.clip(
-        jnp.searchsorted(rows.starts, token, side="right", method="compare_all") - 1, 0, len(rows.firsts) - 1
-    )
-    place = rows.firsts[row] + token - rows.starts[row]
+    row = jnp.searchsorted(rows.starts, token, side="right", method="compare_all") - 1
+    row, place = jnp.clip(row, 0, len(rows.table) - 1), rows.places[: len(token)]
     number = rows.table.at[row, place // pages.shape[3]].get(mode="clip")
     return _put(pages, new, number, place, token < rows.starts[-1])
 
@@ -171,7 +169,7 @@ def _by_blocks(
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv, size = pages.shape[2:4]
-    num_rows, capacity = len(rows.firsts), rows.table.shape[1] * size
+    num_rows, capacity = len(rows.table), rows.table.shape[1] * size
     num_blocks = num_tokens if block == 1 else min(num_tokens // block + num_rows, num_tokens)
     per_row = (rows.starts[1:] - rows.starts[:-1] + block - 1) // block
     ends = jnp.cumsum(per_row)
@@ -180,7 +178,7 @@ def _by_blocks(
     offset = ((index - ends[row] + per_row[row]) * block)[:, None] + jnp.arange(block)
     token = rows.starts[row][:, None] + offset  # [blocks, block]
     is_own = (token < rows.starts[row + 1][:, None]) & (index < ends[-1])[:, None]
-    token, place = jnp.where(is_own, token, num_tokens), jnp.where(is_own, rows.firsts[row][:, None] + offset, -1)
+    token, place = jnp.where(is_own, token, num_tokens), jnp.where(is_own, rows.places.at[token].get(mode="clip"), -1)
     turned = rope.rotate(q.at[token].get(mode="clip"), _at(rotation, place))
     scaled = (turned.astype(jnp.float32) / math.sqrt(head_dim)).astype(pages.dtype)
     heads = scaled.reshape(num_blocks, block, num_kv, -1, head_dim).transpose(0, 2, 3, 1, 4)

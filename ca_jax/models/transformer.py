@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from ca_jax.models import cpu_kernels, rope
-from ca_jax.models.attention import attend, matmul_precision, pure_attention
+from ca_jax.models.attention import attend, matmul_precision
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import KVCache, LayerKV
 from ca_jax.models.sharding import ModelSharding, by_device
@@ -362,8 +362,7 @@ class Transformer(nn.Module):
                 q: jax.Array, new: LayerKV, old: LayerKV | None = old, window: int | None = c.window_of(i)
             ) -> tuple[jax.Array, LayerKV]:
                 past = None if old is None else jnp.stack([old.k, old.v])
-                how = pure_attention(q.dtype, q.shape[-1])
-                return attend(q, new, past, lengths, rotation, history_rotation, how, window), new
+                return attend(q, new, past, lengths, rotation, history_rotation, window), new
 
             x, new = layer(x, attend_fn)
             new_layers.append(new)

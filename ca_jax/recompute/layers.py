@@ -1,9 +1,11 @@
 """One layer of selective recompute: some tokens over the KV of all, and what it says of the others.
 
-Everything here is pure. Shapes: n tokens that are computed, S places of stored KV, T new tokens, K KV heads, H head
-dim, F embed. `x [1, n, F]` is what goes into a layer of the chosen tokens, `kv [2, S, K, H]` its stored unrotated KV,
-of which a token sees places up to its own, `table` the rotations of all positions; `config`, `window` and `sharding`
-are static.
+Everything here is pure. A context's KV lies in pages, in a row of its own (`models.paged_attention`), the first of its
+part; the rows of the other parts have no tokens. Tokens are computed as those of a prompt are, at places with gaps
+between them; what they find there gives way to theirs.
+
+Shapes: D parts, T' tokens of a part of which the first n are computed, M pages of a row, C places of these, K KV heads,
+H head dim, F embed. `config`, `num_tokens` (n), `window` and `sharding` are static.
 
 Not here: which tokens and in which layers (plan), one sequence through all layers (recomputer).
 Source: CacheBlend (Yao et al., EuroSys 2025), section 4.
@@ -13,100 +15,69 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ca_jax.device.steps import HEADS, KV_HEADS, Params, apply, slice_rotation, variables_of
+from ca_jax.device.steps import PAGES, ROWS, TOKEN_KV, Params, apply, through_layer, variables_of
+from ca_jax.models import paged_attention as paged
 from ca_jax.models import rope
-from ca_jax.models.attention import attend, attend_chosen, pure_attention
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import LayerKV
 from ca_jax.models.sharding import ModelSharding, by_device, constrain
 from ca_jax.models.transformer import Layer
 
-NOWHERE = 1 << 30
-"""Places of padding begin here: behind every sequence."""
 _RIDGE = 3.0  # Of the fit, times the mean squared length of what it is fitted to.
 _LN_TOLERANCE = 16.0  # Of the fit, the natural logarithm of one over it: what f32 tells apart.
+_MOVED_TOKENS = 1024  # Places that are moved at a time.
 
 
-@partial(jax.jit, static_argnames=("config", "window", "sharding"))
+@partial(jax.jit, static_argnames=("config", "num_tokens", "window", "sharding"), donate_argnames=("x", "pages"))
 def recompute_layer(
     config: ModelConfig,
     layer_params: Params,
     x: jax.Array,
-    positions: jax.Array,
-    kv: jax.Array,
+    pages: jax.Array,
+    rows: paged.Rows,
     table: rope.Rotation,
-    carried: tuple[jax.Array, ...] | None = None,
+    num_tokens: int,
+    carried: tuple[jax.Array, ...] = (),
     window: int | None = None,
     sharding: ModelSharding | None = None,
-    new_x: jax.Array | None = None,
-    history_length: jax.Array | None = None,
-) -> tuple[jax.Array, ...]:
-    """Computes one layer of some tokens anew, over the KV of all; of new tokens over what that gives, if there are any.
-
-    With new tokens weights are read once for both.
+) -> tuple[jax.Array, jax.Array]:
+    """Computes one layer of some tokens anew, over the KV of all. Donates `x` and the pages.
 
     Args:
-      positions: i32 `[n]`, increasing: their places in `kv`. At S or beyond it is padding, which changes nothing.
-      carried: bool `[n]` and `[S]`: by which of these tokens others move, and which places do, see `carry_along`; None:
-        the others stay.
-      new_x: `[1, T, F]`, tokens behind the history; None: there are none.
-      history_length: i32 scalar, tokens of history that count; the new tokens' positions start there.
+      x: `[D, T', F]`.
+      pages: this layer's, `[P, 2, K, page, H]`.
+      rows: of each part one with these tokens, or none of them.
+      table: the rotations of all places.
+      carried: bool `[D, n]` and `[D, C]`: by which of these tokens others move, and which places do, see `carry_along`;
+        empty: the others stay.
 
     Returns:
-      `x [1, n, F]` for the next layer, and `kv` with the chosen tokens' own in their places. With new tokens also
-      `new_x [1, T, F]` for the next layer, and their unrotated KV `[2, T, K, H]`.
+      `x` for the next layer, and the pages, with the tokens' own KV in their places.
     """
-    num_chosen = x.shape[1]
-    rotation = rope.Rotation(*(part.at[positions].get(mode="clip")[None] for part in table))
-    all_rotations, new_rotation = slice_rotation(table, 0, kv.shape[1]), None
-    if new_x is not None and history_length is not None:
-        new_rotation = rope.Rotation(*(part[None] for part in slice_rotation(table, history_length, new_x.shape[1])))
-        x = jnp.concatenate([x, new_x], axis=1)
-
-    def attend_heads(
-        q: jax.Array,
-        new: LayerKV,
-        kv: jax.Array,
-        positions: jax.Array,
-        history_length: jax.Array | None,
-        rotations: tuple[Any, ...],
-        carried: tuple[jax.Array, ...] | None,
-    ) -> tuple[jax.Array, ...]:
-        rotation, new_rotation, all_rotations = rotations
-        both = jnp.concatenate([new.k, new.v], axis=0).astype(kv.dtype)
-        rest = kv if carried is None else carry_along(both[:, :num_chosen], positions, kv, *carried)
-        fused = rest.at[:, positions].set(
-            both[:, :num_chosen], mode="drop", unique_indices=True, indices_are_sorted=True
-        )
-        keys = rope.rotate(fused[0], all_rotations)
-        out = attend_chosen(rope.rotate(q[:, :num_chosen], rotation)[0], keys, fused[1], positions, window)[None]
-        if history_length is None:
-            return out, fused
-        last = LayerKV(new.k[:, num_chosen:], new.v[:, num_chosen:])
-        past = fused[:, None]
-        over = (q[:, num_chosen:], last, past, history_length[None], new_rotation, all_rotations)
-        how = None if sharding is None else pure_attention(q.dtype, q.shape[-1])
-        return jnp.concatenate([out, attend(*over, how, window)], axis=1), fused, both[:, num_chosen:]
-
-    def attend_fn(q: jax.Array, new: LayerKV) -> tuple[jax.Array, list[jax.Array]]:
-        in_axes, out_axes = (HEADS, KV_HEADS, KV_HEADS, (), (), (), ()), (HEADS, KV_HEADS, KV_HEADS)
-        of_device = by_device(attend_heads, sharding, in_axes, out_axes if new_x is not None else out_axes[:2])
-        rotations = (rotation, new_rotation, all_rotations)
-        out, *carrying = of_device(q, new, kv, positions, history_length, rotations, carried)
-        return out, carrying
-
-    x, (fused, *new_kv) = apply(Layer(config, sharding), variables_of(layer_params), x, attend_fn)
-    x = constrain(x, sharding)
-    return (x, fused) if new_x is None else (x[:, :num_chosen], fused, x[:, num_chosen:], *new_kv)
+    part, (_, _, pages) = through_layer(
+        config,
+        layer_params,
+        x[:, :num_tokens],
+        pages,
+        rows,
+        table,
+        window,
+        0,
+        one_each=False,
+        with_attention=False,
+        sharding=sharding,
+        move=carry_along if carried else None,
+        moved=carried,
+    )
+    return constrain(lax.dynamic_update_slice_in_dim(x, part, 0, 1), sharding, ROWS), pages
 
 
-def carry_along(new: jax.Array, positions: jax.Array, kv: jax.Array, fitted: jax.Array, moves: jax.Array) -> jax.Array:
+def carry_along(pages: jax.Array, new: LayerKV, rows: paged.Rows, fitted: jax.Array, moves: jax.Array) -> jax.Array:
     """Moves KV as some tokens' has moved: by the map of it, a ridge regression, that says best how these moved.
 
     The ridge bounds how ill the regression can be conditioned, so that a fixed number of Newton's steps inverts it:
@@ -114,99 +85,101 @@ def carry_along(new: jax.Array, positions: jax.Array, kv: jax.Array, fitted: jax
     more other threads computed.
 
     Args:
-      new: `[2, n, K, H]`, the tokens' KV as it is now.
-      positions: i32 `[n]`, their places in `kv`; at S or beyond it is padding.
-      fitted: bool `[n]`, tokens that the map is fitted to: none that has no KV in `kv`.
-      moves: bool `[S]`, places that move.
+      pages: `[P, 2, K, page, H]`.
+      new: `[1, n, K, H]`, the tokens' KV as it is now.
+      rows: the first of them has the tokens.
+      fitted: bool `[n]`, tokens that the map is fitted to: none that has no KV in the pages.
+      moves: bool `[C]`, places that move.
     """
-    num_kv, head_dim = kv.shape[2:]
+    num_kv, size, head_dim = pages.shape[2:]
+    num_tokens, own = new.k.shape[1], rows.table[0]
 
-    def by_head(kv: jax.Array) -> jax.Array:  # [2, T, K, H] to [2K, T, H]
+    def by_head(kv: jax.Array) -> jax.Array:  # [2, n, K, H] to [2K, n, H]
         return kv.astype(jnp.float32).transpose(0, 2, 1, 3).reshape(2 * num_kv, -1, head_dim)
 
     def dot(a: jax.Array, b: jax.Array, axis: int = 2) -> jax.Array:
         return lax.dot_general(a, b, (((axis,), (1,)), ((0,), (0,))), precision=lax.Precision.HIGHEST)
 
-    every, is_fitted = by_head(kv), fitted[:, None]
-    old = jnp.where(is_fitted, by_head(kv.at[:, positions].get(mode="clip")), 0)
-    moved = jnp.where(is_fitted, by_head(new) - old, 0)
+    is_fitted = fitted[:, None]
+    places = jnp.where(fitted, rows.places[:num_tokens], 0)
+    old = jnp.where(is_fitted, by_head(paged.read_places(pages, own, places)), 0)
+    moved = jnp.where(is_fitted, by_head(jnp.concatenate([new.k, new.v]).astype(pages.dtype)) - old, 0)
     count = jnp.maximum(fitted.sum(), 1).astype(jnp.float32)
     mean, mean_moved = (each.sum(1, keepdims=True) / count for each in (old, moved))
     centred, rest = (jnp.where(is_fitted, each, 0) for each in (old - mean, moved - mean_moved))
     gram = dot(centred, centred, axis=1)
-    size = jnp.trace(gram, axis1=1, axis2=2)[:, None, None] / count + 1e-12
+    scale = jnp.trace(gram, axis1=1, axis2=2)[:, None, None] / count + 1e-12
     eye = jnp.eye(head_dim, dtype=jnp.float32)
-    ridged = gram + _RIDGE * size * eye  # Its eigenvalues are from `_RIDGE` to `_RIDGE + count` times `size`.
-    inverse = 2 / ((2 * _RIDGE + count) * size) * eye
-    for _ in range(math.ceil(math.log2(_LN_TOLERANCE * (1 + new.shape[1] / (2 * _RIDGE))))):
+    ridged = gram + _RIDGE * scale * eye  # Its eigenvalues are from `_RIDGE` to `_RIDGE + count` times `scale`.
+    inverse = 2 / ((2 * _RIDGE + count) * scale) * eye
+    for _ in range(math.ceil(math.log2(_LN_TOLERANCE * (1 + num_tokens / (2 * _RIDGE))))):
         inverse = dot(inverse, 2 * eye - dot(ridged, inverse))
     linear = dot(inverse, dot(centred, rest, axis=1))
-    carried = dot(every, eye + linear) + mean_moved - dot(mean, linear)
-    carried = carried.reshape(2, num_kv, -1, head_dim).transpose(0, 2, 1, 3)
-    return jnp.where(moves[:, None, None], carried.astype(kv.dtype), kv)
+    offset = mean_moved - dot(mean, linear)
+
+    some = min(max(_MOVED_TOKENS // size, 1), len(own))  # Pages at a time.
+    padded = -len(own) % some
+    numbers = jnp.pad(own, (0, padded)).reshape(-1, some)
+    moving = jnp.pad(moves, (0, padded * size)).reshape(-1, some, size)
+
+    def move(i: jax.Array, pages: jax.Array) -> jax.Array:
+        kv = pages[numbers[i]]  # [some, 2, K, page, H]
+        heads = kv.astype(jnp.float32).transpose(1, 2, 0, 3, 4).reshape(2 * num_kv, -1, head_dim)
+        carried = dot(heads, eye + linear) + offset
+        carried = carried.reshape(2, num_kv, some, size, head_dim).transpose(2, 0, 1, 3, 4).astype(kv.dtype)
+        where = jnp.where(moving[i].any(1), numbers[i], len(pages))  # Out of range: nowhere.
+        return pages.at[where].set(jnp.where(moving[i][:, None, None, :, None], carried, kv), mode="drop")
+
+    last = jnp.max(jnp.where(moving.any((1, 2)), jnp.arange(len(numbers)) + 1, 0))
+    return lax.fori_loop(0, last, move, pages)
 
 
-@partial(jax.jit, static_argnames=("config", "sharding"))
-def kv_deviation(
-    config: ModelConfig,
-    layer_params: Params,
-    x: jax.Array,
-    positions: jax.Array,
-    kv: jax.Array,
-    sharding: ModelSharding | None = None,
-) -> jax.Array:
-    """How far the tokens' KV at a layer is from what is stored: sums of squared differences, f32 `[n]`.
-
-    Keys are compared unrotated, which is the same as rotated: a rotation changes no distance.
-
-    Args:
-      positions: i32 `[n]`, places in `kv`; what padding at S or beyond gives means nothing.
-    """
-    new: LayerKV = Layer(config).apply(variables_of(layer_params), x, method=Layer.new_kv)  # type: ignore[assignment]
-    found = jnp.concatenate([new.k, new.v], axis=0)
-    moved = found.astype(jnp.float32) - kv.at[:, positions].get(mode="clip").astype(jnp.float32)
-    return constrain((moved**2).sum((0, 2, 3)), sharding)
-
-
-@jax.jit
-def take_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """Some rows of `x [1, n, F]`, i32 `[n]` to `[1, n, F]`; what is out of range gives the last."""
-    return x.at[:, rows].get(mode="clip")
-
-
-@partial(jax.jit, static_argnames=("config", "num_tokens", "num_rows", "sharding"))
+@partial(jax.jit, static_argnames=("config", "num_tokens", "sharding"))
 def choose_deviating(
     config: ModelConfig,
     layer_params: Params,
     x: jax.Array,
-    places: jax.Array,
-    kv: jax.Array,
+    pages: jax.Array,
+    rows: paged.Rows,
     always: jax.Array,
+    count: jax.Array,
     num_tokens: int,
-    num_rows: int,
     sharding: ModelSharding | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The tokens that are computed from a layer on: some in any case, and those whose KV deviates most at it.
 
+    How far a token's KV is from what is stored is the sum of squared differences. Keys are compared unrotated, which is
+    the same as rotated: a rotation changes no distance.
+
     Args:
-      places: i32 `[n]`, increasing; padding from `NOWHERE` on.
-      always: bool `[S]`, places whose tokens are computed in any case.
-      num_tokens: how many, at least as many as are computed in any case; static.
-      num_rows: as many or more; static.
+      x: `[D, T', F]`, what goes into the layer.
+      rows: as in `recompute_layer`.
+      always: bool `[D, C]`, places whose tokens are computed in any case.
+      count: i32 scalar, how many tokens stay, at least as many as are computed in any case.
 
     Returns:
-      `x [1, num_rows, F]` and their places i32 `[num_rows]`, increasing; padding as in `places`.
+      `x [D, T', F]`, theirs first, and the places of all, as in `rows`.
     """
-    deviation = kv_deviation(config, layer_params, x, places, kv, sharding)
-    is_always = always.at[places].get(mode="fill", fill_value=False)
-    scores = jnp.where(is_always, jnp.inf, jnp.where(places < kv.shape[1], deviation, -jnp.inf))
-    chosen = jnp.sort(lax.top_k(scores, num_tokens)[1])
-    rows = jnp.concatenate([chosen, jnp.full(num_rows - num_tokens, chosen[-1], chosen.dtype)])
-    padding = NOWHERE + jnp.arange(num_rows, dtype=places.dtype)
-    return constrain(x[:, rows], sharding), jnp.where(jnp.arange(num_rows) < num_tokens, places[rows], padding)
 
+    def deviation(new: LayerKV, pages: jax.Array, rows: tuple[jax.Array, ...]) -> jax.Array:
+        own = paged.Rows(*rows)
+        found = jnp.concatenate([new.k, new.v]).astype(jnp.float32)
+        stored = paged.read_places(pages, own.table[0], own.places[:num_tokens]).astype(jnp.float32)
+        return ((found - stored) ** 2).sum((0, 2, 3))[None, None]
 
-@jax.jit
-def fresh_copy(kv: jax.Array) -> jax.Array:
-    """The same in a buffer of its own."""
-    return jnp.copy(kv)
+    variables = variables_of(layer_params)
+    new: LayerKV = apply(Layer(config, sharding), variables, x[:, :num_tokens], method=Layer.new_kv)
+    of_device = by_device(deviation, sharding, (TOKEN_KV, PAGES, (ROWS, ROWS, ROWS)), ("kv_heads", "batch"))
+    deviations = of_device(new, pages, tuple(rows)).sum(0)  # [D, n]
+    num_parts, width = x.shape[:2]
+    places = rows.places.reshape(num_parts, -1)
+    own = places[:, :num_tokens]
+    is_there = jnp.arange(num_tokens) < rows.starts.reshape(num_parts, -1)[:, -1:]
+    scores = jnp.where(jnp.take_along_axis(always, own, axis=1), jnp.inf, deviations)
+    rank = jnp.argsort(jnp.argsort(-jnp.where(is_there, scores, -jnp.inf), axis=1), axis=1)
+    index = jnp.arange(width)
+    stays = jnp.pad(rank < count, ((0, 0), (0, width - num_tokens)))
+    order = jnp.argsort(jnp.where(stays, index, width + index), axis=1)
+    chosen = jnp.take_along_axis(x, order[..., None], axis=1)
+    places = jnp.take_along_axis(places, order, axis=1).ravel()
+    return constrain(chosen, sharding, ROWS), constrain(places, sharding, ROWS)

@@ -92,27 +92,23 @@ class Plan:
         return sum(self.counts) / self.num_layers - self.num_new
 
 
-def repair_plan(overflow: OverflowConfig, num_layers: int, num_tokens: int, capacity: int) -> Plan | None:
+def repair_plan(overflow: OverflowConfig, num_layers: int, num_tokens: int) -> Plan | None:
     """How the first tokens of a truncated context are repaired, as a config says; None where none is computed anew.
 
     Those that deviate: all tokens in the first layer, which says how far each does at the next one, whose KV is the
     first that can; then as many in each as bring the mean over all layers to the ratio. Where they are spread: the same
     ones in all layers, evenly apart, and the others move along, but for those that never leave.
-
-    Args:
-      capacity: places of the padded history, at least `num_tokens`: histories of the same share compiled functions.
     """
     if not num_tokens or not overflow.recomputes:
         return None
     ratio, num_first, place = overflow.repair_ratio, overflow.anchor_tokens, np.arange(num_tokens)
     if overflow.repair == "spread" and ratio > 0:
         count = _spread_count(num_tokens, ratio, num_first)
-        num_rows = max(_spread_count(capacity, ratio, num_first), count)  # As many for all plans over so many places.
         start = max(overflow.keep_first_tokens, num_first)  # How first tokens moved says nothing of others.
         plan = Plan(
             num_tokens=num_tokens,
             counts=(count,) * num_layers,
-            rows=(num_rows,) * num_layers,
+            rows=(repaired_rows(count),) * num_layers,
             first_rows=_spread_places(num_tokens, count, num_first),
             always=place < num_first,
             moves=place >= start,
@@ -123,7 +119,7 @@ def repair_plan(overflow: OverflowConfig, num_layers: int, num_tokens: int, capa
         plan = Plan(
             num_tokens=num_tokens,
             counts=counts,
-            rows=tuple(capacity if count == num_tokens else count for count in counts),
+            rows=tuple(map(repaired_rows, counts)),
             first_rows=np.arange(counts[0], dtype=np.int32),
             always=place < num_first,
         )
@@ -252,6 +248,11 @@ def blend_plan(
         check_layers=config.check_layers,
         selection=config.selection,
     )
+
+
+def repaired_rows(count: int) -> int:
+    """Rows that a repair computes for so many tokens: steps of 32 to 128, doublings beyond."""
+    return max(-(-count // 32) * 32, 32) if count <= 128 else 1 << (count - 1).bit_length()
 
 
 def padded_rows(count: int) -> int:

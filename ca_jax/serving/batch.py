@@ -21,7 +21,7 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from ca_jax.device.passes import JOINED_TOKENS, LayerSource, PassPart, Prefill
+from ca_jax.device.passes import LayerSource, PassPart, Prefill
 from ca_jax.device.processes import all_agree, least
 from ca_jax.device.runner import Runner
 from ca_jax.device.runtime import Runtime
@@ -79,7 +79,7 @@ class Prefilling:
             self._kv.withdraw(job)
             job.session.forget_lost(history.num_stored, history.num_slid)
             job.skip(history.num_slid)
-            self._mended = self._truncator.recomputed(job, job.session, history, self._blend_config)
+            self._mended = self._truncator.recomputed(job, job.session, history, self.prefill.slot, self._blend_config)
             if self._mended is None:
                 self.saver = self._kv.write_buffer.begin_turn(job.session, history.num_stored)
             self._start(history.num_places)
@@ -90,13 +90,6 @@ class Prefilling:
         load = None if self._history is None else self._history.load
         is_there = load is None or self.prefill.num_done > 0 or load.num_issued == load.num_layers
         return all_agree(self._processes, "packs", is_there)
-
-    @property
-    def joins(self) -> bool:
-        """Whether its next pass repairs its history, too: then it is alone in it."""
-        mended = self._mended
-        is_short = self.prefill.num_left <= JOINED_TOKENS
-        return mended is not None and mended.may_join and not self.prefill.num_done and is_short
 
     def part(self, num_tokens: int) -> PassPart:
         """Some of the tokens that are left, for a pass. Raises what breaks before that begins."""
@@ -110,10 +103,12 @@ class Prefilling:
             self._kv.write_buffer.make_room(len(tokens))
             self.saver.begin_pass(tokens, prefill.start)
         self._layer_since_s = time.perf_counter()
-        join = self._mended.join if self._mended is not None and self.joins else None
         draws = len(tokens) == prefill.num_left and job.chunk is None
         behind = len(job.prompt_ids) + job.num_gone if draws else None
-        return PassPart(prefill, len(tokens), history, self._take_layer, behind, join)
+        part = PassPart(prefill, len(tokens), history, self._take_layer, behind)
+        if history is not None and self._mended is not None:
+            part.mend = self._mended.mend
+        return part
 
     def passed(self, part: PassPart, seconds: float, is_alone: bool) -> None:
         """Its part of a pass was dispatched.
@@ -219,12 +214,14 @@ class Prefilling:
         prefill, self._mended = self.prefill, None
         if session.is_kept:
             self._kv.write_buffer.make_room(prefill.start)
-            # All of it is packed before what is stored gives way to it.
-            packed = [[self._runner.at_rest(kv) for kv in layers] for layers in (mended.layers, prefill.outputs)]
+            # All of it is read before what is stored gives way to it.
+            length = prefill.history_length
+            found = list(self._runner.read(prefill.slot, length))
+            new_kv = [self._runner.at_rest(kv) for kv in prefill.outputs]
             self.saver = self._kv.write_buffer.begin_anew(session, mended.num_plain, mended.num_fused)
-            self.saver.add_pass(self.job.prompt_ids[: prefill.history_length], 0, packed[0])
-            new_ids = prefill.tokens[: prefill.num_done]
-            self.saver.add_pass(new_ids, prefill.history_length, packed[1], self._first)
+            for places, row, layers in found:
+                self.saver.add_pass(self.job.prompt_ids[places], places.start, layers, row)
+            self.saver.add_pass(prefill.tokens[: prefill.num_done], length, new_kv, self._first)
         self.job.repaired_tokens = round(mended.num_recomputed)
         self._metrics.repaired_tokens += self.job.repaired_tokens
         self._metrics.blended_turns += mended.is_blended
@@ -270,9 +267,9 @@ class Batch:
                 self._kv.histories.preload(plan.preload, plan.preload.session, self._kv.is_at_hand)
         jobs = self._with_room(list(plan.decode))
         prefilling = [self._prefilling[job] for job in plan.prefill if not job.done]
-        if not prefilling or prefilling[0].joins or self._runner.is_ahead(jobs):
+        if not prefilling or self._runner.is_ahead(jobs):
             self._decode(jobs)
-            jobs = [] if not prefilling or prefilling[0].joins else self._with_room(jobs)
+            jobs = self._with_room(jobs) if prefilling else []
         if prefilling:
             self._run_pass(prefilling, [job for job in jobs if not job.done])
         return bool(plan.prefill) or bool(plan.decode)
@@ -308,8 +305,7 @@ class Batch:
         num_left, packed = self._pass_tokens(prefilling[0].prefill, len(jobs)), list[tuple[Prefilling, PassPart]]()
         started_s = time.perf_counter()
         for each in prefilling:
-            is_first = not packed and not (each.joins and jobs)
-            if not is_first and (not num_left or each.joins or packed[0][0].joins or not each.may_pack):
+            if packed and (not num_left or not each.may_pack):
                 break
             with self._ending(each.job):
                 part = each.part(min(num_left, each.prefill.num_left))

@@ -30,13 +30,15 @@ from ca_jax.overflow.config import (
     num_leaving,
     oldest_first,
 )
-from ca_jax.recompute.drift import Drift
+from ca_jax.recompute.drift import Drift, add_drift
 from ca_jax.recompute.plan import Plan, blend_plan, repair_plan
 from ca_jax.recompute.recomputer import RecomputedHistory, Repair, warm_up
 from ca_jax.session import Job, Session
 from ca_jax.storage.records import Residency
 from ca_jax.telemetry.metrics import EngineMetrics
 from ca_jax.turns.conversations import OTHERWISE, Conversation, padded
+
+_WARM_STEP = 64  # Lengths of histories for whose repair functions are compiled are so far apart.
 
 
 class Truncator:
@@ -83,38 +85,36 @@ class Truncator:
         oldest = oldest_first(len(discarded), count, self._overflow.keep_first_tokens)
         return self.rule if np.array_equal(discarded, oldest) else OTHERWISE
 
-    def repair_of(self, session: Session, num_tokens: int, num_places: int) -> Repair | None:
-        """What is to be done to a session's history before its prefill reads it; None: it is used as it is stored.
-
-        Args:
-          num_places: of the load, which they are the first of.
-        """
+    def repair_of(self, session: Session, num_tokens: int) -> Repair | None:
+        """What is to be done to a session's history before its prefill reads it; None: it is used as it is stored."""
         if not self._repairs:
             return None
         found = session.conversation.with_kv_of(num_tokens)
-        plan = self._plan(found.num_to_repair, num_places)
+        plan = self._plan(found.num_to_repair)
         to_drift = tuple(found.to_drift) if self._drift is not None else ()
         if plan is None and not to_drift:
             return None
         return Repair(plan=plan, drift=self._drift, to_drift=to_drift, num_plain=self._overflow.keep_first_tokens)
 
-    def recomputed(self, job: Job, session: Session, history: History, config: BlendConfig) -> RecomputedHistory | None:
-        """A job's history as its prefill should read it; None: as it is stored."""
+    def recomputed(
+        self, job: Job, session: Session, history: History, slot: int, config: BlendConfig
+    ) -> RecomputedHistory | None:
+        """A job's history, read in a slot, as its prefill should read it; None: as it is stored."""
         if history.source is None:
             return None
         num_places, blend = history.num_places, None
         num_own = history.num_stored if history.chunks else num_places
-        repair = self.repair_of(session, num_own, num_places)
+        repair = self.repair_of(session, num_own)
         if history.chunks:
             num_layers, ratio = self._runner.config.num_layers, job.recompute_ratio
             blend = blend_plan(config, num_layers, num_places, num_own, history.chunks, ratio)
         if repair is None and blend is None:
             return None
-        return RecomputedHistory(history.source, job.prompt_ids[:num_places], self._runner, repair=repair, blend=blend)
+        token_ids = job.prompt_ids[:num_places]
+        return RecomputedHistory(history.source, slot, token_ids, self._runner, repair=repair, blend=blend)
 
-    def _plan(self, num_tokens: int, num_places: int) -> Plan | None:
-        capacity = self._runner.padded_history(num_places)
-        return repair_plan(self._overflow, self._runner.config.num_layers, num_tokens, capacity)
+    def _plan(self, num_tokens: int) -> Plan | None:
+        return repair_plan(self._overflow, self._runner.config.num_layers, num_tokens)
 
     def warmup(self) -> None:
         """Compiles what truncation needs, by running it. No job may run."""
@@ -128,10 +128,17 @@ class Truncator:
         if overflow.recomputes and overflow.anchor_tokens:
             self._runner.compute(0, [0] * min(num_left, overflow.anchor_tokens))
         pool.end(0)
-        if self._repairs:
-            for size in self._runner.history_buckets:  # What is left may be of any of these: of a discard by hand, too.
-                num_tokens = min(size, self._window)
-                warm_up(self._runner, num_tokens, self._plan(num_tokens, num_tokens), self._drift)
+        if self._repairs and self._drift is not None:
+            put, kinds = self._runner.to_device, self._runner.history_buckets[1:]
+            for size in kinds:
+                kv = self._runner.unpacked(self._runner.at_rest(self._runner.empty_kv(size)))
+                add_drift(kv, put(self._drift.values[0]), put(0, np.int32), put(0, np.int32))
+        sizes = set[tuple[int, ...]]()
+        for num_tokens in (*range(_WARM_STEP, self._window, _WARM_STEP), self._window) if self._repairs else ():
+            plan = self._plan(num_tokens)  # What is left may be of any length: of a discard by hand, too.
+            if plan is not None and plan.rows not in sizes:
+                sizes.add(plan.rows)
+                warm_up(self._runner, num_tokens, plan)
 
     # Between turns.
 

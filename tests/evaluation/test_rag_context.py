@@ -16,7 +16,7 @@ from benchmarks.evaluate.rag_context import (
     kv_deviations,
     plan_of,
 )
-from ca_jax.device import steps
+from ca_jax.evaluation.by_layer import LayerByLayer, as_pages
 from tests import engine_kit as kit
 
 CHUNKS = tuple(tuple(kit.prompt(num_tokens, num_tokens)) for num_tokens in (30, 41, 1, 30))
@@ -67,16 +67,17 @@ def test_forward_attention_adds_up_to_what_places_receive(contexts, window):
     """Summed over heads and the question's tokens it is what `steps` counts for discarding lists, in its own way."""
     ids = prompt().context_ids
     kv = contexts.prefill(ids)
-    row = np.zeros((1, 16), np.int32)
-    row[0, : len(QUESTION)] = QUESTION
-    x = steps.embed(contexts.config, contexts.outer, jnp.asarray(row))
+    by_layer = contexts.by_layer
+    x = by_layer.embedded(QUESTION, 16)
     length, count = jnp.int32(len(ids)), jnp.int32(len(QUESTION))
-    for params, layer in zip(contexts.layers, kv, strict=True):
-        arguments = (contexts.config, params, x, layer, length, count, contexts.table)
-        given = np.asarray(forward_attention(*arguments, window=window))
-        x, _, received = steps.prefill_layer(*arguments[:5], contexts.table, window, num_new=count)
+    config = dataclasses.replace(contexts.config, sliding_window=window)
+    for i, (params, layer) in enumerate(zip(by_layer.layers, kv, strict=True)):
+        given = np.asarray(forward_attention(config, params, x, layer, length, count, by_layer.table, window=window))
+        room = as_pages(jnp.pad(layer, ((0, 0), (0, 16), (0, 0), (0, 0))))
+        sliding = LayerByLayer(dataclasses.replace(contexts.model, config=config), contexts.capacity + 16, kit.WINDOW)
+        x, _, _, received = sliding.layer(i, x, room, len(ids), len(QUESTION), with_attention=True)
         assert given.shape == (contexts.config.num_heads, 16, contexts.capacity)
-        np.testing.assert_allclose(given.sum((0, 1)), np.asarray(received)[: contexts.capacity], atol=1e-5)
+        np.testing.assert_allclose(given.sum((0, 1))[: len(ids)], np.asarray(received)[0, : len(ids)], atol=1e-5)
         assert not given[:, :, len(ids) :].any()
         assert not given[:, len(QUESTION) :].any()
         assert (given.sum(-1)[:, : len(QUESTION)] < 1).all()

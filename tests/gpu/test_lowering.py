@@ -13,15 +13,14 @@ import pytest
 
 from ca_jax.device import steps
 from ca_jax.models import gpu_attention
-from ca_jax.models.attention import prefill_attention
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.paged_attention import Rows, paged_attention
+from ca_jax.recompute.layers import choose_deviating, recompute_layer
 from ca_jax.testing import tiny
 
 NUM_ROWS, NUM_NEW, NUM_HISTORY = 4, 32, 64
 NUM_PAGES, PAGE, PAGES_OF_ROW = 24, 64, 5
 HEAD_DIM = 64
-BFLOAT16 = jnp.dtype(jnp.bfloat16)
 
 
 @pytest.fixture(params=["here", "on a GPU"])
@@ -29,10 +28,7 @@ def config(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> M
     """A model of its own for each way: what was traced for one must not be found for the other."""
     if request.param == "here":
         return tiny.tiny_config(head_dim=HEAD_DIM, mlp_dim=96)
-    fused = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
-    monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(gpu_attention, "flash_is_served", lambda dtype, head_dim: True)
     monkeypatch.setattr(gpu_attention, "kernel_is_served", lambda dtype, head_dim: True)
     return tiny.tiny_config(head_dim=HEAD_DIM, mlp_dim=160)
 
@@ -62,25 +58,17 @@ def num_donated(text: str) -> int:
 
 
 INTEGERS = functools.partial(shape, dtype=jnp.int32)
-ROWS = Rows(INTEGERS(NUM_ROWS, PAGES_OF_ROW), INTEGERS(NUM_ROWS + 1), INTEGERS(NUM_ROWS))
 
 
-@pytest.mark.parametrize("num_history", [0, NUM_HISTORY])
-def test_prefill_of_a_layer(config, num_history):
-    history = shape(2, num_history, config.num_kv_heads, HEAD_DIM) if num_history else None
-    layer = params_of(config)["params"]["layer_0"]
-    x = shape(1, NUM_NEW, config.embed_dim)
-    text = lowered(steps.prefill_layer, config, layer, x, history, INTEGERS(), table_of(config))
-    is_flash = prefill_attention(BFLOAT16, HEAD_DIM) == "flash"
-    assert ("__cudnn$fmha" in text) == is_flash
-    assert ("__cudnn$fmhaScaleBias" in text) == (is_flash and num_history > 0)
+def rows_of(num_rows: int, num_tokens: int) -> Rows:
+    return Rows(INTEGERS(num_rows, PAGES_OF_ROW), INTEGERS(num_rows + 1), INTEGERS(num_tokens))
 
 
 @pytest.mark.parametrize("with_attention", [False, True])
 def test_a_pass_through_a_layer(config, with_attention):
     layer, pages = params_of(config)["params"]["layer_0"], pages_of(config)
     x = shape(1, 2 * NUM_NEW, config.embed_dim)
-    arguments = (config, layer, x, pages, ROWS, table_of(config), NUM_NEW)
+    arguments = (config, layer, x, pages, rows_of(NUM_ROWS, 2 * NUM_NEW), table_of(config), NUM_NEW)
     text = lowered(steps.layer_step, *arguments, window=100, with_attention=with_attention)
     assert num_donated(text) == 2
     assert ("triton" in text) == (paged_attention(pages) == "kernel")
@@ -89,7 +77,7 @@ def test_a_pass_through_a_layer(config, with_attention):
 @pytest.mark.parametrize("with_attention", [False, True])
 def test_decode(config, with_attention):
     pages = [pages_of(config)] * config.num_layers
-    arguments = (config, params_of(config), pages, INTEGERS(NUM_ROWS), ROWS, table_of(config))
+    arguments = (config, params_of(config), pages, INTEGERS(NUM_ROWS), rows_of(NUM_ROWS, NUM_ROWS), table_of(config))
     text = lowered(steps.decode, *arguments, with_attention=with_attention)
     assert num_donated(text) == config.num_layers
     assert ("triton" in text) == (paged_attention(pages[0]) == "kernel")
@@ -100,3 +88,16 @@ def test_history_into_a_rows_pages(config):
     scalars = (INTEGERS(), INTEGERS(), INTEGERS())
     text = lowered(steps.fill_pages, pages_of(config), kv, INTEGERS(PAGES_OF_ROW), *scalars)
     assert num_donated(text) == 1
+
+
+@pytest.mark.parametrize("carries", [False, True])
+def test_a_layer_of_a_history_computed_anew(config, carries):
+    layer, pages, x = params_of(config)["params"]["layer_0"], pages_of(config), shape(1, 2 * NUM_NEW, config.embed_dim)
+    rows = rows_of(1, 2 * NUM_NEW)
+    bools = functools.partial(shape, dtype=jnp.bool_)
+    carried = (bools(1, NUM_NEW), bools(1, PAGES_OF_ROW * PAGE)) if carries else ()
+    text = lowered(recompute_layer, config, layer, x, pages, rows, table_of(config), NUM_NEW, carried)
+    assert num_donated(text) == 2
+    assert ("triton" in text) == (paged_attention(pages) == "kernel")
+    scalar = INTEGERS()
+    assert lowered(choose_deviating, config, layer, x, pages, rows, bools(1, PAGES_OF_ROW * PAGE), scalar, NUM_NEW)

@@ -1,4 +1,4 @@
-"""The CPU kernels against XLA's forms of the same, and packed weights against the numbers they were packed from.
+"""Packed weights against the numbers they were packed from, and as products of them.
 
 Not here: attention over pages (test_paged_attention).
 """
@@ -11,9 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ca_jax.models import cpu_kernels, rope
-from ca_jax.models.attention import attend
-from ca_jax.models.kv import LayerKV
+from ca_jax.models import cpu_kernels
 from ca_jax.models.random_weights import random_params
 from ca_jax.models.transformer import Transformer
 from ca_jax.testing import tiny
@@ -46,54 +44,6 @@ def by_each_kind(function, *args):
 
 def normal(seed, *shape):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
-# Attention.
-
-
-whatever_the_heads = pytest.mark.parametrize(
-    ("head_dim", "heads"),
-    [(4, (4, 4)), (16, (130, 1)), (20, (8, 1)), (48, (9, 3)), (64, (9, 3)), (64, (71, 1)), (80, (4, 4)), (96, (8, 1)),
-     (128, (8, 2)), (256, (4, 2))],
-    ids=str,
-)  # fmt: skip
-
-
-@whatever_the_heads
-@pytest.mark.parametrize("num_new", [1, 2, 70])
-def test_new_tokens_over_their_history_whatever_the_heads(head_dim, heads, num_new):
-    rng = np.random.default_rng(head_dim + heads[0] + num_new)
-    window = int(rng.integers(1, 150)) if rng.random() < 0.5 else None
-    check_attend(num_new, int(rng.integers(0, 130)), head_dim, heads, window=window)
-
-
-@pytest.mark.parametrize(("num_new", "num_history"), [(3, 1000), (300, 0), (150, 700)])
-@pytest.mark.parametrize("window", [None, 63, 513])
-def test_new_tokens_over_more_than_one_thread_takes(num_new, num_history, window):
-    check_attend(num_new, num_history, 32, (6, 2), window=window)
-
-
-@pytest.mark.parametrize("rotary_dim", [16, 24, 32])
-def test_a_part_of_each_head_rotated(rotary_dim):
-    check_attend(5, 40, 64, (4, 2), rotary_dim=rotary_dim)
-    check_attend(50, 40, 64, (4, 2), rotary_dim=rotary_dim)
-
-
-def check_attend(num_new, num_history, head_dim, heads, *, window=None, rotary_dim=None):
-    """Two sequences, one of which has half the history; NaN lies behind both."""
-    num_heads, num_kv = heads
-    capacity = num_history + 5
-    lengths = np.array([num_history, num_history // 2], np.int32)
-    q, k, v = (normal(i, 2, num_new, n, head_dim) for i, n in enumerate((num_heads, num_kv, num_kv)))
-    history = normal(3, 2, 2, capacity, num_kv, head_dim)
-    for row, length in enumerate(lengths):
-        history[:, row, length:] = np.nan
-    at = partial(rope.rotation_at, rope.RopeConfig(theta=500.0, rotary_dim=rotary_dim), head_dim)
-    positions = lengths[:, None] + np.arange(num_new)
-    given = (q, LayerKV(k, v), history, lengths, at(positions), at(jnp.arange(capacity)))
-    expected = jax.jit(lambda *args: attend(*args, "blocks", window))(*given)
-    for found in by_each_kind(lambda *args: attend(*args, "cpu", window), *given):
-        np.testing.assert_allclose(found, expected, atol=ATOL, rtol=0)
 
 
 # Packed weights.

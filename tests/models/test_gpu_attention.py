@@ -1,7 +1,4 @@
-"""The GPU's ways to attend, on any backend: each against the CPU's, in float32, and lowered for CUDA in bfloat16.
-
-The kernel runs step by step here; what cuDNN computes is computed by XLA, which takes the same arguments.
-"""
+"""The GPU's way to attend, on any backend: against blocks, in float32, and lowered for CUDA in bfloat16."""
 
 import functools
 import logging
@@ -12,16 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ca_jax.models import attention, gpu_attention, paged_attention, rope
-from ca_jax.models.attention import attend
-from ca_jax.models.config import RopeConfig
-from ca_jax.models.kv import LayerKV
+from ca_jax.models import gpu_attention, paged_attention
 from ca_jax.models.paged_attention import attend_pages
 from tests.models.test_paged_attention import RAGGED, Case
 from tests.tolerances import ATTENTION_ATOL
 
 ATOL = ATTENTION_ATOL["float32"]
-HEAD_DIM = 16
 
 
 @pytest.fixture(autouse=True)
@@ -36,68 +29,11 @@ def run(function, *arguments, **options):
     return jax.tree.map(np.asarray, jax.jit(functools.partial(function, **options))(*arguments))
 
 
-def normal(seed: int, *shape: int) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
-def prefill_arguments(num_new: int, lengths: tuple[int, ...], capacity: int) -> tuple:
-    """What `attend` takes, for rows of so much history, NaN behind each; 4 KV heads and 8 query heads."""
-    rows = len(lengths)
-    q, k, v = (normal(i, rows, num_new, heads, HEAD_DIM) for i, heads in enumerate((8, 4, 4)))
-    old = [normal(i, rows, capacity, 4, HEAD_DIM) for i in (3, 4)]
-    for row, length in enumerate(lengths):
-        for part in old:
-            part[row, length:] = np.nan
-    config = RopeConfig(theta=500.0)
-    positions = jnp.asarray(lengths)[:, None] + jnp.arange(num_new)
-    return (
-        jnp.asarray(q),
-        LayerKV(jnp.asarray(k), jnp.asarray(v)),
-        jnp.stack(old) if capacity else None,
-        jnp.asarray(lengths, jnp.int32),
-        rope.rotation_at(config, HEAD_DIM, positions),
-        rope.rotation_at(config, HEAD_DIM, jnp.arange(capacity)) if capacity else None,
-    )
-
-
 @pytest.fixture
 def steps_through(monkeypatch) -> None:
     """The kernel runs step by step."""
     kernel = functools.partial(gpu_attention.attend_pages_kernel, interpret=True)
     monkeypatch.setattr(gpu_attention, "attend_pages_kernel", kernel)
-
-
-PREFILLS = [(1, (0,), 0, None), (9, (0, 0), 0, 7), (9, (5, 0, 8), 8, None), (9, (5, 0, 8), 8, 7)]
-
-
-@pytest.mark.parametrize(
-    ("implementation", "num_new", "lengths", "capacity", "window"),
-    [
-        *((implementation, *prefill) for implementation in ("batched", "flash") for prefill in PREFILLS),
-        ("batched", attention.BATCHED_QUERY_BLOCK + 30, (40,), 64, 37),
-    ],
-)
-def test_each_way_to_prefill_gives_the_same(monkeypatch, implementation, num_new, lengths, capacity, window):
-    monkeypatch.setattr(gpu_attention, "FLASH", "xla")
-    arguments = prefill_arguments(num_new, lengths, capacity)
-    expected = run(attend, *arguments, implementation="blocks", window=window)
-    assert np.isfinite(expected).all()
-    found = run(attend, *arguments, implementation=implementation, window=window)
-    np.testing.assert_allclose(found, expected, atol=ATOL, rtol=0)
-
-
-def test_flash_attention_gets_no_nan_since_it_adds_to_masked_scores(monkeypatch):
-    replaced = jax.nn.dot_product_attention
-
-    def added(q, k, v, *, mask, is_causal, implementation):
-        assert implementation == "cudnn"
-        return replaced(q, k, v, bias=jnp.where(mask, 0.0, -1e30), is_causal=is_causal)
-
-    monkeypatch.setattr(jax.nn, "dot_product_attention", added)
-    arguments = prefill_arguments(9, (5, 0, 8), 8)
-    expected = run(attend, *arguments, implementation="blocks")
-    found = run(attend, *arguments, implementation="flash")
-    np.testing.assert_allclose(found, expected, atol=ATOL, rtol=0)
 
 
 def same_over_pages(case: Case, window: int | None, atol: float, dtype=np.float32, **options) -> None:
@@ -127,7 +63,8 @@ def same_over_pages(case: Case, window: int | None, atol: float, dtype=np.float3
 )
 def test_the_kernel_over_pages_gives_the_same(monkeypatch, sizes, window, programs):
     monkeypatch.setattr(gpu_attention, "_PROGRAMS", programs)
-    same_over_pages(Case(RAGGED, **{"page": 16, **sizes}), window, 2 * ATOL)
+    among = (80, np.sort(np.random.default_rng(6).choice(80, 40, replace=False)))  # Tokens that are computed anew.
+    same_over_pages(Case([*RAGGED, among], **{"page": 16, **sizes}), window, 2 * ATOL)
 
 
 @pytest.mark.usefixtures("steps_through")
@@ -149,7 +86,7 @@ def test_the_kernel_over_pages_of_bfloat16(one_each):
 def test_the_kernel_over_pages_is_lowered_for_cuda(one_each, head_dim, rotary_dim, window):
     """In steps: see tests/gpu/test_lowering.py."""
     shape = jax.ShapeDtypeStruct
-    rows = shape((8, 16), jnp.int32), shape((9,), jnp.int32), shape((8,), jnp.int32)
+    rows = shape((8, 16), jnp.int32), shape((9,), jnp.int32), shape((8,), jnp.int32)  # Tokens at 8 places.
     rotation = (shape((16 * 128, rotary_dim // 2), jnp.float32),) * 2
     q, pages = shape((8, 6, head_dim), jnp.bfloat16), shape((99, 2, 2, 128, head_dim), jnp.bfloat16)
     kernel = jax.jit(functools.partial(gpu_attention.attend_pages_kernel, window=window, one_each=one_each))
@@ -163,46 +100,40 @@ def test_the_kernel_over_pages_is_lowered_for_cuda(one_each, head_dim, rotary_di
 
 @pytest.fixture
 def fresh_trials() -> Iterator[None]:
-    """No implementation has been tried, nor has when the test is over."""
-    trials = (gpu_attention.flash_is_served, gpu_attention.kernel_is_served)
-    for trial in trials:
-        trial.cache_clear()
+    """Nothing has been tried, nor has when the test is over."""
+    gpu_attention.kernel_is_served.cache_clear()
     yield
-    for trial in trials:
-        trial.cache_clear()
+    gpu_attention.kernel_is_served.cache_clear()
 
 
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
 
 
-def pages_of(dtype: np.dtype, head_dim: int, page: int = 128) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((9, 2, 2, page, head_dim), dtype)
+def chosen(dtype: np.dtype, head_dim: int, page: int = 128) -> str:
+    return paged_attention.paged_attention(jax.ShapeDtypeStruct((9, 2, 2, page, head_dim), dtype))
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="on a GPU others are taken")
 def test_off_the_gpu_blocks_are_taken_and_nothing_is_tried(monkeypatch):
-    monkeypatch.setattr(gpu_attention, "_is_right", lambda *_: pytest.fail("an implementation was tried"))
-    assert attention.prefill_attention(BFLOAT16, 64) == "blocks"
-    assert paged_attention.paged_attention(pages_of(BFLOAT16, 64)) == "blocks"
+    monkeypatch.setattr(gpu_attention, "kernel_is_served", lambda *_: pytest.fail("the kernel was tried"))
+    assert chosen(BFLOAT16, 64) == "blocks"
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "prefill", "paged"),
+    ("dtype", "head_dim", "page", "expected"),
     [
-        (jnp.bfloat16, 64, "flash", "kernel"),
-        (jnp.float16, 128, "flash", "kernel"),
-        (jnp.float32, 64, "batched", "blocks"),
-        (jnp.bfloat16, 80, "flash", "kernel"),
-        (jnp.bfloat16, 256, "batched", "kernel"),
-        (jnp.bfloat16, 12, "batched", "blocks"),
+        (jnp.bfloat16, 64, 128, "kernel"),
+        (jnp.float16, 128, 128, "kernel"),
+        (jnp.float32, 64, 128, "blocks"),
+        (jnp.bfloat16, 80, 128, "kernel"),
+        (jnp.bfloat16, 12, 128, "blocks"),
+        (jnp.bfloat16, 64, 24, "blocks"),
     ],
 )
-def test_on_a_gpu_what_fits_and_is_served_is_taken(monkeypatch, fresh_trials, dtype, head_dim, prefill, paged):
+def test_on_a_gpu_what_fits_and_is_served_is_taken(monkeypatch, dtype, head_dim, page, expected):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(gpu_attention, "_is_right", lambda *_: True)
-    assert attention.prefill_attention(jnp.dtype(dtype), head_dim) == prefill
-    assert paged_attention.paged_attention(pages_of(jnp.dtype(dtype), head_dim)) == paged
-    assert paged_attention.paged_attention(pages_of(jnp.dtype(dtype), head_dim, page=24)) == "blocks"
+    monkeypatch.setattr(gpu_attention, "kernel_is_served", lambda *_: True)
+    assert chosen(jnp.dtype(dtype), head_dim, page) == expected
 
 
 def test_what_does_not_run_is_not_taken(monkeypatch, fresh_trials, caplog):
@@ -211,25 +142,22 @@ def test_what_does_not_run_is_not_taken(monkeypatch, fresh_trials, caplog):
     def broken(*_, **__):
         raise NotImplementedError("not on this device")
 
-    monkeypatch.setattr(gpu_attention, "attend_flash", broken)
     monkeypatch.setattr(gpu_attention, "attend_pages_kernel", broken)
     with caplog.at_level(logging.WARNING):
-        assert attention.prefill_attention(BFLOAT16, 64) == "batched"
-        assert paged_attention.paged_attention(pages_of(BFLOAT16, 64)) == "blocks"
-    assert caplog.text.count("does not run here: not on this device") == 2
+        assert chosen(BFLOAT16, 64) == "blocks"
+    assert caplog.text.count("does not run here: not on this device") == 1
 
 
 @pytest.mark.parametrize("error", [0.0, np.nan])
-def test_trials_run_while_a_function_is_traced_and_find_what_is_wrong(monkeypatch, fresh_trials, error):
+def test_a_trial_runs_while_a_function_is_traced_and_finds_what_is_wrong(monkeypatch, fresh_trials, error):
     kernel = functools.partial(gpu_attention.attend_pages_kernel, interpret=True)
-    monkeypatch.setattr(gpu_attention, "FLASH", "xla")
     monkeypatch.setattr(
         gpu_attention, "attend_pages_kernel", lambda *arguments, **options: kernel(*arguments, **options) + error
     )
 
     @jax.jit
-    def traced(x: jax.Array) -> tuple[jax.Array, bool, bool]:
-        return x, gpu_attention.flash_is_served(BFLOAT16, 64), gpu_attention.kernel_is_served(BFLOAT16, 64)
+    def traced(x: jax.Array) -> tuple[jax.Array, bool]:
+        return x, gpu_attention.kernel_is_served(BFLOAT16, 64)
 
-    _, flash, paged = traced(jnp.zeros(()))
-    assert (bool(flash), bool(paged)) == (True, error == 0.0)
+    _, is_served = traced(jnp.zeros(()))
+    assert bool(is_served) == (error == 0.0)

@@ -12,20 +12,32 @@ from ca_jax.models.config import RopeConfig
 from ca_jax.models.kv import LayerKV
 from ca_jax.models.paged_attention import Rows, attend_pages, attention_received, read_places, write_places
 from tests.models.test_attention import textbook, weights_of
-from tests.models.test_cpu_kernels import KINDS, whatever_the_heads
+from tests.models.test_cpu_kernels import KINDS
 from tests.tolerances import ATTENTION_ATOL
 
 ATOL = ATTENTION_ATOL["float32"]
 
+whatever_the_heads = pytest.mark.parametrize(
+    ("head_dim", "heads"),
+    [(4, (4, 4)), (16, (130, 1)), (20, (8, 1)), (48, (9, 3)), (64, (9, 3)), (64, (71, 1)), (80, (4, 4)), (96, (8, 1)),
+     (128, (8, 2)), (256, (4, 2))],
+    ids=str,
+)  # fmt: skip
+
 
 class Case:
-    """Rows of (tokens before, new tokens) over pages in any order, NaN where nothing is, and what each should give."""
+    """Rows over pages in any order, NaN where nothing is, and what each should give.
+
+    A row is how many tokens it has, and how many are new behind them, or at which places tokens are computed.
+    """
 
     def __init__(self, rows, heads=(6, 2), head_dim=16, page=8, padding=3, seed=0, rotary_dim=None):
         rng = np.random.default_rng(seed)
         num_heads, num_kv = heads
-        counts = [new for _, new in rows]
-        most = max(-(-(before + new) // page) for before, new in rows) + 1
+        self.places = [np.arange(n, n + new) if isinstance(new, int) else np.array(new) for n, new in rows]
+        counts = list(map(len, self.places))
+        ends = [max([before, *(places + 1)]) for (before, _), places in zip(rows, self.places, strict=True)]
+        most = max(-(-end // page) for end in ends) + 1
         num_pages = len(rows) * most + 2
         numbers = iter(rng.permutation(num_pages))
         table = np.zeros((len(rows), most), np.int32)
@@ -34,15 +46,16 @@ class Case:
         self.q = jnp.array(rng.standard_normal((total, num_heads, head_dim)).astype(np.float32))
         self.new = LayerKV(*rng.standard_normal((2, 1, total, num_kv, head_dim)).astype(np.float32))
         self.history = []
-        for row, (before, new) in enumerate(rows):
+        for row, (before, _) in enumerate(rows):
             kv = rng.standard_normal((2, before, num_kv, head_dim)).astype(np.float32)
-            for i in range(-(-(before + new) // page)):
+            for i in range(-(-ends[row] // page)):
                 table[row, i] = next(numbers)
                 part = kv[:, i * page : (i + 1) * page]
                 pages[table[row, i], :, :, : part.shape[1]] = part.swapaxes(1, 2)
             self.history.append(kv)
         starts = np.cumsum([0, *counts]).astype(np.int32)
-        self.rows = Rows(jnp.array(table), jnp.array(starts), jnp.array([before for before, _ in rows], jnp.int32))
+        places = np.concatenate([*self.places, np.zeros(padding)])
+        self.rows = Rows(*(jnp.array(part, jnp.int32) for part in (table, starts, places)))
         self.pages, self.spans = jnp.array(pages), [slice(*span) for span in itertools.pairwise(starts)]
         config = RopeConfig(theta=1e4, rotary_dim=rotary_dim)
         self.table = rope.rotation_at(config, head_dim, jnp.arange(most * page))
@@ -70,11 +83,13 @@ class Case:
 
     def in_rows(self, window):
         """Of each row its tokens' span, all of its KV, rotated queries and keys, and what is seen, `[t, T]`."""
-        for span, kv in zip(self.spans, self.history, strict=True):
-            own, kv = kv.shape[1], np.concatenate([kv, [self.new.k[0, span], self.new.v[0, span]]], axis=1)
-            places = np.arange(kv.shape[1])
-            seen = (places <= places[own:, None]) & (places > places[own:, None] - (window or len(places)))
-            yield span, kv, self.rotated(np.asarray(self.q)[span], places[own:]), self.rotated(kv[0], places), seen
+        for span, own, history in zip(self.spans, self.places, self.history, strict=True):
+            places = np.arange(max([history.shape[1], *(own + 1)]))
+            kv = np.zeros((2, len(places), *history.shape[2:]), np.float32)
+            kv[:, : history.shape[1]] = history
+            kv[:, own] = self.new.k[0, span], self.new.v[0, span]
+            seen = (places <= own[:, None]) & (places > own[:, None] - (window or len(places)))
+            yield span, kv, self.rotated(np.asarray(self.q)[span], own), self.rotated(kv[0], places), seen
 
 
 @pytest.fixture(params=["blocks", *KINDS])
@@ -101,6 +116,16 @@ RAGGED = [(8, 4), (5, 1), (0, 2), (12, 0), (23, 1), (0, 1), (30, 9), (1, 70)]
 @pytest.mark.parametrize("sizes", [{}, {"page": 24, "head_dim": 20}, {"heads": (4, 4), "rotary_dim": 8}], ids=str)
 def test_each_token_attends_to_its_own_row_up_to_itself(attended, window, sizes):
     case = Case(RAGGED, **sizes)
+    case.expect(*attended(case, window), window)
+
+
+@pytest.mark.parametrize("window", [None, 1, 11])
+@pytest.mark.parametrize("head_dim", [16, 20])
+def test_tokens_among_others_see_what_is_before_them(attended, head_dim, window):
+    """They are computed anew, and put in the places of what was there."""
+    among = np.sort(np.random.default_rng(5).choice(300, 90, replace=False))
+    rows = [(12, [0, 3, 4, 11]), (30, 2), (20, [2, 19, 20, 21]), (300, among), (9, [5])]
+    case = Case(rows, head_dim=head_dim, seed=4)
     case.expect(*attended(case, window), window)
 
 

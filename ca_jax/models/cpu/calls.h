@@ -24,26 +24,21 @@ constexpr int SPLIT = 512;  // Keys of a task of few rows.
 constexpr int WRITTEN = 64;  // Tokens that a thread writes at a time.
 
 struct Call {
-  // Of history that is one array: steps in floats.
-  const float *keys, *values;
-  int64_t row_step, head_step, token_step;
-  // New tokens behind it, [rows, tokens, K, H], and the cosines of their places.
-  const float *new_keys, *new_values, *new_cosines, *new_sines;
-  // Of history in pages [P, 2, K, page, H], new tokens among it: the pages of each row, [rows, most].
-  const int32_t* table;
+  float* pages;          // [P, 2, K, page, H], 0 keys, 1 values.
+  const int32_t* table;  // The pages of each row, [rows, most].
   int64_t most_pages, page_tokens;
-  const float *cosines, *sines;  // Of each place.
-  const float* queries;          // [tokens of all rows, N, H]
-  const int32_t *starts, *firsts;  // Of each row its first token among all, and that token's place.
-  float* out;                      // As the queries.
+  const float *cosines, *sines;     // Of each place.
+  const float* queries;             // [tokens of all rows, N, H]
+  const int32_t *starts, *places;   // Of each row its first token among all; of each token its place.
+  float* out;                       // As the queries.
   int64_t heads, kv_heads, dim, half, window;
   float scale;
 
   int64_t groups() const { return heads / kv_heads; }
   int64_t tokens(int64_t row) const { return starts[row + 1] - starts[row]; }
+  int64_t place(int64_t row, int64_t token) const { return places[starts[row] + token]; }
   float* page(int64_t row, int64_t place) const {  // Of keys; its values are behind those of all heads.
-    const int64_t number = table[row * most_pages + place / page_tokens];
-    return const_cast<float*>(keys) + number * 2 * kv_heads * page_tokens * dim;
+    return pages + table[row * most_pages + place / page_tokens] * 2 * kv_heads * page_tokens * dim;
   }
 };
 

@@ -104,27 +104,17 @@ CA_INLINE V exp_of_negative(V x) {
   return p * (V)((k + 127) << 23);
 }
 
-// Keys and values one behind the other.
+// Keys and values one behind the other, as far as a page goes.
 struct Run {
   const float *keys, *values, *cosines, *sines;
-  int64_t step, count;
+  int64_t count;
 };
 
 CA_INLINE Run run_from(const Call& c, int64_t row, int64_t head, int64_t place) {
-  const float *cosines = c.cosines + place * c.half, *sines = c.sines + place * c.half;
-  if (c.table) {
-    const int64_t in_page = place % c.page_tokens;
-    const float* keys = c.page(row, place) + (head * c.page_tokens + in_page) * c.dim;
-    return {keys, keys + c.kv_heads * c.page_tokens * c.dim, cosines, sines, c.dim, c.page_tokens - in_page};
-  }
-  const int64_t length = c.firsts[row];
-  if (place < length) {
-    const int64_t at = row * c.row_step + head * c.head_step + place * c.token_step;
-    return {c.keys + at, c.values + at, cosines, sines, c.token_step, length - place};
-  }
-  const int64_t token = c.starts[row] + place - length, at = (token * c.kv_heads + head) * c.dim;
-  return {c.new_keys + at, c.new_values + at, c.new_cosines + token * c.half, c.new_sines + token * c.half,
-          c.kv_heads * c.dim, length + c.tokens(row) - place};
+  const int64_t in_page = place % c.page_tokens;
+  const float* keys = c.page(row, place) + (head * c.page_tokens + in_page) * c.dim;
+  return {keys, keys + c.kv_heads * c.page_tokens * c.dim, c.cosines + place * c.half, c.sines + place * c.half,
+          c.page_tokens - in_page};
 }
 
 // What is read soon, [count], is brought near.
@@ -144,11 +134,9 @@ CA_INLINE void rotate(const float* __restrict x, const float* __restrict cosines
 }
 
 CA_INLINE const float* query(const Call& c, const Task& t, int64_t i, float* turned) {
-  const int64_t offset = i / c.groups(), token = c.starts[t.row] + offset;
-  const int64_t at = (c.table ? c.firsts[t.row] + offset : token) * c.half;
+  const int64_t token = c.starts[t.row] + i / c.groups(), at = c.places[token] * c.half;
   const float* x = c.queries + (token * c.heads + t.head * c.groups() + i % c.groups()) * c.dim;
-  rotate(x, (c.table ? c.cosines : c.new_cosines) + at, (c.table ? c.sines : c.new_sines) + at, c.half, c.dim, c.scale,
-         turned);
+  rotate(x, c.cosines + at, c.sines + at, c.half, c.dim, c.scale, turned);
   return turned;
 }
 
@@ -171,8 +159,8 @@ CA_INLINE void product(const float* a, int64_t row_step, int64_t column_step, co
 template <int NV>
 CA_INLINE void many_rows_of(const Call& c, const Task& t, float* scratch) {
   constexpr int N = NV * W;
-  const int64_t dim = c.dim, count = t.stop - t.first, groups = c.groups(), own = c.firsts[t.row];
-  const int64_t first_own = own + t.first / groups, end = own + (t.stop - 1) / groups + 1;
+  const int64_t dim = c.dim, count = t.stop - t.first, groups = c.groups();
+  const int64_t first_own = c.place(t.row, t.first / groups), end = c.place(t.row, (t.stop - 1) / groups) + 1;
   float *q = scratch, *total = q + dim * N;               // [H, N] each.
   float *scores = total + dim * N, *keys = scores + KEYS * N;  // [KEYS, N], [KEYS, H].
   float* one = keys + KEYS * dim;                              // [H]
@@ -181,7 +169,7 @@ CA_INLINE void many_rows_of(const Call& c, const Task& t, float* scratch) {
   std::memset(keys, 0, sizeof(float) * KEYS * dim);
   for (int v = 0; v < NV; v++) top[v] = all(-1e30f), weight[v] = V{}, place[v] = all(first_own);
   for (int64_t i = 0; i < count; i++) {
-    reinterpret_cast<float*>(place)[i] = own + (t.first + i) / groups;
+    reinterpret_cast<float*>(place)[i] = c.place(t.row, (t.first + i) / groups);
     query(c, t, t.first + i, one);
     for (int64_t d = 0; d < dim; d++) q[d * N + i] = one[d];
   }
@@ -189,7 +177,7 @@ CA_INLINE void many_rows_of(const Call& c, const Task& t, float* scratch) {
     const Run run = run_from(c, t.row, t.head, at);
     const int64_t n = std::min<int64_t>({KEYS, run.count, end - at});
     for (int64_t j = 0; j < n; j++)
-      rotate(run.keys + j * run.step, run.cosines + j * c.half, run.sines + j * c.half, c.half, dim, 1.0f,
+      rotate(run.keys + j * dim, run.cosines + j * c.half, run.sines + j * c.half, c.half, dim, 1.0f,
              keys + j * dim);
     for (int64_t j = 0; j < n; j += 4) product<NV>(keys + j * dim, dim, 1, q, dim, scores + j * N, nullptr);
     if (at + n - 1 > first_own || c.window > 0)
@@ -213,7 +201,7 @@ CA_INLINE void many_rows_of(const Call& c, const Task& t, float* scratch) {
       weight[v] = weight[v] * shrink[v] + added;
       top[v] = now;
     }
-    for (int64_t d = 0; d < dim; d += 4) product<NV>(run.values + d, 1, run.step, scores, n, total + d * N, shrink);
+    for (int64_t d = 0; d < dim; d += 4) product<NV>(run.values + d, 1, dim, scores, n, total + d * N, shrink);
     at += n;
   }
   for (int64_t i = 0; i < count; i++) {
@@ -241,7 +229,7 @@ CA_INLINE V top_of(const float* scores) {
 template <int HV>
 CA_INLINE void few_rows_of(const Call& c, const Task& t, float* scratch) {
   constexpr int DIM = HV * W, PART = DIM + 2;
-  const int64_t count = t.stop - t.first, groups = c.groups(), own = c.firsts[t.row];
+  const int64_t count = t.stop - t.first, groups = c.groups();
   float *q = scratch, *scores = q + FEW * DIM, *dots = scores + FEW * KEYS;  // [rows, H], [rows, KEYS], [rows, W, W].
   for (int64_t i = 0; i < count; i++) {
     query(c, t, t.first + i, q + i * DIM);
@@ -255,8 +243,8 @@ CA_INLINE void few_rows_of(const Call& c, const Task& t, float* scratch) {
     const int64_t n = std::min<int64_t>({KEYS, run.count, t.end - at});
     const Run next = at + n < t.end ? run_from(c, t.row, t.head, at + n) : run;
     for (int64_t j = 0; j < n; j++) {
-      const float *key = run.keys + j * run.step, *cosines = run.cosines + j * c.half, *sines = run.sines + j * c.half;
-      ahead(j + 8 < n ? key + 8 * run.step : next.keys + (j + 8 - n) * next.step, DIM);
+      const float *key = run.keys + j * DIM, *cosines = run.cosines + j * c.half, *sines = run.sines + j * c.half;
+      ahead(j + 8 < n ? key + 8 * DIM : next.keys + (j + 8 - n) * DIM, DIM);
       V parts[HV];
       if (!in_vectors) {
         float turned[DIM];
@@ -292,7 +280,7 @@ CA_INLINE void few_rows_of(const Call& c, const Task& t, float* scratch) {
     }
     for (int64_t i = 0; i < count; i++) {
       float *row = scores + i * KEYS, *part = t.partial + i * PART;
-      const int64_t place = own + (t.first + i) / groups;
+      const int64_t place = c.place(t.row, (t.first + i) / groups);
       for (int64_t j = 0; j < KEYS; j++)
         if (j >= n || at + j > place || (c.window > 0 && at + j <= place - c.window)) row[j] = -INFINITY;
       const float now = std::max(part[0], largest(top_of(row)));
@@ -313,8 +301,8 @@ CA_INLINE void few_rows_of(const Call& c, const Task& t, float* scratch) {
       for (int r = 0; r < AT_ONCE; r++)
         for (int v = 0; v < HV; v++) total[r][v] = r < rows ? floats(t.partial + (i + r) * PART + 2 + v * W) : V{};
       for (int64_t j = 0; j < n; j++) {
-        const float* value = run.values + j * run.step;
-        if (!i) ahead(j + 8 < n ? value + 8 * run.step : next.values + (j + 8 - n) * next.step, DIM);
+        const float* value = run.values + j * DIM;
+        if (!i) ahead(j + 8 < n ? value + 8 * DIM : next.values + (j + 8 - n) * DIM, DIM);
         for (int v = 0; v < HV; v++) {
           const V x = floats(value + v * W);
           for (int r = 0; r < AT_ONCE; r++) total[r][v] += scores[std::min<int64_t>(i + r, FEW - 1) * KEYS + j] * x;

@@ -87,10 +87,11 @@ void attend(ffi::ThreadPool& pool, const Call& c, int64_t rows) {
   std::vector<Task> few, many;
   int64_t num_partials = 0;
   for (int64_t row = 0; row < rows; row++) {
-    const int64_t count = c.tokens(row) * c.groups(), own = c.firsts[row], end = own + c.tokens(row);
+    const int64_t count = c.tokens(row) * c.groups();
     if (!count) continue;
     if ((count <= FEW || c.tokens(row) == 1) && has_few_rows_of(c.dim)) {
-      const int64_t begin = c.window > 0 ? std::max<int64_t>(0, own - c.window + 1) : 0;
+      const int64_t end = c.place(row, c.tokens(row) - 1) + 1;
+      const int64_t begin = c.window > 0 ? std::max<int64_t>(0, c.place(row, 0) - c.window + 1) : 0;
       for (int64_t head = 0; head < c.kv_heads; head++)
         for (int64_t first = 0; first < count; first += FEW)
           for (int64_t at = begin; at < end; at += SPLIT) {
@@ -127,7 +128,7 @@ void write(ffi::ThreadPool& pool, const Call& c, int64_t rows, const float* keys
   for (int64_t row = 0; row < rows; row++)
     in_parallel(pool, (c.tokens(row) + WRITTEN - 1) / WRITTEN, [&](int64_t part) {
       for (int64_t i = part * WRITTEN; i < std::min((part + 1) * WRITTEN, c.tokens(row)); i++) {
-        const int64_t place = c.firsts[row] + i, at = (c.starts[row] + i) * token_step;
+        const int64_t place = c.place(row, i), at = (c.starts[row] + i) * token_step;
         float* to = c.page(row, place) + place % c.page_tokens * c.dim;
         for (int64_t head = 0; head < c.kv_heads; head++, to += c.page_tokens * c.dim) {
           std::memcpy(to, keys + at + head * c.dim, sizeof(float) * c.dim);
@@ -144,7 +145,7 @@ using Numbers = ffi::Buffer<ffi::S32>;
 Call over_pages(Floats& pages, Numbers& table) {
   const auto p = pages.dimensions();
   Call c{};
-  c.keys = pages.typed_data(), c.table = table.typed_data(), c.most_pages = table.dimensions()[1];
+  c.pages = pages.typed_data(), c.table = table.typed_data(), c.most_pages = table.dimensions()[1];
   c.kv_heads = p[2], c.page_tokens = p[3], c.dim = p[4];
   return c;
 }
@@ -152,15 +153,15 @@ Call over_pages(Floats& pages, Numbers& table) {
 // Unrotated queries [1, T, N, H] of all rows over pages [P, 2, K, page, H], into which new keys and values [1, T, K, H]
 // are put first. The pages that come out are those that come in.
 ffi::Error attend_pages(ffi::ThreadPool pool, Floats queries, Floats new_keys, Floats new_values, Floats pages,
-                        Numbers table, Numbers starts, Numbers firsts, Floats cosines, Floats sines, int64_t window,
+                        Numbers table, Numbers starts, Numbers places, Floats cosines, Floats sines, int64_t window,
                         float scale, ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::F32> written) {
   const auto q = queries.dimensions();
-  const int64_t rows = firsts.element_count();
+  const int64_t rows = table.dimensions()[0];
   if (written->typed_data() != pages.typed_data())
     return ffi::Error(ffi::ErrorCode::kInvalidArgument, "pages must be given to be written to");
   Call c = over_pages(pages, table);
   c.queries = queries.typed_data(), c.out = out->typed_data();
-  c.starts = starts.typed_data(), c.firsts = firsts.typed_data();
+  c.starts = starts.typed_data(), c.places = places.typed_data();
   c.cosines = cosines.typed_data(), c.sines = sines.typed_data(), c.half = cosines.dimensions().back();
   c.heads = q[2], c.window = window, c.scale = scale;
   write(pool, c, rows, new_keys.typed_data(), new_values.typed_data(), c.kv_heads * c.dim);
@@ -177,31 +178,12 @@ ffi::Error write_pages(ffi::ThreadPool pool, Floats kv, Floats pages, Numbers ta
     return ffi::Error(ffi::ErrorCode::kInvalidArgument, "pages must be given to be written to");
   const auto shape = kv.dimensions();
   const int32_t starts[] = {0, count.typed_data()[0]};
+  std::vector<int32_t> places(starts[1]);
+  std::iota(places.begin(), places.end(), start.typed_data()[0]);
   Call c = over_pages(pages, table);
-  c.starts = starts, c.firsts = start.typed_data();
+  c.starts = starts, c.places = places.data();
   const float* keys = kv.typed_data();
   write(pool, c, 1, keys, keys + shape[1] * shape[2] * shape[3], c.kv_heads * c.dim);
-  return ffi::Error::Success();
-}
-
-// Unrotated queries [B, T, N, H] over unrotated history [2, B, S, K, H] and new keys and values [B, T, K, H].
-ffi::Error attend_new(ffi::ThreadPool pool, Floats queries, Floats new_keys, Floats new_values, Floats history,
-                      Numbers lengths, Floats new_cosines, Floats new_sines, Floats cosines, Floats sines,
-                      int64_t window, float scale, ffi::ResultBuffer<ffi::F32> out) {
-  const auto q = queries.dimensions(), past = history.dimensions();
-  std::vector<int32_t> starts(q[0] + 1);
-  for (int64_t row = 0; row <= q[0]; row++) starts[row] = row * q[1];
-  Call c{};
-  c.keys = history.typed_data(), c.values = c.keys + past[1] * past[2] * past[3] * past[4];
-  c.cosines = cosines.typed_data(), c.sines = sines.typed_data();
-  c.row_step = past[2] * past[3] * past[4], c.head_step = past[4], c.token_step = past[3] * past[4];
-  c.new_keys = new_keys.typed_data(), c.new_values = new_values.typed_data();
-  c.new_cosines = new_cosines.typed_data(), c.new_sines = new_sines.typed_data();
-  c.queries = queries.typed_data(), c.out = out->typed_data();
-  c.starts = starts.data(), c.firsts = lengths.typed_data();
-  c.heads = q[2], c.kv_heads = past[3], c.dim = q[3], c.half = new_cosines.dimensions().back();
-  c.window = window, c.scale = scale;
-  attend(pool, c, q[0]);
   return ffi::Error::Success();
 }
 
@@ -344,22 +326,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ca_write_pages, ca::write_pages,
                                   .Arg<ca::Numbers>()
                                   .Arg<ca::Numbers>()
                                   .Arg<ca::Numbers>()
-                                  .Ret<ca::Floats>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(ca_attend_new, ca::attend_new,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<ca::Floats>()
-                                  .Arg<ca::Floats>()
-                                  .Arg<ca::Floats>()
-                                  .Arg<ca::Floats>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
-                                  .Arg<ca::Floats>()
-                                  .Arg<ca::Floats>()
-                                  .Arg<ca::Floats>()
-                                  .Arg<ca::Floats>()
-                                  .Attr<int64_t>("window")
-                                  .Attr<float>("scale")
                                   .Ret<ca::Floats>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ca_packed_dot, ca::packed_dot,
