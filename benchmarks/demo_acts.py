@@ -249,7 +249,7 @@ def go_on(
     console = rich.console.Console()
     console.rule("restart: a new process goes on with what is on SSD")
     with progress_bars(console) as progress:
-        engine = Engine.from_pretrained(model, engine_config, progress=progress)
+        engine = Engine.from_pretrained(model, engine_config, progress=progress, warm=False)
     with engine:
         session = engine.session(session_id=session_id)
         history_tokens, num_messages = len(session.token_ids), len(session.messages)

@@ -86,12 +86,23 @@ class Engine:
 
     @classmethod
     def from_pretrained(
-        cls, model: str, config: EngineConfig | None = None, *, progress: Progress | None = None
+        cls, model: str, config: EngineConfig | None = None, *, progress: Progress | None = None, warm: bool = True
     ) -> Engine:
-        """Loads a model and makes an engine for it; see `load_model` for what `model` may be and what is raised."""
+        """Loads a model and makes an engine for it; see `load_model` for what `model` may be and what is raised.
+
+        Args:
+          model: see `load_model`.
+          config: of the engine.
+          progress: told how far loading is.
+          warm: whether what turns may need is compiled in a thread from now on, so that few turns wait for it; see also
+            `warmup`.
+        """
         config = config or EngineConfig()
         enable_compile_cache(config.compile_cache_dir)
-        return cls(load_model(model, dtype=config.dtype, progress=progress, layout=layout_of(config)), config)
+        engine = cls(load_model(model, dtype=config.dtype, progress=progress, layout=layout_of(config)), config)
+        if warm:
+            engine._core.warm_in_background()
+        return engine
 
     # Conversations.
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import numpy as np
 import pytest
 
 from ca_jax.engine import Engine
+from ca_jax.overflow.config import OverflowConfig
 from ca_jax.storage.tiers import dram
+from ca_jax.telemetry.metrics import CompileCounter
+from ca_jax.turns.requests import SamplingParams
 from tests import engine_kit as kit
 from tests import overlap_kit
 from tests import server_kit as sk
 from tests.transfers_kit import InstantTransfers
 
 MODEL = kit.tiny_model().config
+DEADLINE_S = 60.0  # Of what would wait for ever.
 
 
 def warm_up(engine) -> None:
@@ -66,10 +71,49 @@ def test_a_measurement_that_breaks_is_left_out(num_broken):
         kit.say(engine.session(), "Hello.", 3)
 
 
+# In the background.
+
+
+def test_what_turns_need_is_compiled_in_a_thread_and_no_turn_waits_for_it_then():
+    model = kit.model_of(head_dim=20)  # Like no other test's.
+    with kit.small_engine(model, overflow=OverflowConfig()) as engine:
+        engine._core.warm_in_background()
+        with CompileCounter() as before:
+            engine._core._warming.thread.join(DEADLINE_S)
+            assert not engine._core._warming.thread.is_alive()
+        with CompileCounter() as after:
+            session = engine.session()
+            for num_new in (9, 40, kit.WINDOW // 2, kit.WINDOW // 2):
+                kit.say(session, kit.prompt(num_new))
+            engine.generate([kit.prompt(20)] * 3, SamplingParams(max_tokens=3, temperature=0.7, top_p=0.9, logprobs=2))
+            assert engine.metrics.truncations > 0
+        assert before.count > after.count == 0
+
+
+def test_an_engine_closes_while_functions_are_compiled():
+    model = kit.model_of(head_dim=28)
+    engine = kit.small_engine(model)
+    engine._core.warm_in_background()
+    warming = engine._core._warming
+    kit.say(session := engine.session(), kit.prompt(9))
+    kit.expect_right(session, model=model)
+    engine.close()
+    assert not warming.thread.is_alive()
+
+
+def test_an_engine_that_is_let_go_of_is_warmed_up_no_further():
+    engine = kit.small_engine(kit.model_of(head_dim=36))
+    engine._core.warm_in_background()
+    thread = engine._core._warming.thread
+    with CompileCounter() as counted:
+        del engine
+        gc.collect()
+        thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+    assert counted.count < 20
+
+
 # Memory.
-
-
-DEADLINE_S = 20.0  # Of what would wait for ever.
 
 
 class Gate:

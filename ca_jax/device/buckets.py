@@ -24,7 +24,7 @@ def token_buckets(max_tokens: int, coarse: bool = False) -> tuple[int, ...]:
 
 
 def history_buckets(window_tokens: int) -> tuple[int, ...]:
-    """Padded numbers of history tokens: none, 256, 512, steps of half a doubling from 1,024 to 4,096, doublings beyond."""
+    """Padded numbers of history tokens: none, 256, 512, half doublings from 1,024, doublings from 4,096."""
     ladder = [0, 256, 512, 1024, 1536, 2048, 3072, 4096]
     while ladder[-1] < window_tokens:
         ladder.append(2 * ladder[-1])

@@ -287,10 +287,6 @@ class PagePool:
         left = [page for page in old if page not in own[:wanted]]
         self._release(Holding(holding.part, left, holding.generation))
 
-    def warmup(self) -> None:
-        """Compiles what copying a page needs, by running it."""
-        self._copy(0, 0, 0)
-
     def _own(self, holding: Holding) -> list[int]:
         """Pages that nobody else holds."""
         return [page for page in holding.pages if self._holders[holding.part][page] == 1]

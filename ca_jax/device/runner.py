@@ -27,6 +27,7 @@ from ca_jax.device.sampler import Draw, Sampler
 from ca_jax.device.transfer import params_to_device, to_device, to_host
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.cpu_kernels import pack_params
+from ca_jax.models.kv import SCALE_BYTES
 from ca_jax.models.paged_attention import Rows
 from ca_jax.models.sharding import ModelSharding, bytes_per_device, replicated
 from ca_jax.session import Job
@@ -106,15 +107,18 @@ class Runner:
             params = {**params, "packed": params_to_device(pack_params(config, params["params"]))}
         self.param_bytes = bytes_per_device(params)
         """Of the model's parameters, on each device."""
-        self._params = params
+        self.params = params
+        """Of the model, with what lies packed beside them."""
         self._timeline = timeline
         self.with_attention = sizes.with_attention
-        self._packs_kv = sizes.packs_kv
+        self.packs_kv = sizes.packs_kv
+        """Whether KV is kept in int8."""
         self.layers = [steps.layer_of(params, i) for i in range(config.num_layers)]
-        self._outer = {
+        self.outer = {
             kind: {name: part for name, part in tree.items() if not name.startswith("layer_")}
             for kind, tree in params.items()
         }
+        """The parameters outside of layers."""
         self.chunk_tokens = sizes.chunk_tokens
         self._num_slots = sizes.pool.num_rows
         self.step_tokens = sizes.chunk_tokens + self._num_slots
@@ -125,14 +129,15 @@ class Runner:
         self.history_buckets = history_buckets(self.window)
         self.batch_buckets = batch_buckets(self._num_slots // self._num_parts)
         """Rows of each part that decode."""
-        # One layer of each window: those of the same share their compiled functions.
-        self._kinds = tuple({config.window_of(layer): layer for layer in reversed(range(config.num_layers))}.values())
-        self.num_windows = len(self._kinds)
-        """Different windows of the model's layers."""
-        self._dtype = str(params["params"]["embed"]["embedding"].dtype)
-        self.pool = PagePool(config, self._dtype, sizes.pool, sharding)
+        self.kinds = tuple({config.window_of(layer): layer for layer in reversed(range(config.num_layers))}.values())
+        """A layer of each window."""
+        self.dtype = str(params["params"]["embed"]["embedding"].dtype)
+        """Of KV as it is computed."""
+        self.pool = PagePool(config, self.dtype, sizes.pool, sharding)
         """The pages of all contexts."""
         num_places = max(self.history_buckets[-1], sizes.pool.most_pages * sizes.pool.page_tokens)
+        self.read_tokens = min(_READ_TOKENS, self.pool.size.most_pages * self.pool.size.page_tokens)
+        """KV of so many tokens is read from pages at a time."""
         self.table = steps.rotation_table(config, num_places, self.window, sharding)
         self.sampler = Sampler(self._num_slots, config.vocab_size, sharding)
         self._ahead: _Flight | None = None  # A step that was dispatched before it was asked for.
@@ -273,9 +278,9 @@ class Runner:
         draw, slots = None, self._placed(places)
         if places:
             index = [0 if slot is None else step.last[slot] for slot in slots]
-            found = steps.row_logits(self.config, self._outer, x, self.to_device(index, np.int32), self.sharding)
+            found = steps.row_logits(self.config, self.outer, x, self.to_device(index, np.int32), self.sharding)
             draw = self._draw(found, slots, [0 if slot is None else places[slot] for slot in slots])
-        kv = steps.stack_layers(decoded, self._packs_kv, self.sharding) if jobs else None
+        kv = steps.stack_layers(decoded, self.packs_kv, self.sharding) if jobs else None
         rows = {slot: row for row, slot in enumerate(slots) if slot is not None}
         width = 0 if kv is None else kv.shape[2] // self._num_parts
         kv_rows = {job.slot: step.part[job.slot] * width + step.first[job.slot] for job in jobs if job.slot is not None}
@@ -342,13 +347,13 @@ class Runner:
             spans.append(None if slot is None else (slot, length, 1))
         logits, likeliest, kv, self.pool.buffers, received = steps.decode(
             self.config,
-            self._params,
+            self.params,
             self.pool.buffers,
             tokens,
             self.pool.rows(spans, len(spans) // self._num_parts),
             self.table,
             with_attention=self.with_attention,
-            packs=self._packs_kv,
+            packs=self.packs_kv,
             sharding=self.sharding,
         )
         found = logits, likeliest
@@ -387,52 +392,6 @@ class Runner:
                 raise part.error
             end_pass()
 
-    def warmup(self, max_new: int, progress: Callable[[str, int, int], None] | None = None) -> None:
-        """Compiles what prefills of so many new tokens and decoding need, by running it. No job may run.
-
-        Args:
-          max_new: new tokens in one pass.
-          progress: called with "compile", functions done and functions in all.
-        """
-        sizes = self.token_buckets[
-            : 1 + self.token_buckets.index(pad_to(self.token_buckets, min(max_new, self.chunk_tokens)))
-        ]
-        kinds = [self.at_rest, lambda kv: kv] if self._packs_kv else [self.at_rest]
-        total, done = len(sizes) + len(self.batch_buckets) + len(self.history_buckets) - 1, 0
-
-        def say() -> None:
-            nonlocal done
-            done += 1
-            if progress is not None:
-                progress("compile", done, total)
-
-        empty = self._laid_out({})
-        for num_tokens in sizes:
-            step = dataclasses.replace(empty, num_tokens=num_tokens)
-            x = self.embed(step.tokens)
-            for layer in self._kinds:
-                x, kv, first, *_ = self._layer(layer, x, step)
-                self.at_rest(kv)
-            steps.stack_layers([first] * self.config.num_layers, self._packs_kv, self.sharding)
-            say()
-        for size in self.batch_buckets:
-            num_rows = size * self._num_parts
-            nowhere = self.to_device(np.zeros(num_rows, np.int32))
-            steps.row_logits(self.config, self._outer, x, nowhere, self.sharding)
-            nobody: list[int | None] = [None] * num_rows
-            zeros = np.zeros(num_rows, np.int32)
-            self._dispatch((), nobody, nowhere, zeros, zeros)
-            say()
-        self.pool.begin(0, 1)
-        for size in self.history_buckets[1:]:
-            for packed in kinds:
-                self.pool.fill(0, 0, packed(self.empty_kv(size)), 0, 0)
-            say()
-        next(self.read(0, 1))
-        self.pool.end(0)
-        self.pool.warmup()
-        jax.block_until_ready(self.pool.buffers)
-
     def measure_prefill(self, max_history: int, max_new: int) -> list[tuple[int, int, float]]:
         """Times a layer of each kind at a few pairs of lengths up to these, compiled by `warmup`, and the head once.
 
@@ -456,7 +415,7 @@ class Runner:
         """Seconds of all layers and the head, from one layer of each kind."""
         windows = [self.config.window_of(layer) for layer in range(self.config.num_layers)]
         seconds, x = 0.0, self.embed(step.tokens)
-        for layer in self._kinds:
+        for layer in self.kinds:
             jax.block_until_ready((x, self.pool.buffers[layer]))
             started_s = time.perf_counter()
             x, *_ = self._layer(layer, x, step)
@@ -464,12 +423,12 @@ class Runner:
             seconds += (time.perf_counter() - started_s) * windows.count(windows[layer])
         started_s = time.perf_counter()
         index = self.to_device(np.zeros(self._num_parts, np.int32))
-        jax.block_until_ready(steps.row_logits(self.config, self._outer, x, index, self.sharding))
+        jax.block_until_ready(steps.row_logits(self.config, self.outer, x, index, self.sharding))
         return seconds + time.perf_counter() - started_s
 
     def embed(self, tokens: np.ndarray) -> jax.Array:
         """Embeddings `[D, T, F]` of tokens, i32 `[D, T]`."""
-        return steps.embed(self.config, self._outer, self.to_device(tokens), self.sharding)
+        return steps.embed(self.config, self.outer, self.to_device(tokens), self.sharding)
 
     def read(self, slot: int, num_tokens: int) -> Iterator[tuple[slice, int, list[jax.Array]]]:
         """The KV of a slot's first tokens as it is kept, some at a time.
@@ -477,25 +436,34 @@ class Runner:
         Yields:
           Their places, which row of the arrays is the first's, and an array `[2, T, K, H]` for each layer.
         """
-        size = min(_READ_TOKENS, self.pool.size.most_pages * self.pool.size.page_tokens)
+        size = self.read_tokens
         row = self.pool.size.part_of(slot) * size
         for start in range(0, num_tokens, size):
-            layers = [self.pool.read(slot, i, start, size, packs=self._packs_kv) for i in range(self.config.num_layers)]
+            layers = [self.pool.read(slot, i, start, size, packs=self.packs_kv) for i in range(self.config.num_layers)]
             yield slice(start, min(start + size, num_tokens)), row, layers
+
+    def loaded_shapes(self, num_tokens: int) -> list[jax.ShapeDtypeStruct]:
+        """How a layer's history may come: as it is kept and, if that is in int8, as it is computed."""
+        kinds = [(self.config.head_dim, self.dtype)]
+        if self.packs_kv:
+            kinds.insert(0, (self.config.head_dim + SCALE_BYTES, "int8"))
+        sharding = None if self.sharding is None else self.sharding.kv
+        of_heads = 2, num_tokens, self.config.num_kv_heads
+        return [jax.ShapeDtypeStruct((*of_heads, width), dtype, sharding=sharding) for width, dtype in kinds]
 
     def empty_kv(self, num_tokens: int) -> jax.Array:
         """One layer's KV `[2, T, K, H]`, all zeros."""
         shape = (2, num_tokens, self.config.num_kv_heads, self.config.head_dim)
         sharding = None if self.sharding is None else self.sharding.kv
-        return to_device(np.zeros(shape, self._dtype), sharding=sharding)
+        return to_device(np.zeros(shape, self.dtype), sharding=sharding)
 
     def at_rest(self, kv: jax.Array) -> jax.Array:
         """One layer's KV `[2, T, K, H]` as it is kept: in int8 `[2, T, K, H + 2]`, or as it is. Does not wait."""
-        return steps.pack_kv(kv, self.sharding) if self._packs_kv else kv
+        return steps.pack_kv(kv, self.sharding) if self.packs_kv else kv
 
     def unpacked(self, kv: jax.Array) -> jax.Array:
         """One layer's KV as it is kept to `[2, T, K, H]`. Does not wait."""
-        return steps.unpack_kv(kv, self._dtype, self.sharding) if self._packs_kv else kv
+        return steps.unpack_kv(kv, self.dtype, self.sharding) if self.packs_kv else kv
 
 
 def _batch_of(jobs: Sequence[Job]) -> tuple[tuple[int, int, int], ...]:

@@ -12,6 +12,7 @@ import collections
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -279,17 +280,17 @@ class Sampler:
             return Draw(tokens)
         return log_probabilities(logits, tokens, self._num_top)
 
-    def warmup(self, batch_sizes: tuple[int, ...]) -> None:
-        """Compiles all ways of drawing for these numbers of rows. All slots must be free, and are as before then."""
-        sampled = SamplingParams(temperature=1.0, repetition_penalty=1.1, logprobs=0)
-        for params in (SamplingParams(logprobs=0), sampled, dataclasses.replace(sampled, top_k=1)):
-            self.set_slot(0, params, [])
-            for size in batch_sizes:
-                logits = self._to_device(np.zeros((size, self._vocab_size), np.float32))
-                likeliest = self._to_device(np.zeros(size, np.int32))
-                self.start(logits, np.zeros(size, np.int32), (0, *[None] * (size - 1)), likeliest)
-            self.mark(0, 0)
-        self.free_slot(0)
+    def compile(self, compiled: Callable[..., Any], small: Callable[..., Any], logits: Any, tokens: Any) -> None:
+        """Compiles all ways of drawing from logits of such a shape, and of marking."""
+        size, vocab_size = logits.shape
+        marks, scalar = small(len(self._params), 2, vocab_size, dtype=np.float32), small()
+        rows = SamplerRows.of([SamplingParams()] * size, lambda values, dtype: small(size, dtype=dtype))
+        for filters in (False, True):
+            drawn = compiled(sample, logits, rows, marks, small(size), small(size), filters)
+        for each in (tokens, drawn):
+            compiled(log_probabilities, logits, each, self._num_top)
+        compiled(set_entry, marks, scalar, scalar, scalar, small(dtype=np.float32))
+        compiled(set_row, marks, scalar, small(2, vocab_size, dtype=np.float32))
 
     def mark(self, slot: int, token: int) -> None:
         """Notes a drawn token for the slot's penalties."""

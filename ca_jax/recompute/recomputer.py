@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import jax
@@ -21,6 +22,7 @@ import numpy as np
 from ca_jax.device.passes import LayerSource
 from ca_jax.device.runner import Runner
 from ca_jax.device.steps import Params
+from ca_jax.device.warmup import Compile, Shapes
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.paged_attention import Rows
 from ca_jax.models.rope import Rotation
@@ -245,16 +247,37 @@ def make_recomputer(runner: Runner, slot: int, plan: Plan, token_ids: Sequence[i
     return Recomputer(runner, plan, token_ids, table, size.page_tokens, part=part, width=runner.step_tokens)
 
 
-def warm_up(runner: Runner, num_places: int, plan: Plan) -> None:
-    """Compiles what recomputing a history of so many places needs, by running it. No job may run.
+def functions_of(shapes: Shapes, plan: Plan) -> list[Compile]:
+    """What computing anew by such a plan needs to be compiled."""
+    runner, places = shapes.runner, shapes.most_pages * shapes.runner.pool.size.page_tokens
+    width = max(runner.step_tokens, plan.rows[0])
+    bools = partial(shapes.small, shapes.num_parts, dtype=bool)
 
-    Of layers that share compiled functions a few are run.
-    """
-    pool, counts = runner.pool, plan.counts
-    pool.begin(0, num_places)
-    pool.make_room(0, num_places, 0)
-    recomputer = make_recomputer(runner, 0, plan, [0] * num_places)
-    for layer in range(plan.num_layers):
-        if runner.num_windows > 1 or layer < 2 or len(set(counts[layer - 2 : layer + 1])) > 1:
-            pool.buffers[layer] = recomputer.layer(layer, pool.buffers[layer])
-    pool.end(0)
+    def recompute(layer: int) -> None:
+        moves = plan.moves is not None and layer >= plan.moves_from
+        shapes.compiled(
+            recompute_layer,
+            runner.config,
+            shapes.layers[layer],
+            shapes.embedded(width),
+            shapes.pages[layer],
+            shapes.rows(shapes.num_parts, width),
+            shapes.table,
+            plan.rows[layer],
+            (bools(plan.rows[layer]), bools(places)) if moves else (),
+            runner.config.window_of(layer),
+            runner.sharding,
+        )
+
+    def choose(layer: int) -> None:
+        x, rows = shapes.embedded(width), shapes.rows(shapes.num_parts, width)
+        given = runner.config, shapes.layers[layer], x, shapes.pages[layer], rows, bools(places), shapes.small()
+        shapes.compiled(choose_deviating, *given, plan.rows[layer - 1], runner.sharding)
+
+    found = dict[object, Compile]()
+    for layer, (count, rows) in enumerate(zip(plan.counts, plan.rows, strict=True)):
+        if count:
+            found.setdefault((rows, layer < plan.moves_from, runner.config.window_of(layer)), partial(recompute, layer))
+        if layer and 0 < count < plan.counts[layer - 1]:
+            found.setdefault(plan.rows[layer - 1], partial(choose, layer))
+    return list(found.values())

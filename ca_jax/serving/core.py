@@ -11,27 +11,29 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 
 from ca_jax.config import EngineConfig
+from ca_jax.device import warmup
 from ca_jax.device.pages import PoolSize
 from ca_jax.device.processes import Processes, check_alike
 from ca_jax.device.runner import Runner, RunnerSizes
 from ca_jax.device.runtime import ComputeWatch, Runtime
 from ca_jax.device.transfer import device_memory_bytes
+from ca_jax.device.warmup import Background, Compile, Shapes, compile_all
 from ca_jax.errors import check
 from ca_jax.kv.layout import check_buffers, kept_window, kv_layout, pool_size
 from ca_jax.kv.save import TurnKV
 from ca_jax.kv.session_kv import SessionKV
 from ca_jax.models.sharding import bytes_per_device, model_sharding
 from ca_jax.pretrained import Layout, LoadedModel, Progress
+from ca_jax.recompute import recomputer
 from ca_jax.recompute.drift import Drift
 from ca_jax.recompute.plan import blend_plan
-from ca_jax.recompute.recomputer import warm_up
 from ca_jax.serving.batch import Batch
 from ca_jax.serving.prompts import TurnBuilder
 from ca_jax.serving.scheduler import Scheduler
@@ -109,6 +111,8 @@ class EngineCore:
         self.truncator = Truncator(overflow, drift, self.kv, self.runner, self.metrics)
         self.turns = TurnBuilder(model, config, window, self.kv, self.truncator, processes)
         self.batch = Batch(self.scheduler, self.runner, self.kv, self.truncator, runtime)
+        self._processes = processes
+        self._warming: Background | None = None
 
     def warm_up(
         self,
@@ -120,21 +124,41 @@ class EngineCore:
         """Compiles what turns need, by running it, and measures rates; see `Engine.warmup`. Nothing may run."""
         history = self.window if max_history_tokens is None else min(max_history_tokens, self.window)
         new = self._config.max_num_batched_tokens if max_new_tokens is None else max_new_tokens
-        self.runner.warmup(new, progress)
-        self.truncator.warmup()
-        num_parts = self._config.data_parallel_size
-        self.runner.sampler.warmup(tuple(size * num_parts for size in self.runner.batch_buckets))
+        was_warming = self._stop_warming()
+        shapes = Shapes(self.runner)
+        compile_all(self._functions(shapes, new), progress)
         self.kv.meter.forget()
         for sample in self.runner.measure_prefill(history, new):
             self.kv.meter.add_prefill(*sample)
         self._measure_transfers()
+        compile_all(list(self._of_contexts(shapes, contexts)), progress)
+        if was_warming:  # What these sizes did not need.
+            self.warm_in_background()
+
+    def warm_in_background(self) -> None:
+        """Compiles what turns may need in a thread, by the shapes of what it will be given; of one process alone."""
+        if self._processes.count == 1:
+            shapes = Shapes(self.runner)
+            self._warming = Background(self._functions(shapes, self._config.max_num_batched_tokens))
+
+    def _stop_warming(self) -> bool:
+        """Ends what is compiled in the background; whether anything was."""
+        warming, self._warming = self._warming, None
+        if warming is not None:
+            warming.close()
+        return warming is not None
+
+    def _functions(self, shapes: Shapes, max_new: int) -> list[Compile]:
+        return [*warmup.functions_of(shapes, max_new), *self.truncator.functions(shapes)]
+
+    def _of_contexts(self, shapes: Shapes, contexts: Sequence[Sequence[int]]) -> Iterator[Compile]:
         for chunk_tokens in contexts if self._config.blend.reuses_chunks else ():
             num_tokens = sum(chunk_tokens)
             ratio = self.kv.histories.recompute_ratio(num_tokens, 0, _QUESTION_TOKENS)
             starts = itertools.accumulate(chunk_tokens, initial=0)
             spans = [ChunkSpan("", start, size) for start, size in zip(starts, chunk_tokens, strict=False)]
             plan = blend_plan(self._config.blend, self.model.config.num_layers, num_tokens, 0, spans, ratio)
-            warm_up(self.runner, num_tokens, plan)
+            yield from recomputer.functions_of(shapes, plan)
 
     def _measure_transfers(self) -> None:
         """Saves, loads and forgets made-up KV of two lengths, so that there are rates before there are turns."""
@@ -154,6 +178,7 @@ class EngineCore:
 
     def close(self) -> None:
         """Finishes saves and lets go of memory. No job may run."""
+        self._stop_warming()
         self.kv.close()
         self._watch.close()
 

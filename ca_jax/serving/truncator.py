@@ -10,13 +10,16 @@ Source: CachedAttention (Gao et al., USENIX ATC 2024), section 3.4.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import numpy as np
 import numpy.typing as npt
 
 from ca_jax.config import BlendConfig
+from ca_jax.device import steps
 from ca_jax.device.runner import Runner
+from ca_jax.device.warmup import Compile, Shapes
 from ca_jax.errors import InvalidRequestError
 from ca_jax.kv.load import History
 from ca_jax.kv.save import TurnSaver
@@ -32,7 +35,7 @@ from ca_jax.overflow.config import (
 )
 from ca_jax.recompute.drift import Drift, add_drift
 from ca_jax.recompute.plan import Plan, blend_plan, repair_plan
-from ca_jax.recompute.recomputer import RecomputedHistory, Repair, warm_up
+from ca_jax.recompute.recomputer import RecomputedHistory, Repair, functions_of
 from ca_jax.session import Job, Session
 from ca_jax.storage.records import Residency
 from ca_jax.telemetry.metrics import EngineMetrics
@@ -116,29 +119,36 @@ class Truncator:
     def _plan(self, num_tokens: int) -> Plan | None:
         return repair_plan(self._overflow, self._runner.config.num_layers, num_tokens)
 
-    def warmup(self) -> None:
-        """Compiles what truncation needs, by running it. No job may run."""
-        overflow = self._overflow
-        if not self._may_drop or overflow.method != "ca":
-            return
-        num_left, pool = max(self._window - self._share, 1), self._runner.pool
-        pool.begin(0, self._window)
-        pool.make_room(0, num_left, 0)
-        pool.cut(0, np.arange(num_left), drift=self._drift_values)
-        if overflow.recomputes and overflow.anchor_tokens:
-            self._runner.compute(0, [0] * min(num_left, overflow.anchor_tokens))
-        pool.end(0)
-        if self._repairs and self._drift is not None:
-            put, kinds = self._runner.to_device, self._runner.history_buckets[1:]
-            for size in kinds:
-                kv = self._runner.unpacked(self._runner.at_rest(self._runner.empty_kv(size)))
-                add_drift(kv, put(self._drift.values[0]), put(0, np.int32), put(0, np.int32))
-        sizes = set[tuple[int, ...]]()
+    def functions(self, shapes: Shapes) -> list[Compile]:
+        """What truncation needs to be compiled."""
+        if not self._may_drop or self._overflow.method != "ca":
+            return []
+        runner, scalar = self._runner, shapes.small()
+        values = self._drift_values
+        drift = None if values is None else shapes.small(*values.shape, dtype=values.dtype)
+
+        def cut() -> None:
+            places = shapes.small(shapes.most_pages * runner.pool.size.page_tokens)
+            given = shapes.pages, shapes.small(2, shapes.most_pages), scalar, places, scalar
+            shapes.compiled(steps.cut_pages, *given, drift, None if drift is None else scalar, runner.sharding)
+
+        def add(drift: jax.ShapeDtypeStruct, size: int) -> None:
+            kept, *_ = runner.loaded_shapes(size)
+            if runner.packs_kv:
+                kept = shapes.compiled(steps.unpack_kv, kept, runner.dtype, runner.sharding)
+            shapes.compiled(add_drift, kept, shapes.small(*drift.shape[1:], dtype=drift.dtype), scalar, scalar)
+
+        found: list[Compile] = [cut]
+        if self._repairs and drift is not None:
+            found += [partial(add, drift, size) for size in runner.history_buckets[1:]]
+        plans = dict[tuple[int, ...], Plan]()
         for num_tokens in (*range(_WARM_STEP, self._window, _WARM_STEP), self._window) if self._repairs else ():
             plan = self._plan(num_tokens)  # What is left may be of any length: of a discard by hand, too.
-            if plan is not None and plan.rows not in sizes:
-                sizes.add(plan.rows)
-                warm_up(self._runner, num_tokens, plan)
+            if plan is not None:
+                plans.setdefault(plan.rows, plan)
+        for plan in plans.values():
+            found += functions_of(shapes, plan)
+        return found
 
     # Between turns.
 

@@ -74,7 +74,7 @@ def test_only_the_reused_conversation_is_stored_and_a_second_demo_begins_anew(ti
     for _ in range(2):
         first = demo_acts.serve_with_and_without(messages=MESSAGES[:2], **arguments)
         assert [row.cached_tokens for row in first.rows] == [{}, {"dram": first.rows[1].history_tokens - 1}]
-    with Engine.from_pretrained(arguments["model"], arguments["engine_config"]) as engine:
+    with Engine.from_pretrained(arguments["model"], arguments["engine_config"], warm=False) as engine:
         stored = engine.stored.list()
         assert [(info.session_id, info.residency) for info in stored] == [("demo", Residency.SSD)]
         known = engine.session(session_id="demo").token_ids
