@@ -90,12 +90,7 @@ class Engine:
     ) -> Engine:
         """Loads a model and makes an engine for it; see `load_model` for what `model` may be and what is raised.
 
-        Args:
-          model: see `load_model`.
-          config: of the engine.
-          progress: told how far loading is.
-          warm: whether what turns may need is compiled in a thread from now on, so that few turns wait for it; see also
-            `warmup`.
+        With `warm` what turns may need is compiled in a thread from then on, so that few wait for it; see `warmup`.
         """
         config = config or EngineConfig()
         enable_compile_cache(config.compile_cache_dir)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import pytest
 
-from ca_jax.device import steps
 from ca_jax.device.pages import PoolSize
 from ca_jax.device.passes import PassPart, Prefill
 from ca_jax.device.runner import Runner, RunnerSizes
+from ca_jax.device.warmup import Shapes, compile_all, functions_of
 from ca_jax.session import Job
 from ca_jax.telemetry.metrics import CompileCounter
 from ca_jax.turns.requests import SamplingParams
@@ -71,11 +71,13 @@ def test_three_turns_and_an_overflow(name):
 def test_layers_of_each_window_are_compiled_once_and_by_the_warm_up():
     model = kit.model_of(num_layers=4, sliding_window=20, full_layers=(0, 3))
     pool = PoolSize.for_window(WINDOW, num_rows=1, num_parts=1, page_tokens=kit.BLOCK_TOKENS)
-    runner = Runner(model.config, model.params, RunnerSizes(pool=pool, chunk_tokens=64))
-    before = steps.layer_step._cache_size()
-    runner.warmup(max_new=8)
-    assert steps.layer_step._cache_size() - before == 2
-    runner.sampler.warmup(runner.batch_buckets)
+    runner, plain_runner = (
+        Runner(each.config, each.params, RunnerSizes(pool=pool, chunk_tokens=64))
+        for each in (model, kit.model_of(num_layers=4))
+    )
+    functions = functions_of(Shapes(runner), max_new=8)
+    assert len(functions) == len(functions_of(Shapes(plain_runner), max_new=8)) + 1
+    compile_all(functions)
     job = Job([1, 2, 3], SamplingParams(), output=None, stop_ids=frozenset(), slot=0)
     runner.pool.begin(0, WINDOW)
     with CompileCounter() as counter:
