@@ -68,11 +68,9 @@ def load_benchmark(name: str) -> ModuleType | None:
 
 def must_load_benchmark(name: str) -> ModuleType:
     """Likewise; ends the script where there is no checkout."""
-    module = load_benchmark(name)
-    if module is None:
-        sys.exit(
-            "error: the benchmarks are not part of the installed package: clone its repository, and run this from there"
-        )
+    if (module := load_benchmark(name)) is None:
+        text = "the benchmarks are not part of the installed package: clone its repository, and run this from there"
+        sys.exit(f"error: {text}")
     return module
 
 
@@ -80,9 +78,11 @@ def run_benchmark(name: str) -> None:
     """Runs a script that is in a checkout of the repository and not in the installed package; does not return.
 
     Args:
-      name: of its module in `benchmarks`, which has `define_flags`, `main` and `ERRORS`, the errors of `run`.
+      name: of its module in `benchmarks`: what `--help` says is its text, its flags are those of `define_flags`, and
+        `run` is given its `main` and `ERRORS`.
     """
     module = must_load_benchmark(name)
+    sys.modules["__main__"].__doc__ = module.__doc__
     module.define_flags()
     run(module.main, errors=module.ERRORS)
 
