@@ -54,10 +54,7 @@ NAMES: dict[type, dict[str, str]] = {
     },
 }
 """Flags that are not named like their field, by config and field."""
-ALIASES = {
-    "max_model_len": "context_window",
-    "max_num_seqs": "max_batch_size",
-}
+ALIASES = {"max_model_len": "context_window", "max_num_seqs": "max_batch_size"}
 """Other names of flags, which users of other servers know."""
 OFF = "off"
 """The `--overflow_method` of an engine that drops nothing."""

@@ -143,7 +143,7 @@ def _show(facts: Facts) -> _Parts:
         ("blocks at", facts["blocks_at"]),
         ("first token ids", "not readable" if token_ids is None else " ".join(map(str, token_ids))),
     ]
-    yield make_table(("", ""), rows, header=False, ruled=False)
+    yield _table(("", ""), rows)
     if facts["damage"]:
         yield f"damaged: {facts['damage']}", "red"
     yield ("",)

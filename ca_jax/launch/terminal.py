@@ -179,7 +179,7 @@ def stats_table(store: StoreStats, done: EngineMetrics) -> rich.table.Table:
         ("generated tokens", f"{done.completion_tokens:,}"),
         ("dropped tokens", f"{done.dropped_tokens:,} in {done.truncations} truncations"),
     ]
-    return make_table(("", ""), rows, header=False, ruled=False)
+    return make_table(("", ""), rows, ruled=False)
 
 
 def _ssd_rows(ssd: SsdStats) -> tuple[tuple[str, str], ...]:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ca_jax.errors import check
 from ca_jax.kv.costs import PrefillRate, PrefillSample, fit_times
 from ca_jax.overflow.config import OverflowConfig
 
@@ -114,12 +115,9 @@ class RooflineCost:
 
     def __post_init__(self) -> None:
         for name in ("flops_share", "bytes_share"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be a share in (0, 1], got {getattr(self, name)}")
-        if self.num_devices < 1:
-            raise ValueError(f"num_devices must be at least 1, got {self.num_devices}")
-        if not 0 <= self.step_s < math.inf:
-            raise ValueError(f"step_s must be seconds of at least 0, got {self.step_s}")
+            check(0 < getattr(self, name) <= 1, name, "a share in (0, 1]", getattr(self, name))
+        check(self.num_devices >= 1, "num_devices", "at least 1", self.num_devices)
+        check(0 <= self.step_s < math.inf, "step_s", "seconds of at least 0", self.step_s)
 
     def prefill_s(self, history_tokens: int, new_tokens: int) -> float:
         """Seconds of a prefill of one job, its history on the device."""
@@ -166,10 +164,8 @@ class StoreSizes:
 
     def __post_init__(self) -> None:
         for name in ("dram_bytes", "ssd_read_bytes_per_s", "ssd_write_bytes_per_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be a number above 0, got {getattr(self, name)}")
-        if not 0 <= self.ssd_bytes < math.inf:
-            raise ValueError(f"ssd_bytes must be a number of at least 0, got {self.ssd_bytes}")
+            check(0 < getattr(self, name) < math.inf, name, "a number above 0", getattr(self, name))
+        check(0 <= self.ssd_bytes < math.inf, "ssd_bytes", "a number of at least 0", self.ssd_bytes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -268,32 +264,12 @@ class FittedCost:
                 raise ValueError(f"cost must have a bench of {name} (suite {' or '.join(suites)}), got none")
         return cls.fit(prefills, decodes)
 
-    def taking(self, prefills: Sequence[PrefillSample], decodes: Sequence[DecodeSample]) -> FittedCost:
-        """Scales the rates so that samples take as long in all as they were measured to.
-
-        The least relative error is that of the middle: where some took far longer than others like them, as on a
-        machine that is shared, the sum comes out short.
-        """
-        prefill_s = sum(self.prefill_s(each.history_tokens, each.new_tokens) for each in prefills)
-        decode_s = sum(self.decode_s(each.num_jobs, each.context_tokens) for each in decodes)
-        by_prefill = sum(each.seconds for each in prefills) / prefill_s
-        by_decode = sum(each.seconds for each in decodes) / decode_s
-        rate = self.prefill
-        return FittedCost(
-            prefill=PrefillRate(
-                fixed_s=rate.fixed_s * by_prefill, token_s=rate.token_s * by_prefill, pair_s=rate.pair_s * by_prefill
-            ),
-            decode_step_s=self.decode_step_s * by_decode,
-            decode_job_s=self.decode_job_s * by_decode,
-            decode_token_s=self.decode_token_s * by_decode,
-        )
-
     def prefill_s(self, history_tokens: int, new_tokens: int) -> float:
-        """Seconds of a prefill of one job, its history on the device."""
+        """As of `RooflineCost`."""
         return self.prefill.seconds(history_tokens, new_tokens)
 
     def decode_s(self, num_jobs: int, context_tokens: int) -> float:
-        """Seconds of a decode step of `num_jobs` jobs, with `context_tokens` in all their contexts together."""
+        """As of `RooflineCost`."""
         return self.decode_step_s + self.decode_job_s * num_jobs + self.decode_token_s * context_tokens
 
 

@@ -136,11 +136,7 @@ SMALL: dict[str, tuple[str, str, list[tuple[object, ...]]]] = {
         "link save_ratio prompt_tokens answer_tokens num_turns",
         [("real", None, 40, 4, None), ("paced", 0.5, 40, 4, None), ("paced", 1.0, 40, 4, None), (None, None, 30, 4, 5)],
     ),
-    "serving": (
-        "--systems=ca_jax --small",
-        "system clients turns",
-        [("ca_jax", 1, 2), ("ca_jax", 2, 4)],
-    ),
+    "serving": ("--systems=ca_jax --small", "system clients turns", [("ca_jax", 1, 2), ("ca_jax", 2, 4)]),
     "store": (
         f"{STORE} --block_tokens=32",
         "measured driver num_bytes",
@@ -296,13 +292,7 @@ WRONG = [
     ("blend", blend.Way, "push_out", lambda *_: None, "from ssd_warm of 120 .* must load 120 tokens from ssd, got"),
     ("ttft", OneSessionEngine, "push_out", lambda _: None, "ssd_warm of 150 .* must load 150 tokens from ssd, got 150"),
     ("tiers", tiers, "one_session_config", sized(dram_gib=0.01), "must load 150 tokens from ssd, got 150 tokens from"),
-    (
-        "tiers",
-        tiers,
-        "one_session_config",
-        sized(dram_gib=0.0001),
-        "dram of 150 .* 150 tokens from dram, got 128",
-    ),
+    ("tiers", tiers, "one_session_config", sized(dram_gib=0.0001), "dram of 150 .* 150 tokens from dram, got 128"),
     ("tiers", tiers, "one_session_config", sized(ssd_dir=None), "must have an engine with an SSD tier"),
     ("tiers", engines, "drop_cached", fill_cached, "ssd must have a page cache without stored KV"),
     ("tiers", engines, "fill_cached", drop_cached, "ssd_warm must have stored KV in the page cache"),

@@ -12,12 +12,7 @@ import rich.console
 
 from ca_jax.launch import machine
 from ca_jax.launch.script import printable
-from ca_jax.launch.terminal import (
-    describe_overflow,
-    describe_usage,
-    progress_bars,
-    write_piece,
-)
+from ca_jax.launch.terminal import describe_overflow, describe_usage, progress_bars, write_piece
 from ca_jax.turns.requests import Usage
 
 USAGE = Usage(

@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ca_jax.errors import check
+
 T = TypeVar("T")
 TracePath = str | os.PathLike[str]
 
@@ -56,12 +58,11 @@ class TraceConfig:
     """What lengths are multiplied by where a trace has no text."""
 
     def __post_init__(self) -> None:
-        if self.trace_format not in TRACE_FORMATS:
-            raise ValueError(f"trace_format must be one of {', '.join(TRACE_FORMATS)}, got {self.trace_format!r}")
-        if self.trace is None and self.trace_format != "sharegpt":
-            raise ValueError(f"trace must be a file of the format {self.trace_format}, got none")
-        if not 0 < self.length_scale < math.inf:
-            raise ValueError(f"length_scale must be a number above 0, got {self.length_scale}")
+        wanted = f"one of {', '.join(TRACE_FORMATS)}"
+        check(self.trace_format in TRACE_FORMATS, "trace_format", wanted, self.trace_format)
+        has_trace = self.trace is not None or self.trace_format == "sharegpt"
+        check(has_trace, "trace", f"a file of the format {self.trace_format}", self.trace)
+        check(0 < self.length_scale < math.inf, "length_scale", "a number above 0", self.length_scale)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
