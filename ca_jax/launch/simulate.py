@@ -24,6 +24,7 @@ from typing import Any
 import rich.console
 from absl import flags
 
+from ca_jax.errors import check
 from ca_jax.launch.flags import ConfigFlags, out_path, refuse
 from ca_jax.launch.machine import describe_machine, describe_versions
 from ca_jax.launch.plots import plot_policies, require_matplotlib
@@ -133,13 +134,12 @@ class SimulateConfig(TraceConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, least in (("num_sessions", 1), ("max_batch_size", 1), ("max_turns", 0), ("window", 2)):
-            if (value := getattr(self, name)) is not None and value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+            value = getattr(self, name)
+            check(value is None or value >= least, name, f"at least {least}", value)
         for name in ("chars_per_token", "capacity_share"):
-            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} must be a number above 0, got {value}")
-        if not 0 <= (self.warmup_share or 0) < 1:
-            raise ValueError(f"warmup_share must be a share in [0, 1), got {self.warmup_share}")
+            value = getattr(self, name)
+            check(value is None or 0 < value < math.inf, name, "a number above 0", value)
+        check(0 <= (self.warmup_share or 0) < 1, "warmup_share", "a share in [0, 1)", self.warmup_share)
 
     @property
     def path(self) -> Path | None:
@@ -174,26 +174,21 @@ class SimulateConfig(TraceConfig):
         """
         device = DEVICES[self.device]
         free_bytes = num_devices * device.hbm_bytes * _USABLE_HBM - model.weight_bytes
-        if free_bytes <= 0:
-            raise ValueError(
-                f"num_devices must be as many {device.name} as hold the {model.weight_bytes / GB:.3g} GB of "
-                f"weights of {model.name}, got {num_devices}"
-            )
-        return ServerConfig(
+        wanted = f"as many {device.name} as hold the {model.weight_bytes / GB:.3g} GB of weights of {model.name}"
+        check(free_bytes > 0, "num_devices", wanted, num_devices)
+        cost = RooflineCost(
             model=model,
-            cost=RooflineCost(
-                model=model,
-                device=device,
-                num_devices=num_devices,
-                flops_share=self.flops_share,
-                bytes_share=self.bytes_share,
-                step_s=self.step_ms / 1e3,
-            ),
-            link_bytes_per_s=device.link_bytes_per_s,
-            hbm_tokens=free_bytes / model.token_bytes,
-            max_batch_size=self.max_batch_size,
-            **others,
+            device=device,
+            num_devices=num_devices,
+            flops_share=self.flops_share,
+            bytes_share=self.bytes_share,
+            step_s=self.step_ms / 1e3,
         )
+        return self._server(model, cost, hbm_tokens=free_bytes / model.token_bytes, **others)
+
+    def _server(self, model: SimModel, cost: RooflineCost | FittedCost, **others: Any) -> ServerConfig:
+        link_bytes_per_s, slots = DEVICES[self.device].link_bytes_per_s, self.max_batch_size
+        return ServerConfig(model=model, cost=cost, link_bytes_per_s=link_bytes_per_s, max_batch_size=slots, **others)
 
     def trace_server(self, num_turns: int, largest_tokens: int, cost: Sequence[str] = ()) -> ServerConfig:
         """The server of a trace, but for its store.
@@ -210,22 +205,18 @@ class SimulateConfig(TraceConfig):
         longest = model.window if self.trace_format == "sharegpt" else max(model.window, largest_tokens)
         model = dataclasses.replace(model, window=self.window or longest)
         warmup_turns = int((self.warmup_share or 0.0) * num_turns)
-        if not cost:
-            return self.server(model, self.num_devices, warmup_turns=warmup_turns)
-        return ServerConfig(  # A measured machine is not in the data sheets, nor what it has room for.
-            model=model,
-            cost=FittedCost.from_bench(cost),
-            link_bytes_per_s=DEVICES[self.device].link_bytes_per_s,
-            max_batch_size=self.max_batch_size,
-            warmup_turns=warmup_turns,
-        )
+        if cost:  # A measured machine is not in the data sheets, nor what it has room for.
+            return self._server(model, FittedCost.from_bench(cost), warmup_turns=warmup_turns)
+        return self.server(model, self.num_devices, warmup_turns=warmup_turns)
 
     def store(self, working_set_bytes: float) -> StoreSizes:
         """The store of a trace."""
-        by_share = self.capacity_share is not None
+        dram_bytes, ssd_bytes = self.dram_gb * GB, self.ssd_gb * GB
+        if self.capacity_share is not None:
+            dram_bytes, ssd_bytes = self.capacity_share * working_set_bytes, 0.0
         return StoreSizes(
-            dram_bytes=(self.capacity_share or 0.0) * working_set_bytes if by_share else self.dram_gb * GB,
-            ssd_bytes=0.0 if by_share else self.ssd_gb * GB,
+            dram_bytes=dram_bytes,
+            ssd_bytes=ssd_bytes,
             ssd_read_bytes_per_s=self.ssd_gb_per_s * GB,
             ssd_write_bytes_per_s=self.ssd_gb_per_s * GB,
             ttl_s=self.ttl_s,
@@ -240,15 +231,14 @@ _CONFIG = ConfigFlags(SimulateConfig(), without=("length_scale",))
 def define_flags() -> None:
     """Defines all flags but those of figures alone."""
     _CONFIG.define()
-    flags.DEFINE_multi_string(
-        "figure", [], "Figure of the paper to simulate, or all; may be given more than once. In a checkout alone."
+    text = "Figure of the paper to simulate, or all; may be given more than once. In a checkout alone."
+    flags.DEFINE_multi_string("figure", [], text)
+    suites = ", ".join(FITTED_SUITES)
+    text = (
+        f"Without figures: what computing takes as measured: the JSON of a bench, of the suites {suites}; give one of "
     )
-    flags.DEFINE_multi_string(
-        "cost",
-        [],
-        "Without figures: what computing takes as measured: the JSON of a bench, of the suites "
-        f"{', '.join(FITTED_SUITES)}; give one of prefills and one of decoding at least. By default data sheets say.",
-    )
+    text += "prefills and one of decoding at least. By default data sheets say."
+    flags.DEFINE_multi_string("cost", [], text)
     flags.DEFINE_multi_enum("policy", ["scheduler_aware", "lru", "fifo"], POLICIES, "Without figures: who is evicted.")
     flags.DEFINE_string("json_out", None, "File to write the result to.")
     flags.DEFINE_string("plot_dir", None, "Directory to write plots to: figure_13.png and so on, or policies.png.")
@@ -282,8 +272,7 @@ def simulate_trace(config: SimulateConfig, console: rich.console.Console, plot_d
     began_s = time.perf_counter()
     bad_rows = BadRows(config.skip_bad_rows)
     sessions, seen_share = read_trace(config, bad_rows)
-    if not sessions:
-        raise ValueError("trace must have at least one session, got none")
+    check(len(sessions) > 0, "trace", "one of at least one session", len(sessions))
     total = num_turns(sessions)
     server = config.trace_server(total, max(map(stored_tokens, sessions)), FLAGS.cost)
     working_set = working_set_bytes(server, sessions)
@@ -292,12 +281,9 @@ def simulate_trace(config: SimulateConfig, console: rich.console.Console, plot_d
         results = compare_policies(server, store, list(dict.fromkeys(FLAGS.policy)), sessions, progress)
     elapsed_s = time.perf_counter() - began_s
     capacity = store.dram_bytes + store.ssd_bytes
-    note(
-        console,
-        f"{len(sessions):,} sessions, {total:,} turns; {working_set / 1e9:,.4g} GB of KV in all, "
-        f"{capacity / 1e9:,.4g} GB of room ({100 * capacity / working_set:.3g} %)",
-        None,
-    )
+    room = f"{capacity / GB:,.4g} GB of room ({100 * capacity / working_set:.3g} %)"
+    kv = f"{working_set / GB:,.4g} GB of KV in all, {room}"
+    note(console, f"{len(sessions):,} sessions, {total:,} turns; {kv}", None)
     if seen_share is not None:
         note(console, f"leading blocks that were seen before: {seen_share:.3f}", None)
     if bad_rows.num_skipped:
@@ -327,15 +313,11 @@ def print_policies(results: Sequence[PolicyResult], console: rich.console.Consol
         found = result.counts
         shares = (f"{100 * share:.1f}" for share in (found.hit_rate, found.dram_share, found.cached_share))
         times = map(format_number, (found.gpu_s, found.ttft_mean_s, *found.ttft_percentiles_s.values()))
-        rows.append(
-            (result.policy, *shares, format_number(found.prefill_s), f"{100 * result.prefill_saved:.1f}", *times)
-        )
+        saved = f"{100 * result.prefill_saved:.1f}"
+        rows.append((result.policy, *shares, format_number(found.prefill_s), saved, *times))
     console.print(make_table(("policy", *headings, *percentiles), rows))
-    note(
-        console,
-        "hits: turns of whose history anything was found; tokens: of histories; saved: of recomputing's prefill",
-        None,
-    )
+    told = "hits: turns of whose history anything was found; tokens: of histories; saved: of recomputing's prefill"
+    note(console, told, None)
 
 
 def main(_: Sequence[str]) -> None:
