@@ -25,44 +25,18 @@ import rich.console
 from absl import flags
 
 from ca_jax.errors import check
+from ca_jax.launch import script
 from ca_jax.launch.flags import ConfigFlags, out_path, refuse
 from ca_jax.launch.machine import describe_machine, describe_versions
 from ca_jax.launch.plots import plot_policies, require_matplotlib
-from ca_jax.launch.script import (
-    command_line,
-    format_number,
-    load_benchmark,
-    make_console,
-    make_table,
-    must_load_benchmark,
-    note,
-    run,
-    write_json,
-)
 from ca_jax.launch.terminal import progress_bars
-from ca_jax.simulate.config import (
-    DEVICES,
-    FITTED_SUITES,
-    MODELS,
-    FittedCost,
-    RooflineCost,
-    ServerConfig,
-    SimModel,
-    StoreSizes,
-)
+from ca_jax.simulate import config as sim
+from ca_jax.simulate import workload
+from ca_jax.simulate.config import DEVICES, MODELS
 from ca_jax.simulate.results import PolicyResult
 from ca_jax.simulate.server import POLICIES, compare_policies, working_set_bytes
 from ca_jax.simulate.traces.requests import BadRows, TraceConfig, load_requests, share_of_seen_blocks
 from ca_jax.simulate.traces.sharegpt import load_sharegpt
-from ca_jax.simulate.workload import (
-    Lengths,
-    SimSession,
-    conversation_lengths,
-    num_turns,
-    poisson_sessions,
-    stored_tokens,
-    trace_sessions,
-)
 
 FLAGS = flags.FLAGS
 GB = 1e9
@@ -128,7 +102,7 @@ class SimulateConfig(TraceConfig):
     """Without figures: DRAM as this share of the KV of all sessions, and no SSD."""
     ttl_s: float | None = None
     """Without figures: how long KV is kept after its last use; None: while room lasts."""
-    block_tokens: int = StoreSizes.block_tokens
+    block_tokens: int = sim.StoreSizes.block_tokens
     """Without figures: tokens of a block of the store."""
 
     def __post_init__(self) -> None:
@@ -150,13 +124,15 @@ class SimulateConfig(TraceConfig):
         """Of a text, about."""
         return round(len(text) / self.chars_per_token)
 
-    def lengths(self) -> Lengths:
+    def lengths(self) -> workload.Lengths:
         """How long ShareGPT's conversations are. Raises as `load_sharegpt` does."""
-        return conversation_lengths(load_sharegpt(self.path), self.num_tokens, max_turns=self.max_turns or None)
+        return workload.conversation_lengths(
+            load_sharegpt(self.path), self.num_tokens, max_turns=self.max_turns or None
+        )
 
-    def drawn_sessions(self, lengths: Lengths) -> list[SimSession]:
+    def drawn_sessions(self, lengths: workload.Lengths) -> list[workload.SimSession]:
         """Conversations of those lengths, which come at random; without `num_sessions` each once."""
-        drawn = poisson_sessions(
+        drawn = workload.poisson_sessions(
             lengths,
             num_sessions=self.num_sessions or len(lengths),
             arrival_rate=self.arrival_rate,
@@ -166,7 +142,7 @@ class SimulateConfig(TraceConfig):
         )
         return list(drawn)
 
-    def server(self, model: SimModel, num_devices: int, **others: Any) -> ServerConfig:
+    def server(self, model: sim.SimModel, num_devices: int, **others: Any) -> sim.ServerConfig:
         """A server of so many devices, by their data sheet, and of `others` of its fields.
 
         Raises:
@@ -176,7 +152,7 @@ class SimulateConfig(TraceConfig):
         free_bytes = num_devices * device.hbm_bytes * _USABLE_HBM - model.weight_bytes
         wanted = f"as many {device.name} as hold the {model.weight_bytes / GB:.3g} GB of weights of {model.name}"
         check(free_bytes > 0, "num_devices", wanted, num_devices)
-        cost = RooflineCost(
+        cost = sim.RooflineCost(
             model=model,
             device=device,
             num_devices=num_devices,
@@ -186,11 +162,13 @@ class SimulateConfig(TraceConfig):
         )
         return self._server(model, cost, hbm_tokens=free_bytes / model.token_bytes, **others)
 
-    def _server(self, model: SimModel, cost: RooflineCost | FittedCost, **others: Any) -> ServerConfig:
+    def _server(self, model: sim.SimModel, cost: sim.RooflineCost | sim.FittedCost, **others: Any) -> sim.ServerConfig:
         link_bytes_per_s, slots = DEVICES[self.device].link_bytes_per_s, self.max_batch_size
-        return ServerConfig(model=model, cost=cost, link_bytes_per_s=link_bytes_per_s, max_batch_size=slots, **others)
+        return sim.ServerConfig(
+            model=model, cost=cost, link_bytes_per_s=link_bytes_per_s, max_batch_size=slots, **others
+        )
 
-    def trace_server(self, num_turns: int, largest_tokens: int, cost: Sequence[str] = ()) -> ServerConfig:
+    def trace_server(self, num_turns: int, largest_tokens: int, cost: Sequence[str] = ()) -> sim.ServerConfig:
         """The server of a trace, but for its store.
 
         Args:
@@ -206,15 +184,15 @@ class SimulateConfig(TraceConfig):
         model = dataclasses.replace(model, window=self.window or longest)
         warmup_turns = int((self.warmup_share or 0.0) * num_turns)
         if cost:  # A measured machine is not in the data sheets, nor what it has room for.
-            return self._server(model, FittedCost.from_bench(cost), warmup_turns=warmup_turns)
+            return self._server(model, sim.FittedCost.from_bench(cost), warmup_turns=warmup_turns)
         return self.server(model, self.num_devices, warmup_turns=warmup_turns)
 
-    def store(self, working_set_bytes: float) -> StoreSizes:
+    def store(self, working_set_bytes: float) -> sim.StoreSizes:
         """The store of a trace."""
         dram_bytes, ssd_bytes = self.dram_gb * GB, self.ssd_gb * GB
         if self.capacity_share is not None:
             dram_bytes, ssd_bytes = self.capacity_share * working_set_bytes, 0.0
-        return StoreSizes(
+        return sim.StoreSizes(
             dram_bytes=dram_bytes,
             ssd_bytes=ssd_bytes,
             ssd_read_bytes_per_s=self.ssd_gb_per_s * GB,
@@ -233,7 +211,7 @@ def define_flags() -> None:
     _CONFIG.define()
     text = "Figure of the paper to simulate, or all; may be given more than once. In a checkout alone."
     flags.DEFINE_multi_string("figure", [], text)
-    suites = ", ".join(FITTED_SUITES)
+    suites = ", ".join(sim.FITTED_SUITES)
     text = (
         f"Without figures: what computing takes as measured: the JSON of a bench, of the suites {suites}; give one of "
     )
@@ -244,7 +222,9 @@ def define_flags() -> None:
     flags.DEFINE_string("plot_dir", None, "Directory to write plots to: figure_13.png and so on, or policies.png.")
 
 
-def read_trace(config: SimulateConfig, bad_rows: BadRows | None = None) -> tuple[list[SimSession], float | None]:
+def read_trace(
+    config: SimulateConfig, bad_rows: BadRows | None = None
+) -> tuple[list[workload.SimSession], float | None]:
     """Reads a trace. Conversations of ShareGPT, which has no times, come at random; other traces say when.
 
     Args:
@@ -264,7 +244,7 @@ def read_trace(config: SimulateConfig, bad_rows: BadRows | None = None) -> tuple
     requests = load_requests(config.trace_format, config.path, config.num_tokens, bad_rows)
     hashed = [request for request in requests if request.hash_ids]
     seen_share = share_of_seen_blocks(hashed) if hashed else None
-    return trace_sessions(requests)[: config.num_sessions], seen_share
+    return workload.trace_sessions(requests)[: config.num_sessions], seen_share
 
 
 def simulate_trace(config: SimulateConfig, console: rich.console.Console, plot_dir: Path | None) -> dict[str, Any]:
@@ -273,8 +253,8 @@ def simulate_trace(config: SimulateConfig, console: rich.console.Console, plot_d
     bad_rows = BadRows(config.skip_bad_rows)
     sessions, seen_share = read_trace(config, bad_rows)
     check(len(sessions) > 0, "trace", "one of at least one session", len(sessions))
-    total = num_turns(sessions)
-    server = config.trace_server(total, max(map(stored_tokens, sessions)), FLAGS.cost)
+    total = workload.num_turns(sessions)
+    server = config.trace_server(total, max(map(workload.stored_tokens, sessions)), FLAGS.cost)
     working_set = working_set_bytes(server, sessions)
     store = config.store(working_set)
     with progress_bars() as progress:
@@ -283,13 +263,13 @@ def simulate_trace(config: SimulateConfig, console: rich.console.Console, plot_d
     capacity = store.dram_bytes + store.ssd_bytes
     room = f"{capacity / GB:,.4g} GB of room ({100 * capacity / working_set:.3g} %)"
     kv = f"{working_set / GB:,.4g} GB of KV in all, {room}"
-    note(console, f"{len(sessions):,} sessions, {total:,} turns; {kv}", None)
+    script.note(console, f"{len(sessions):,} sessions, {total:,} turns; {kv}", None)
     if seen_share is not None:
-        note(console, f"leading blocks that were seen before: {seen_share:.3f}", None)
+        script.note(console, f"leading blocks that were seen before: {seen_share:.3f}", None)
     if bad_rows.num_skipped:
-        note(console, f"{bad_rows.num_skipped:,} rows skipped, the first: {bad_rows.first}", None)
+        script.note(console, f"{bad_rows.num_skipped:,} rows skipped, the first: {bad_rows.first}", None)
     print_policies(results, console)
-    note(console, f"{total * len(results):,} turns simulated in {elapsed_s:.0f} s", None)
+    script.note(console, f"{total * len(results):,} turns simulated in {elapsed_s:.0f} s", None)
     if plot_dir is not None:
         plot_policies(plot_dir / "policies.png", results)
     return {
@@ -312,17 +292,17 @@ def print_policies(results: Sequence[PolicyResult], console: rich.console.Consol
     for result in results:
         found = result.counts
         shares = (f"{100 * share:.1f}" for share in (found.hit_rate, found.dram_share, found.cached_share))
-        times = map(format_number, (found.gpu_s, found.ttft_mean_s, *found.ttft_percentiles_s.values()))
+        times = map(script.format_number, (found.gpu_s, found.ttft_mean_s, *found.ttft_percentiles_s.values()))
         saved = f"{100 * result.prefill_saved:.1f}"
-        rows.append((result.policy, *shares, format_number(found.prefill_s), saved, *times))
-    console.print(make_table(("policy", *headings, *percentiles), rows))
+        rows.append((result.policy, *shares, script.format_number(found.prefill_s), saved, *times))
+    console.print(script.make_table(("policy", *headings, *percentiles), rows))
     told = "hits: turns of whose history anything was found; tokens: of histories; saved: of recomputing's prefill"
-    note(console, told, None)
+    script.note(console, told, None)
 
 
 def main(_: Sequence[str]) -> None:
     """Runs from the command line."""
-    console = make_console()
+    console = script.make_console()
     refuse(*((_OF_TRACES, "figures") if FLAGS.figure else (_OF_FIGURES, "a trace")))
     if FLAGS.trace_format != "sharegpt":
         refuse(_OF_SHAREGPT, f"a trace of {FLAGS.trace_format}")
@@ -331,15 +311,15 @@ def main(_: Sequence[str]) -> None:
     if plot_dir is not None:
         require_matplotlib()
         plot_dir.mkdir(parents=True, exist_ok=True)
-    simulate = must_load_benchmark(_FIGURES).simulate_figures if FLAGS.figure else simulate_trace
+    simulate = script.must_load_benchmark(_FIGURES).simulate_figures if FLAGS.figure else simulate_trace
     report = simulate(config, console, plot_dir)
     if json_out is not None:
         told = {"machine": describe_machine(), "versions": describe_versions()}
-        write_json({"command": command_line("simulate"), **report, **told}, json_out)
+        script.write_json({"command": script.command_line("simulate"), **report, **told}, json_out)
 
 
 if __name__ == "__main__":
     define_flags()
-    if (figures := load_benchmark(_FIGURES)) is not None:
+    if (figures := script.load_benchmark(_FIGURES)) is not None:
         figures.define_flags()
-    run(main)
+    script.run(main)

@@ -33,16 +33,7 @@ from ca_jax.models.presets import PRESETS
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.tiers.formats import RawTier
 from ca_jax.testing import tiny
-from tests.benchmarks.suite_checks import (
-    CHECKS,
-    MOVED,
-    OVERFLOWING,
-    TOKEN_BYTES,
-    Report,
-    check_row,
-    check_serving,
-    check_trace,
-)
+from tests.benchmarks import suite_checks as checks
 
 ENGINE = EngineConfig(
     max_num_batched_tokens=64,
@@ -51,7 +42,7 @@ ENGINE = EngineConfig(
     compile_cache_dir=None,
     store=StoreConfig(block_tokens=16),
 )
-BLOCK_BYTES = 32 * TOKEN_BYTES
+BLOCK_BYTES = 32 * checks.TOKEN_BYTES
 DISK = {"blend", "store", "tiers"}
 """Suites that want a disk whose page cache can be emptied."""
 STORE = f"--num_layers=3 --store_gib={5.5 * BLOCK_BYTES / GIB} --session_tokens=70 --num_kv_heads=2 --head_dim=16"
@@ -72,7 +63,7 @@ SMALL: dict[str, tuple[str, str, list[tuple[object, ...]]]] = {
     "tiers": (
         "--history_tokens=150 --new_tokens=9",
         "history_tokens new_tokens ssd_driver kv_bytes",
-        [(150, 9, "zarr3", 256 * TOKEN_BYTES)],
+        [(150, 9, "zarr3", 256 * checks.TOKEN_BYTES)],
     ),
     "blend": (
         "--num_chunks=3 --chunk_tokens=40 --recompute_ratios=0.6,1",
@@ -141,7 +132,7 @@ SMALL: dict[str, tuple[str, str, list[tuple[object, ...]]]] = {
         f"{STORE} --block_tokens=32",
         "measured driver num_bytes",
         [
-            ("dram_load", None, 70 * TOKEN_BYTES),
+            ("dram_load", None, 70 * checks.TOKEN_BYTES),
             *(
                 (measured, driver, 5 * BLOCK_BYTES)
                 for driver in ("zarr3", "raw")
@@ -188,7 +179,7 @@ def bench(command, tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr(bench_flags, "_ENGINE", dataclasses.replace(bench_flags._ENGINE, default=ENGINE))
     monkeypatch.setattr(benchmarks.main, "make_peer", KnownPeer)
 
-    def run(suite: str, *arguments: object, repeats: int = 1) -> Report | str:
+    def run(suite: str, *arguments: object, repeats: int = 1) -> checks.Report | str:
         own = {field.name for field in dataclasses.fields(SUITES[suite].config)}
         flags = [*shlex.split(SMALL[suite][0]), f"--repeats={repeats}", f"--json_out={tmp_path / 'new' / 'it.json'}"]
         if SUITES[suite].serves:
@@ -237,7 +228,7 @@ def test_a_suite_yields_its_rows_and_figure(bench, patches, tmp_path, suite):
     kinds = row_kinds(suite)
     for row in rows:
         assert row.keys() in kinds
-        check_row(suite, row)
+        checks.check_row(suite, row)
         assert row.get("same_tokens", True)
     assert report["summary"].get("same_tokens", True)
     compiled = [row for row in rows if row.get("recompiles")]
@@ -247,24 +238,24 @@ def test_a_suite_yields_its_rows_and_figure(bench, patches, tmp_path, suite):
         assert matplotlib.image.imread(tmp_path / "it.png").ndim == 3
     if traced:
         assert [path for path in profile.rglob("*") if path.is_file()]
-        check_trace(suite, json.loads(trace.read_text(encoding="utf-8"))["traceEvents"])
-    if suite in CHECKS:
-        CHECKS[suite](report)
+        checks.check_trace(suite, json.loads(trace.read_text(encoding="utf-8"))["traceEvents"])
+    if suite in checks.CHECKS:
+        checks.CHECKS[suite](report)
 
 
 @pytest.fixture
 def patches(request, monkeypatch):
     """What `overflow` serves is known, and what `preload` and `save` move is noted."""
-    monkeypatch.setattr(overflow, "make_scripts", lambda *_: Scripts(source="here", each=OVERFLOWING))
+    monkeypatch.setattr(overflow, "make_scripts", lambda *_: Scripts(source="here", each=checks.OVERFLOWING))
     set_pace, submit, paces = AdjustableLink.set_pace, AdjustableLink.submit, {}
-    MOVED.clear()
+    checks.MOVED.clear()
 
     def note_pace(link, bytes_per_s=math.inf):
         paces[link] = bytes_per_s
         set_pace(link, bytes_per_s)
 
     def note_transfer(link, transfer, copy):
-        MOVED.append((paces.get(link, math.inf), transfer))
+        checks.MOVED.append((paces.get(link, math.inf), transfer))
         return submit(link, transfer, copy)
 
     monkeypatch.setattr(AdjustableLink, "set_pace", note_pace)
@@ -347,4 +338,4 @@ def test_ratios_are_of_the_same_round_and_answers_that_differ_show(bench, monkey
 def test_another_server_has_rows_too(bench):
     report = bench("serving", "--systems=llama.cpp", f"--model={DEFAULT_MODEL}")
     assert [(row["system"], row["clients"]) for row in report["rows"]] == [("llama.cpp", 1), ("llama.cpp", 2)]
-    check_serving(report)
+    checks.check_serving(report)
