@@ -375,11 +375,8 @@ async def live(
     tenant: TheTenant,
     session_id: _SessionId = None,
     interval_s: Annotated[float, fastapi.Query(ge=_MIN_INTERVAL_S, le=_MAX_INTERVAL_S)] = 0.25,
-    once: bool = False,
 ) -> Response:
-    """The same as server-sent events, whenever something has changed; with `once` as one answer."""
-    if once:
-        return await live_snapshot(service, tenant, session_id)
+    """The same as server-sent events, whenever something has changed."""
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(service.looking(tenant, is_stream=True))
         read = functools.partial(_read, service, tenant, session_id)
