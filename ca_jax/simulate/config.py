@@ -11,7 +11,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +193,16 @@ class ServerConfig:
     """First turns that are not counted."""
 
 
-FITTED_SUITES = ("prefill", "reuse", "ttft", "decode")
+_SAMPLES: dict[str, Callable[[Mapping[str, Any]], list[tuple[int, int, float]]]] = {
+    "prefill": lambda row: [(0, row["tokens"], row["prefill_s"])],
+    "reuse": lambda row: [
+        (0, row["history_tokens"] + row["new_tokens"], row["ttft_recompute_s"]),
+        (row["history_tokens"], row["new_tokens"], row["ttft_reuse_s"] - row["load_stall_s"]),
+    ],
+    "ttft": lambda row: [(row["history_tokens"], row["new_tokens"], row["compute_s"])],
+    "decode": lambda row: [(num := row["batch_size"], num * row["context_tokens"], num / row["tokens_per_s"])],
+}  # What a row says: tokens of history, new ones and seconds; of decode steps jobs, tokens of contexts and seconds.
+FITTED_SUITES = tuple(_SAMPLES)
 """Suites of the benchmarks whose rows say what computing takes."""
 
 
@@ -243,26 +252,26 @@ class FittedCost:
           FileNotFoundError: one is not there.
           ValueError: one is no such file, or of another model or dtype; or none has prefills, or decode steps.
         """
-        prefills: list[PrefillSample] = []
-        decodes: list[DecodeSample] = []
+        prefills: list[tuple[int, int, float]] = []
+        decodes: list[tuple[int, int, float]] = []
         subjects: dict[tuple[str, str], None] = {}
         for path in map(Path, paths):
             report = _read(path)
             subjects[str(report.get("model")), str(report.get("dtype"))] = None
-            for row in report["rows"]:
-                try:
-                    if report["suite"] == "decode":
-                        decodes.append(_decode(row))
-                    else:
-                        prefills += _prefills(report["suite"], row)
-                except (KeyError, TypeError, ZeroDivisionError) as error:
-                    raise ValueError(f"{path}: rows must be as bench writes them, got {error!r}") from error
+            samples, sample_of = decodes if report["suite"] == "decode" else prefills, _SAMPLES[report["suite"]]
+            try:
+                samples += [sample for row in report["rows"] for sample in sample_of(row)]
+            except (KeyError, TypeError, ZeroDivisionError) as error:
+                raise ValueError(f"{path}: rows must be as bench writes them, got {error!r}") from error
         if len(subjects) > 1:
             raise ValueError(f"cost must be benches of one model, got {', '.join(map(' '.join, subjects))}")
         for name, samples, suites in (("prefills", prefills, FITTED_SUITES[:3]), ("decode steps", decodes, ["decode"])):
             if not samples:
                 raise ValueError(f"cost must have a bench of {name} (suite {' or '.join(suites)}), got none")
-        return cls.fit(prefills, decodes)
+        return cls.fit(
+            [PrefillSample(history_tokens=old, new_tokens=new, seconds=seconds) for old, new, seconds in prefills],
+            [DecodeSample(num_jobs=num, context_tokens=of, seconds=seconds) for num, of, seconds in decodes],
+        )
 
     def prefill_s(self, history_tokens: int, new_tokens: int) -> float:
         """As of `RooflineCost`."""
@@ -282,22 +291,3 @@ def _read(path: Path) -> Mapping[str, Any]:
     if not isinstance(report, dict) or report.get("suite") not in FITTED_SUITES or "rows" not in report:
         raise ValueError(f"{wanted}; got {report.get('suite') if isinstance(report, dict) else type(report).__name__}")
     return report
-
-
-def _prefills(suite: str, row: Mapping[str, Any]) -> list[PrefillSample]:
-    if suite == "prefill":
-        return [PrefillSample(history_tokens=0, new_tokens=row["tokens"], seconds=row["prefill_s"])]
-    history, new = row["history_tokens"], row["new_tokens"]
-    if suite == "ttft":
-        return [PrefillSample(history_tokens=history, new_tokens=new, seconds=row["compute_s"])]
-    reused_s = row["ttft_reuse_s"] - row["load_stall_s"]
-    return [
-        PrefillSample(history_tokens=0, new_tokens=history + new, seconds=row["ttft_recompute_s"]),
-        PrefillSample(history_tokens=history, new_tokens=new, seconds=reused_s),
-    ]
-
-
-def _decode(row: Mapping[str, Any]) -> DecodeSample:
-    num_jobs = row["batch_size"]
-    seconds = num_jobs / row["tokens_per_s"]
-    return DecodeSample(num_jobs=num_jobs, context_tokens=num_jobs * row["context_tokens"], seconds=seconds)
