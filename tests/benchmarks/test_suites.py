@@ -228,7 +228,7 @@ def test_a_suite_yields_its_rows_and_figure(bench, patches, tmp_path, suite):
     kinds = row_kinds(suite)
     for row in rows:
         assert row.keys() in kinds
-        checks.check_row(suite, row)
+        checks.hold_row(suite, row)
         assert row.get("same_tokens", True)
     assert report["summary"].get("same_tokens", True)
     compiled = [row for row in rows if row.get("recompiles")]
@@ -238,7 +238,7 @@ def test_a_suite_yields_its_rows_and_figure(bench, patches, tmp_path, suite):
         assert matplotlib.image.imread(tmp_path / "it.png").ndim == 3
     if traced:
         assert [path for path in profile.rglob("*") if path.is_file()]
-        checks.check_trace(suite, json.loads(trace.read_text(encoding="utf-8"))["traceEvents"])
+        checks.hold_trace(suite, json.loads(trace.read_text(encoding="utf-8"))["traceEvents"])
     if suite in checks.CHECKS:
         checks.CHECKS[suite](report)
 
