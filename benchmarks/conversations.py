@@ -60,7 +60,8 @@ def recorded_or_random(
     if model.tokenizer is None or not is_installed():
         rng = np.random.default_rng(seed)
         return Scripts(source="random", each=tuple(make(rng) for _ in range(num_scripts)))
-    found = tuple(itertools.islice(choose(load_sharegpt(min_turns=min_turns)), num_scripts))
+    recorded = (each for each in load_sharegpt() if len(each.user_texts) >= min_turns)
+    found = tuple(itertools.islice(choose(recorded), num_scripts))
     if len(found) < num_scripts:
         raise BenchError(f"ShareGPT must have {num_scripts} conversations {wanted}, got {len(found)}")
     return Scripts(source="sharegpt", each=found)

@@ -1,4 +1,10 @@
-"""The demo: a conversation served with and without reuse, over a restart; its table, JSON and figure.
+"""Serves a recorded conversation with reuse of stored KV and with recompute, restarts, and goes on with it from SSD.
+
+    python -m ca_jax.launch.demo --results_dir=build
+
+Act one serves each turn over stored KV, and again without. Act two, in a new process, serves the next turn over the KV
+that act one left on SSD, and again without. User messages are those of the recording, answers are the model's own,
+greedy, so both must say the same. What is timed compiles nothing. Nothing else should run meanwhile.
 
 Not here: the acts and what they measure (`demo_acts`), reading ShareGPT (`ca_jax.traces`).
 """
@@ -142,7 +148,7 @@ def run(config: DemoConfig, console: rich.console.Console, command: str) -> Repo
 def _read_messages(config: DemoConfig, progress: Progress) -> tuple[str, ...]:
     what = "reading ShareGPT"
     progress(what, 0, 1)
-    recorded = sharegpt.load_sharegpt(config.sharegpt_file, min_turns=0)
+    recorded = sharegpt.load_sharegpt(config.sharegpt_file)
     conversation = next((each for each in recorded if each.id == config.conversation_id), None)
     if conversation is None:
         where = config.sharegpt_file or "the ShareGPT data set"

@@ -196,7 +196,7 @@ def conversation_prompts(model: LoadedModel, chunking: Chunking, path: Path | No
         for conversation in load_sharegpt(path):
             text = "\n\n".join(turn.text for turn in conversation.turns)[: needed * _CHARS_PER_TOKEN]
             token_ids = tokenizer.encode(text, add_bos=False)
-            if len(token_ids) < needed:
+            if len(token_ids) < needed or not conversation.user_texts:
                 continue
             texts.append((conversation.id, token_ids))
             if len(texts) == chunking.num_chunks:

@@ -13,12 +13,13 @@ import numpy as np
 
 from benchmarks.evaluate.tables import Report, Row, title_of
 from ca_jax.launch.machine import summarize_machine
-from ca_jax.launch.plots import COLOURS, GREY, new_figure, style, write_figure
+from ca_jax.launch.plots import COLOURS, GREY, new_figure, write_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _ROOM = 0.15  # Above and below what lines need, as a share of it.
+_MARKERS = "osD^vPX"  # They say the same as the colours.
 
 
 def draw(path: Path, report: Report) -> bool:
@@ -209,3 +210,8 @@ _DRAWN: Mapping[int | None, Callable[[Axes, Sequence[Row]], None]] = {
     16: _draw_quality,
     17: _draw_storages,
 }
+
+
+def style(nth: int) -> dict[str, Any]:
+    """Colour and marker of the nth line of a figure."""
+    return {"color": COLOURS[nth % len(COLOURS)], "marker": _MARKERS[nth % len(_MARKERS)]}

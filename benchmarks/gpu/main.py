@@ -1,4 +1,10 @@
-"""Flags and main of the accelerator's benchmark; `ca_jax.launch.gpu_bench` is the command.
+"""Measures the accelerator and the engine on it, in one go: what the hardware gives, and how much of it is reached.
+
+    python -m ca_jax.launch.gpu_bench --json_out=results/gpu/h100.json --markdown_out=results/gpu/h100.md
+
+Without an accelerator the same runs small on CPU. Sections come in order of importance. One that would not end within
+`--budget_s` is skipped, one that breaks is noted, and what is there is written after each, so that a run that is cut
+short leaves all it has measured. No weight is downloaded: all are random, and made on the device.
 
 Not here: what is run and when (`sections`), what is left (`report`).
 """

@@ -1,4 +1,12 @@
-"""Flags, tables, JSON and figure of a replay; `ca_jax.launch.replay` is the command.
+"""Replays a trace through the engine: real conversations, come and gone as they are told to, and what they took.
+
+    python -m ca_jax.launch.replay --num_sessions=100 --max_turns=10 --dram_gib=1 --recompute --json_out=replay.json
+    python -m ca_jax.launch.replay --trace_format=mooncake --trace=conversation_trace.jsonl --length_scale=0.05
+    python -m ca_jax.launch.replay --arrival_rate=1 --ssd_dir=/mnt/ssd --eviction_policy=lru --simulate
+
+Answers are as long as they were, but for a cap, so that all ways do the same work. `--recompute` serves the same
+workload again with the store off; `--simulate` has it served in simulated time, with the rates that were measured.
+With `--ssd_dir` the store uses a directory of its own there, which is removed at the end.
 
 Not here: replaying (`running`), what is simulated at paper scale (`ca_jax.launch.simulate`).
 """
@@ -15,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import rich.console
+import rich.progress
 from absl import flags
 
 from benchmarks.replay.running import RECOMPUTE, STORE, OnSample, ReplayConfig, Result, Run, replay
@@ -26,7 +35,6 @@ from ca_jax.launch.flags import ConfigFlags, define_model, out_path
 from ca_jax.launch.machine import describe_machine, describe_versions, summarize_machine
 from ca_jax.launch.plots import BLUE, GREEN, GREY, VERMILION, new_figure, require_matplotlib, write_figure
 from ca_jax.launch.script import command_line, make_console, make_table, note
-from ca_jax.launch.terminal import progress_bars
 from ca_jax.pretrained import LoadedModel, Progress, load_model
 from ca_jax.serving.core import enable_compile_cache
 from ca_jax.simulate.traces.requests import TraceConfig
@@ -304,7 +312,14 @@ def replay_progress(console: rich.console.Console) -> Iterator[tuple[Progress, O
     if not console.is_terminal:
         yield lambda what, done, total: None, print_line
         return
-    with progress_bars(console) as tell:
+    columns = (*rich.progress.Progress.get_default_columns(), rich.progress.TextColumn("{task.fields[now]}"))
+    tasks: dict[str, rich.progress.TaskID] = {}
+    with rich.progress.Progress(*columns, console=console) as bars:
+
+        def tell(what: str, done: int, total: int, now: str = "") -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total, now=now)
+            bars.update(tasks[what], completed=done, total=total, now=now)
 
         def tell_sample(name: str, workload: Workload, sample: Sample) -> None:
             tell(name, sample.ended, workload.num_turns, describe(name, workload, sample))

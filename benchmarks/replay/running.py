@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from benchmarks.engines import without_store
 from benchmarks.replay.serving import Sample, Served, Summary, compare, serve, summarize
 from benchmarks.replay.workload import ReplayError, Workload, WorkloadConfig, make_workload
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
-from ca_jax.kv.costs import PrefillSample
+from ca_jax.kv.costs import PrefillRate, PrefillSample
 from ca_jax.kv.layout import kv_layout
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import LoadedModel, Progress
 from ca_jax.serving.core import DEFAULT_WINDOW_TOKENS
-from ca_jax.simulate.config import FittedCost, ServerConfig, SimModel, StoreSizes
+from ca_jax.simulate.config import DecodeSample, FittedCost, ServerConfig, SimModel, StoreSizes
 from ca_jax.simulate.results import SimCounts
 from ca_jax.simulate.server import Server
 from ca_jax.simulate.traces.requests import TraceConfig
@@ -225,7 +225,28 @@ def measured_cost(served: Served) -> FittedCost:
         )
         for turn in served.turns
     ]
-    return FittedCost.fit(prefills, served.decode_samples).taking(prefills, served.decode_samples)
+    return taking(FittedCost.fit(prefills, served.decode_samples), prefills, served.decode_samples)
+
+
+def taking(cost: FittedCost, prefills: Sequence[PrefillSample], decodes: Sequence[DecodeSample]) -> FittedCost:
+    """Scales fitted rates so that samples take as long in all as they were measured to.
+
+    The least relative error is that of the middle: where some took far longer than others like them, as on a machine
+    that is shared, the sum comes out short.
+    """
+    prefill_s = sum(cost.prefill_s(each.history_tokens, each.new_tokens) for each in prefills)
+    decode_s = sum(cost.decode_s(each.num_jobs, each.context_tokens) for each in decodes)
+    by_prefill = sum(each.seconds for each in prefills) / prefill_s
+    by_decode = sum(each.seconds for each in decodes) / decode_s
+    rate = cost.prefill
+    return FittedCost(
+        prefill=PrefillRate(
+            fixed_s=rate.fixed_s * by_prefill, token_s=rate.token_s * by_prefill, pair_s=rate.pair_s * by_prefill
+        ),
+        decode_step_s=cost.decode_step_s * by_decode,
+        decode_job_s=cost.decode_job_s * by_decode,
+        decode_token_s=cost.decode_token_s * by_decode,
+    )
 
 
 def sim_sessions(workload: Workload) -> list[SimSession]:

@@ -257,9 +257,10 @@ def _messages(config: ServingBenchConfig) -> tuple[Iterator[list[str]], str]:
         return iter(make, None), "random"
     found = []
     wanted = 1 + sum(config.clients) * config.repeats
-    for conversation in load_sharegpt(min_turns=2 * config.num_turns):
+    for conversation in load_sharegpt():
         said = list(conversation.user_texts[: config.num_turns])
-        if len(said) == config.num_turns and all(_LEAST_CHARS < len(text) < _MOST_CHARS for text in said):
+        is_long = len(conversation.user_texts) >= 2 * config.num_turns
+        if is_long and all(_LEAST_CHARS < len(text) < _MOST_CHARS for text in said):
             found.append(said)
         if len(found) == wanted:
             break

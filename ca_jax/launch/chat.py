@@ -41,7 +41,7 @@ from absl import flags
 from ca_jax.config import EngineConfig
 from ca_jax.device.processes import JaxProcesses, Processes, any_agrees, from_first
 from ca_jax.engine import Engine
-from ca_jax.errors import CaJaxError, InvalidRequestError
+from ca_jax.errors import CaJaxError, InvalidRequestError, check
 from ca_jax.launch import terminal
 from ca_jax.launch.flags import ConfigFlags, define_model
 from ca_jax.launch.script import make_table, note, run
@@ -81,7 +81,15 @@ _KEPT = {
     "unpin": "not pinned: goes like others when the store is full",
     "drop": "nothing is stored of this conversation; its next turn is stored again",
 }  # What is said of what the store did with a conversation.
+_ENDED = {FinishReason.CANCELLED: "stopped", FinishReason.LENGTH: "cut short"}
 _PROMPT = "> "
+_TEXT_FLAGS = {
+    "system": "System message of new conversations; the model's own if not given.",
+    "session_id": "Name of the conversation to go on with, or to begin; made up if not given.",
+    "context_file": "Text file whose chunks are the context of the first question.",
+    "chunk_separator": "What is between two chunks of context_file, \\n for a line break; by default ---.",
+    "coordinator_address": "HOST:PORT of the first process, where several serve as one; each has some devices.",
+}
 _START_S = 300  # How long processes wait for each other.
 _USER_S = 7 * 24 * 3600.0  # How long a user's next line may take. A process that died ends the others long before.
 _WARM_TOKENS = 32  # A first message is short; other lengths are compiled when they come.
@@ -163,7 +171,8 @@ class Chat:
         if self.session.token_ids:
             held = f"{len(self.session.token_ids):,} tokens, {len(self.session.messages)} messages"
             self._note(f"session {self.session.session_id} goes on: {held}")
-        self._converse()
+        with contextlib.suppress(EOFError):
+            self._converse()
         if self._engine.config.store.ssd_dir is not None:
             self._take_leave()
 
@@ -177,11 +186,10 @@ class Chat:
         self._note(" · ".join(parts))
 
     def _converse(self) -> None:
+        """Until EOFError, which is the end of input and what `/quit` raises."""
         while True:
             try:
                 line = self._read_line().strip()
-            except EOFError:
-                return
             except KeyboardInterrupt:
                 self._note("nothing to stop; /quit or Ctrl-D leaves")
                 continue
@@ -190,8 +198,6 @@ class Chat:
                     self._command(line)
                 else:
                     self._answer(line)
-            except _LeaveChat:
-                return
             except CaJaxError as error:
                 self._note(f"error: {error}", "red")
 
@@ -222,13 +228,12 @@ class Chat:
                 if any_agrees(self._processes, "stop", interrupted.is_set()):
                     break
         self._console.print()
-        ended = {FinishReason.CANCELLED: "stopped · ", FinishReason.LENGTH: "cut short · "}
         if session.usage is not None and session.finish_reason is not None:
             num_gone = num_turns + 1 - len(session.conversation.turn_starts)
             oldest = self._overflow.token_discarder.name == "oldest"
             dropped = terminal.describe_overflow(session.usage, num_gone, oldest=oldest)
-            line = " · ".join(part for part in (terminal.describe_usage(session.usage), dropped) if part)
-            self._note(ended.get(session.finish_reason, "") + line)
+            parts = (_ENDED.get(session.finish_reason), terminal.describe_usage(session.usage), dropped)
+            self._note(" · ".join(filter(None, parts)))
 
     def _do_new(self, system: str) -> None:
         self._sessions.append(self._engine.session(system=system or self._system))
@@ -273,17 +278,13 @@ class Chat:
     def _do_help(self, _: str) -> None:
         commands = [(f"{name} {argument}", meaning) for name, (argument, meaning) in COMMANDS.items()]
         commands.append(("Ctrl-C", "stop the answer; what was said so far stays"))
-        self._console.print(make_table(("", ""), commands, header=False, ruled=False))
+        self._console.print(make_table(("", ""), commands, ruled=False))
 
     def _do_quit(self, _: str) -> None:
-        raise _LeaveChat
+        raise EOFError
 
     def _note(self, text: str, style: str = "dim") -> None:
         note(self._console, text, style)
-
-
-class _LeaveChat(Exception):
-    """The user wants to leave."""
 
 
 def _number(command: str, what: str, argument: str, most: int) -> int:
@@ -310,12 +311,13 @@ def context_chunks(
       EmptyMessageError: it is blank.
       InvalidRequestError: an empty separator, or tokens of a model without tokenizer.
     """
-    if path is None:
-        if separator is not None or num_tokens is not None:
-            raise ValueError("chunk_separator and chunk_tokens must come with a context_file to cut, got none")
-        return []
-    if separator is not None and num_tokens is not None:
+    cuts = (separator is not None) + (num_tokens is not None)
+    if path is None and cuts:
+        raise ValueError("chunk_separator and chunk_tokens must come with a context_file to cut, got none")
+    if cuts > 1:
         raise ValueError("a context_file must be cut by chunk_separator or by chunk_tokens, got both")
+    if path is None:
+        return []
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -345,10 +347,8 @@ def join_processes(address: str | None, count: int | None, index: int | None) ->
         if given:
             raise ValueError(f"{', '.join(group)} must be given together, got {', '.join(given)} alone")
         return Processes()
-    if count < 1:
-        raise ValueError(f"num_processes must be at least 1, got {count}")
-    if not 0 <= index < count:
-        raise ValueError(f"process_id must be a number from 0 to {count - 1}, got {index}")
+    check(count >= 1, "num_processes", "at least 1", count)
+    check(0 <= index < count, "process_id", f"a number from 0 to {count - 1}", index)
     jax.distributed.initialize(address, count, index, initialization_timeout=_START_S)
     return JaxProcesses("chat", _USER_S) if count > 1 else Processes()
 
@@ -395,16 +395,12 @@ def _shared_lines(read_line: Callable[[], str], processes: Processes) -> Callabl
         said = None
         if processes.index == 0:
             try:
-                said = ["line", read_line()]
-            except EOFError:
-                said = ["end", ""]
-            except KeyboardInterrupt:
-                said = ["interrupt", ""]
-        kind, line = from_first(processes, "a line", said)
-        if kind == "end":
-            raise EOFError
-        if kind == "interrupt":
-            raise KeyboardInterrupt
+                said = ["", read_line()]
+            except (EOFError, KeyboardInterrupt) as ended:
+                said = [type(ended).__name__, ""]
+        ended_by, line = from_first(processes, "a line", said)
+        if ended_by:
+            raise {"EOFError": EOFError, "KeyboardInterrupt": KeyboardInterrupt}[ended_by]
         return line
 
     return read_first
@@ -413,16 +409,10 @@ def _shared_lines(read_line: Callable[[], str], processes: Processes) -> Callabl
 def _define_flags() -> None:
     """Only where this is the program: scripts share names of flags, and a test imports several of them."""
     define_model()
-    flags.DEFINE_string("system", None, "System message of new conversations; the model's own if not given.")
-    named = "Name of the conversation to go on with, or to begin; made up if not given."
-    flags.DEFINE_string("session_id", None, named)
-    flags.DEFINE_string("context_file", None, "Text file whose chunks are the context of the first question.")
-    text = "What is between two chunks of context_file, \\n for a line break; by default ---."
-    flags.DEFINE_string("chunk_separator", None, text)
+    for name, text in _TEXT_FLAGS.items():
+        flags.DEFINE_string(name, None, text)
     text = "Cut context_file into chunks of so many tokens instead, the last one shorter."
     flags.DEFINE_integer("chunk_tokens", None, text, 1)
-    text = "HOST:PORT of the first process, where several serve as one; each has some devices."
-    flags.DEFINE_string("coordinator_address", None, text)
     flags.DEFINE_integer("num_processes", None, "Number of processes.")
     flags.DEFINE_integer("process_id", None, "Which of them this is, from 0.")
     _SAMPLING.define()

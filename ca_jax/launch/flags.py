@@ -36,28 +36,16 @@ flags.disclaim_key_flags()  # They are flags of the script that asks for them: i
 
 T = TypeVar("T")
 
+_PREFIXED = ("method", "repair", "anchor_tokens", "repair_ratio", "drift")
 NAMES: dict[type, dict[str, str]] = {
     OverflowConfig: {
-        "method": "overflow_method",
-        "repair": "overflow_repair",
-        "anchor_tokens": "overflow_anchor_tokens",
-        "repair_ratio": "overflow_repair_ratio",
-        "drift": "overflow_drift",
-        "whole_turns": "truncate_whole_turns",
-        "discarder": "token_discarder",
+        **{field: f"overflow_{field}" for field in _PREFIXED},
+        **{"whole_turns": "truncate_whole_turns", "discarder": "token_discarder"},
     },
-    BlendConfig: {
-        "mode": "blend_mode",
-        "recompute_ratio": "blend_recompute_ratio",
-        "check_layers": "blend_check_layers",
-        "selection": "blend_selection",
-    },
+    BlendConfig: {field: f"blend_{field}" for field in ("mode", "recompute_ratio", "check_layers", "selection")},
 }
 """Flags that are not named like their field, by config and field."""
-ALIASES = {
-    "max_model_len": "context_window",
-    "max_num_seqs": "max_batch_size",
-}
+ALIASES = {"max_model_len": "context_window", "max_num_seqs": "max_batch_size"}
 """Other names of flags, which users of other servers know."""
 OFF = "off"
 """The `--overflow_method` of an engine that drops nothing."""
@@ -173,15 +161,7 @@ def made(make: Callable[..., T], *args: Any, **values: Any) -> T:
         raise FlagError(str(error)) from error
 
 
-def define_flag(
-    name: str,
-    hint: Any,
-    value: Any,
-    text: str,
-    choices: Sequence[str] | None = None,
-    *,
-    flag_values: flags.FlagValues = flags.FLAGS,
-) -> None:
+def define_flag(name: str, hint: Any, value: Any, text: str, choices: Sequence[str] | None = None, **here: Any) -> None:
     """Defines one flag.
 
     Args:
@@ -190,9 +170,8 @@ def define_flag(
       value: the default, as the field has it.
       text: the help.
       choices: what the flag may be; None: anything.
-      flag_values: where it is defined.
+      here: `flag_values`, where it is defined.
     """
-    here: dict[str, Any] = {"flag_values": flag_values}
     kinds, also = _kinds(hint), [alias for alias, flag in ALIASES.items() if flag == name]
     if also:
         text = f"{text} Also --{also[0]}."
@@ -253,8 +232,7 @@ def help_of(kind: type, field: str) -> str:
 @functools.cache
 def choices_of(kind: type, field: str) -> Sequence[str] | None:
     """What a field of strings may be, where its type or the words "one of" in its docstring name it; None: anything."""
-    name = NAMES.get(kind, {}).get(field, field)
-    hint = typing.get_type_hints(kind)[field]
+    name, hint = NAMES.get(kind, {}).get(field, field), typing.get_type_hints(kind)[field]
     if name in _CHOICES:
         return _CHOICES[name]
     if typing.get_origin(hint) is typing.Literal:

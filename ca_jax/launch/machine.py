@@ -39,7 +39,8 @@ def describe_machine() -> dict[str, Any]:
     devices = jax.devices()
     return {
         "cpu": _cpu_model(),
-        "cores": _num_cores(),
+        # A container or `taskset` makes them fewer than there are.
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "memory_gib": _if_told(lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB, 1),
         "os": platform.platform(),
         "device": devices[0].device_kind,
@@ -80,13 +81,6 @@ def _cpu_model() -> str:
         if match:
             return match[1].strip()
     return platform.processor() or platform.machine()
-
-
-def _num_cores() -> int:
-    """Cores this process may use, which a container or `taskset` makes fewer than there are."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _if_told(ask: Callable[[], float], digits: int) -> float | None:

@@ -19,8 +19,9 @@ from absl import app, flags
 
 from ca_jax.config import EngineConfig
 from ca_jax.device.buckets import history_buckets
+from ca_jax.errors import check
 from ca_jax.kv.layout import kept_window, pool_bytes, pool_size, rest_layout, wanted_bytes
-from ca_jax.launch.flags import DTYPES, NAMES, ConfigFlags, refuse
+from ca_jax.launch.flags import DTYPES, ConfigFlags, refuse
 from ca_jax.launch.script import make_table, note, run
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.presets import PRESETS
@@ -29,34 +30,23 @@ from ca_jax.models.weights import parameter_slots, resolve_dtype
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.serving.core import DEFAULT_WINDOW_TOKENS
 from ca_jax.storage.config import GIB
-from ca_jax.storage.layout import KVLayout
 
-_READ = frozenset(
-    {
-        *("model_preset", "dtype", "device_gib", "context_window", "session_tokens", "max_batch_size"),
-        *(
-            "max_num_batched_tokens",
-            "tensor_parallel_size",
-            "data_parallel_size",
-            "read_buffer_gib",
-            "write_buffer_gib",
-        ),
-        *("kv_rest_dtype", "dram_gib", "ssd_gib", "ssd_driver"),
-        *(NAMES[OverflowConfig].get(field.name, field.name) for field in dataclasses.fields(OverflowConfig)),
-    }
-)  # Flags that sizes depend on.
+_READ = {
+    *("model_preset", "dtype", "device_gib", "context_window", "session_tokens", "max_batch_size", "page_tokens"),
+    *("max_num_batched_tokens", "tensor_parallel_size", "data_parallel_size", "read_buffer_gib", "write_buffer_gib"),
+    *("kv_pool_gib", "kv_rest_dtype", "dram_gib", "ssd_gib", "ssd_driver", *ConfigFlags(OverflowConfig()).names()),
+}  # Flags that sizes depend on.
 _ENGINE = ConfigFlags(EngineConfig(), without=("dtype",))  # A plan may be of a dtype that no engine computes in.
 
 FLAG_NAMES = ("model_preset", "dtype", "device_gib", "session_tokens", *_ENGINE.names())
 """Flags that `define` defines."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Tier:
-    """What one tier holds of sessions' KV."""
+    """What one tier (HBM, DRAM or SSD) holds of sessions' KV."""
 
     name: str
-    """HBM, DRAM or SSD."""
     num_bytes: int
     """Of it, over all devices."""
     num_tokens: int
@@ -95,12 +85,7 @@ class Plan:
 
 
 def make_plan(
-    config: ModelConfig,
-    engine: EngineConfig,
-    *,
-    dtype: str,
-    device_bytes: int,
-    session_tokens: int | None = None,
+    config: ModelConfig, engine: EngineConfig, *, dtype: str, device_bytes: int, session_tokens: int | None = None
 ) -> Plan:
     """Lays a model out on accelerators that need not exist.
 
@@ -116,43 +101,35 @@ def make_plan(
         holds; the message says which sizes would do.
     """
     window = engine.context_window or min(config.steady_positions, DEFAULT_WINDOW_TOKENS)
-    if window > config.max_positions:
-        raise ValueError(f"context_window must be at most the model's {config.max_positions} tokens, got {window}")
-    session_tokens = window if session_tokens is None else session_tokens
-    if session_tokens <= 0:
-        raise ValueError(f"session_tokens must be positive, got {session_tokens}")
-    layout = rest_layout(config, dtype, engine)
-    sharding = model_sharding(
-        config,
-        data_parallel_size=engine.data_parallel_size,
-        tensor_parallel_size=engine.tensor_parallel_size,
-        on_paper=True,
+    check(
+        window <= config.max_positions, "context_window", f"at most the model's {config.max_positions} tokens", window
     )
+    session_tokens = window if session_tokens is None else session_tokens
+    check(session_tokens > 0, "session_tokens", "positive", session_tokens)
+    layout = rest_layout(config, dtype, engine)
+    sharding = _sharding(config, engine, engine.tensor_parallel_size)
     wanted = _wanted_bytes(config, engine, dtype, sharding, window)
-    if sum(wanted.values()) > device_bytes:
+    left_bytes = device_bytes - sum(wanted.values())
+    if left_bytes < 0:
         parts = ", ".join(f"{num_bytes / GIB:.2f} for {name}" for name, num_bytes in wanted.items())
         raise ValueError(
             f"a device's memory must be {sum(wanted.values()) / GIB:.2f} GiB ({parts}), got {device_bytes / GIB:.2f}; "
             f"{_what_fits(config, engine, dtype, window, device_bytes)}"
         )
     num_data, num_kv = (1, 1) if sharding is None else (sharding.num_data, sharding.num_kv)
-    kv_bytes = device_bytes - sum(wanted.values()) + wanted["the pool of KV"]
+    kv_bytes = left_bytes + wanted["the pool of KV"]
     token_bytes = config.kv_bytes_per_token(resolve_dtype(dtype).itemsize)
     part_bytes = token_bytes // num_kv  # Each device has the part of a token that its heads are.
-    hbm = Tier(  # Of the sessions of its part of data.
-        name="HBM",
-        num_bytes=kv_bytes * num_data * num_kv,
-        num_tokens=kv_bytes // part_bytes * num_data,
-        num_sessions=kv_bytes // (part_bytes * session_tokens) * num_data,
-    )
+    num_tokens, num_sessions = (num_data * (kv_bytes // (part_bytes * num)) for num in (1, session_tokens))
     stored_tokens, kept = session_tokens, kept_window(config, engine, window)
     if kept is not None:
         stored_tokens = min(session_tokens, kept + layout.block_tokens - 2)
-    tiers = (
-        hbm,
-        _of_blocks("DRAM", engine.store.dram_bytes, layout.block_bytes, layout, stored_tokens),
-        _of_blocks("SSD", engine.store.ssd_bytes, layout.stored_block_bytes, layout, stored_tokens),
-    )
+
+    def of_blocks(name: str, num_bytes: int, block_bytes: int) -> Tier:
+        num_blocks = num_bytes // block_bytes
+        num_sessions = num_blocks // layout.num_blocks(stored_tokens)
+        return Tier(name, num_bytes, num_blocks * layout.block_tokens, num_sessions)
+
     return Plan(
         num_devices=engine.data_parallel_size * engine.tensor_parallel_size,
         device_bytes=device_bytes,
@@ -162,8 +139,17 @@ def make_plan(
         token_bytes=token_bytes,
         stored_token_bytes=layout.token_bytes,
         parts=wanted,
-        tiers=tiers,
+        tiers=(
+            Tier("HBM", kv_bytes * num_data * num_kv, num_tokens, num_sessions),
+            of_blocks("DRAM", engine.store.dram_bytes, layout.block_bytes),
+            of_blocks("SSD", engine.store.ssd_bytes, layout.stored_block_bytes),
+        ),
     )
+
+
+def _sharding(config: ModelConfig, engine: EngineConfig, tensor_parallel_size: int) -> ModelSharding | None:
+    sizes = {"data_parallel_size": engine.data_parallel_size, "tensor_parallel_size": tensor_parallel_size}
+    return model_sharding(config, **sizes, on_paper=True)
 
 
 def _wanted_bytes(
@@ -182,10 +168,8 @@ def _wanted_bytes(
 
 def _weight_bytes(config: ModelConfig, dtype: str, sharding: ModelSharding | None) -> int:
     """Of the weights on each device; without a mesh, of all."""
-    shapes = (
-        slot.shape if sharding is None else sharding.of_slot(slot).shard_shape(slot.shape)
-        for slot in parameter_slots(config)
-    )
+    slots = parameter_slots(config)
+    shapes = (each.shape if sharding is None else sharding.of_slot(each).shard_shape(each.shape) for each in slots)
     return sum(map(math.prod, shapes)) * resolve_dtype(dtype).itemsize
 
 
@@ -193,24 +177,12 @@ def _what_fits(config: ModelConfig, engine: EngineConfig, dtype: str, window: in
     """The smallest size of tensor parallelism with which everything fits, as the end of a message."""
     for size in range(1, config.num_heads + 1):
         try:
-            sharding = model_sharding(
-                config, data_parallel_size=engine.data_parallel_size, tensor_parallel_size=size, on_paper=True
-            )
+            sharding = _sharding(config, engine, size)
         except ValueError:  # Heads are not divided so.
             continue
         if sum(_wanted_bytes(config, engine, dtype, sharding, window).values()) <= device_bytes:
             return f"tensor_parallel_size={size} would do"
     return "no tensor_parallel_size would do"
-
-
-def _of_blocks(name: str, num_bytes: int, block_bytes: int, layout: KVLayout, session_tokens: int) -> Tier:
-    num_blocks = num_bytes // block_bytes
-    return Tier(
-        name=name,
-        num_bytes=num_bytes,
-        num_tokens=num_blocks * layout.block_tokens,
-        num_sessions=num_blocks // layout.num_blocks(session_tokens),
-    )
 
 
 def print_plan(plan: Plan, title: str, console: rich.console.Console) -> None:
@@ -225,12 +197,9 @@ def print_plan(plan: Plan, title: str, console: rich.console.Console) -> None:
         None,
     )
     parts = {
-        "weights": plan.parts["the weights"],
-        "pool of KV": plan.parts["the pool of KV"],
-        "read buffer": plan.parts["the read buffer"],
-        "write buffer": plan.parts["write_buffer_gib"],
-        "left, activations included": plan.left_bytes,
+        name.removeprefix("the ").removesuffix("_gib").replace("_", " "): size for name, size in plan.parts.items()
     }
+    parts["left, activations included"] = plan.left_bytes
     of_device = [(name, f"{num_bytes:,}", f"{num_bytes / GIB:.2f}") for name, num_bytes in parts.items()]
     console.print(make_table(("of each device", ">bytes", ">GiB"), of_device))
     tiers = [

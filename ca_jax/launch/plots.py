@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,11 +19,10 @@ from ca_jax.simulate.results import PolicyResult
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette, told apart with any colour vision; markers and hatches say the same without colour.
+# Okabe and Ito's palette, told apart with any colour vision.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 BLUE, VERMILION, GREEN = COLOURS[:3]
 GREY = "#555555"
-MARKERS = "osD^vPX"
 
 
 class PlotError(CaJaxError):
@@ -70,11 +69,6 @@ def write_figure(figure: Figure, path: Path, *, caption: str = "", grid: str = "
         figure.supxlabel(caption, fontsize=8, color=GREY)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
-
-
-def style(nth: int) -> dict[str, Any]:
-    """Colour and marker of the nth line of a figure."""
-    return {"color": COLOURS[nth % len(COLOURS)], "marker": MARKERS[nth % len(MARKERS)]}
 
 
 def plot_policies(path: Path, results: Sequence[PolicyResult]) -> None:

@@ -13,7 +13,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import rich.box
 import rich.console
@@ -68,11 +68,9 @@ def load_benchmark(name: str) -> ModuleType | None:
 
 def must_load_benchmark(name: str) -> ModuleType:
     """Likewise; ends the script where there is no checkout."""
-    module = load_benchmark(name)
-    if module is None:
-        sys.exit(
-            "error: the benchmarks are not part of the installed package: clone its repository, and run this from there"
-        )
+    if (module := load_benchmark(name)) is None:
+        text = "the benchmarks are not part of the installed package: clone its repository, and run this from there"
+        sys.exit(f"error: {text}")
     return module
 
 
@@ -80,9 +78,11 @@ def run_benchmark(name: str) -> None:
     """Runs a script that is in a checkout of the repository and not in the installed package; does not return.
 
     Args:
-      name: of its module in `benchmarks`, which has `define_flags`, `main` and `ERRORS`, the errors of `run`.
+      name: of its module in `benchmarks`: what `--help` says is its text, its flags are those of `define_flags`, and
+        `run` is given its `main` and `ERRORS`.
     """
     module = must_load_benchmark(name)
+    sys.modules["__main__"].__doc__ = module.__doc__
     module.define_flags()
     run(module.main, errors=module.ERRORS)
 
@@ -110,37 +110,32 @@ def printable(text: str) -> str:
 
 
 def make_table(
-    columns: Iterable[str],
-    rows: Iterable[Sequence[str]],
-    *,
-    title: str | None = None,
-    header: bool = True,
-    ruled: bool = True,
+    columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "", ruled: bool = True
 ) -> rich.table.Table:
     """A table for a console. Cells are text: no markup, and nothing that steers a terminal.
 
     Args:
-      columns: headings; one that begins with ">" is of numbers, and to the right. May have line breaks.
+      columns: headings, shown if one of them says something; one that begins with ">" is of numbers, and to the right.
+        May have line breaks.
       rows: cells, one for each column; a row of no cells is a line across.
       title: above it.
-      header: whether headings are shown.
       ruled: whether a line is below them.
     """
     table = rich.table.Table(
-        title=None if title is None else rich.text.Text(printable(title)),
+        title=rich.text.Text(printable(title)) if title else None,
         title_justify="left",
         box=rich.box.SIMPLE_HEAD if ruled else None,
         pad_edge=False,
-        show_header=header,
+        show_header=any(columns),
     )
     for column in columns:
-        justify: Literal["right", "left"] = "right" if column.startswith(">") else "left"
-        table.add_column(column.removeprefix(">"), justify=justify, overflow="fold")
+        table.add_column(
+            column.removeprefix(">"), justify="right" if column.startswith(">") else "left", overflow="fold"
+        )
     for row in rows:
-        if row:
-            table.add_row(*(rich.text.Text(printable(cell)) for cell in row))
-        else:
-            table.add_section()
+        table.add_row(
+            *(rich.text.Text(printable(cell)) for cell in row), end_section=False
+        ) if row else table.add_section()
     return table
 
 

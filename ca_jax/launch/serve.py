@@ -52,9 +52,8 @@ def _define_flags() -> None:
     flags.DEFINE_boolean("warmup", True, "Compile what turns need before the first one comes.")
     flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0 for all of the machine's.")
     flags.DEFINE_integer("port", 8000, "Port to listen on.", 0, 65535)
-    flags.DEFINE_string(
-        "api_keys_file", None, "TOML file of tenants and their keys; by default keys are not asked for."
-    )
+    text = "TOML file of tenants and their keys; by default keys are not asked for."
+    flags.DEFINE_string("api_keys_file", None, text)
     _SERVER.define()
     _ENGINE.define()
 
@@ -73,9 +72,8 @@ def main(_: Sequence[str]) -> None:
     console = rich.console.Console(stderr=True)
     try:
         tenants = Tenants.read(FLAGS.api_keys_file) if FLAGS.api_keys_file else Tenants()
-        config = _SERVER.read()
+        config, engine_config = _SERVER.read(), _ENGINE.read()
         config = dataclasses.replace(config, served_model_name=config.served_model_name or FLAGS.model)
-        engine_config = _ENGINE.read()
         quotas = tenants.quotas(dict(engine_config.store.tenant_quotas))
         store = dataclasses.replace(engine_config.store, tenant_quotas=quotas)
         engine_config = dataclasses.replace(engine_config, store=store)
@@ -100,23 +98,19 @@ def main(_: Sequence[str]) -> None:
     url = f"http://{FLAGS.host}:{FLAGS.port}/"
     note(console, f"{engine_config}\n{config}")
     if not (tenants.asks_for_keys or is_loopback(FLAGS.host)):
-        warning = (
-            f"--host={FLAGS.host} without --api_keys_file: anybody who reaches it is served and reads conversations"
-        )
-        note(console, f"warning: {warning}", "yellow")
-    served = make_app(make_engine, config, tenants, on_failure=fail)
-    server = _Server(
-        uvicorn.Config(
-            served,
-            host=FLAGS.host,
-            port=FLAGS.port,
-            log_level="warning",
-            access_log=False,
-            timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=int(config.shutdown_grace_s) + 1,
-            h11_max_incomplete_event_size=1 << 16,
-        )
+        warning = "without --api_keys_file: anybody who reaches it is served and reads conversations"
+        note(console, f"warning: --host={FLAGS.host} {warning}", "yellow")
+    listening = uvicorn.Config(
+        make_app(make_engine, config, tenants, on_failure=fail),
+        host=FLAGS.host,
+        port=FLAGS.port,
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=int(config.shutdown_grace_s) + 1,
+        h11_max_incomplete_event_size=1 << 16,
     )
+    server = _Server(listening)
     server.run()
     if failed.is_set() or not server.started:
         sys.stderr.flush()

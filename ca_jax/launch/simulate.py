@@ -24,44 +24,19 @@ from typing import Any
 import rich.console
 from absl import flags
 
+from ca_jax.errors import check
+from ca_jax.launch import script
 from ca_jax.launch.flags import ConfigFlags, out_path, refuse
 from ca_jax.launch.machine import describe_machine, describe_versions
 from ca_jax.launch.plots import plot_policies, require_matplotlib
-from ca_jax.launch.script import (
-    command_line,
-    format_number,
-    load_benchmark,
-    make_console,
-    make_table,
-    must_load_benchmark,
-    note,
-    run,
-    write_json,
-)
 from ca_jax.launch.terminal import progress_bars
-from ca_jax.simulate.config import (
-    DEVICES,
-    FITTED_SUITES,
-    MODELS,
-    FittedCost,
-    RooflineCost,
-    ServerConfig,
-    SimModel,
-    StoreSizes,
-)
+from ca_jax.simulate import config as sim
+from ca_jax.simulate import workload
+from ca_jax.simulate.config import DEVICES, MODELS
 from ca_jax.simulate.results import PolicyResult
 from ca_jax.simulate.server import POLICIES, compare_policies, working_set_bytes
 from ca_jax.simulate.traces.requests import BadRows, TraceConfig, load_requests, share_of_seen_blocks
 from ca_jax.simulate.traces.sharegpt import load_sharegpt
-from ca_jax.simulate.workload import (
-    Lengths,
-    SimSession,
-    conversation_lengths,
-    num_turns,
-    poisson_sessions,
-    stored_tokens,
-    trace_sessions,
-)
 
 FLAGS = flags.FLAGS
 GB = 1e9
@@ -127,19 +102,18 @@ class SimulateConfig(TraceConfig):
     """Without figures: DRAM as this share of the KV of all sessions, and no SSD."""
     ttl_s: float | None = None
     """Without figures: how long KV is kept after its last use; None: while room lasts."""
-    block_tokens: int = StoreSizes.block_tokens
+    block_tokens: int = sim.StoreSizes.block_tokens
     """Without figures: tokens of a block of the store."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, least in (("num_sessions", 1), ("max_batch_size", 1), ("max_turns", 0), ("window", 2)):
-            if (value := getattr(self, name)) is not None and value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+            value = getattr(self, name)
+            check(value is None or value >= least, name, f"at least {least}", value)
         for name in ("chars_per_token", "capacity_share"):
-            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} must be a number above 0, got {value}")
-        if not 0 <= (self.warmup_share or 0) < 1:
-            raise ValueError(f"warmup_share must be a share in [0, 1), got {self.warmup_share}")
+            value = getattr(self, name)
+            check(value is None or 0 < value < math.inf, name, "a number above 0", value)
+        check(0 <= (self.warmup_share or 0) < 1, "warmup_share", "a share in [0, 1)", self.warmup_share)
 
     @property
     def path(self) -> Path | None:
@@ -150,13 +124,15 @@ class SimulateConfig(TraceConfig):
         """Of a text, about."""
         return round(len(text) / self.chars_per_token)
 
-    def lengths(self) -> Lengths:
+    def lengths(self) -> workload.Lengths:
         """How long ShareGPT's conversations are. Raises as `load_sharegpt` does."""
-        return conversation_lengths(load_sharegpt(self.path), self.num_tokens, max_turns=self.max_turns or None)
+        return workload.conversation_lengths(
+            load_sharegpt(self.path), self.num_tokens, max_turns=self.max_turns or None
+        )
 
-    def drawn_sessions(self, lengths: Lengths) -> list[SimSession]:
+    def drawn_sessions(self, lengths: workload.Lengths) -> list[workload.SimSession]:
         """Conversations of those lengths, which come at random; without `num_sessions` each once."""
-        drawn = poisson_sessions(
+        drawn = workload.poisson_sessions(
             lengths,
             num_sessions=self.num_sessions or len(lengths),
             arrival_rate=self.arrival_rate,
@@ -166,7 +142,7 @@ class SimulateConfig(TraceConfig):
         )
         return list(drawn)
 
-    def server(self, model: SimModel, num_devices: int, **others: Any) -> ServerConfig:
+    def server(self, model: sim.SimModel, num_devices: int, **others: Any) -> sim.ServerConfig:
         """A server of so many devices, by their data sheet, and of `others` of its fields.
 
         Raises:
@@ -174,28 +150,25 @@ class SimulateConfig(TraceConfig):
         """
         device = DEVICES[self.device]
         free_bytes = num_devices * device.hbm_bytes * _USABLE_HBM - model.weight_bytes
-        if free_bytes <= 0:
-            raise ValueError(
-                f"num_devices must be as many {device.name} as hold the {model.weight_bytes / GB:.3g} GB of "
-                f"weights of {model.name}, got {num_devices}"
-            )
-        return ServerConfig(
+        wanted = f"as many {device.name} as hold the {model.weight_bytes / GB:.3g} GB of weights of {model.name}"
+        check(free_bytes > 0, "num_devices", wanted, num_devices)
+        cost = sim.RooflineCost(
             model=model,
-            cost=RooflineCost(
-                model=model,
-                device=device,
-                num_devices=num_devices,
-                flops_share=self.flops_share,
-                bytes_share=self.bytes_share,
-                step_s=self.step_ms / 1e3,
-            ),
-            link_bytes_per_s=device.link_bytes_per_s,
-            hbm_tokens=free_bytes / model.token_bytes,
-            max_batch_size=self.max_batch_size,
-            **others,
+            device=device,
+            num_devices=num_devices,
+            flops_share=self.flops_share,
+            bytes_share=self.bytes_share,
+            step_s=self.step_ms / 1e3,
+        )
+        return self._server(model, cost, hbm_tokens=free_bytes / model.token_bytes, **others)
+
+    def _server(self, model: sim.SimModel, cost: sim.RooflineCost | sim.FittedCost, **others: Any) -> sim.ServerConfig:
+        link_bytes_per_s, slots = DEVICES[self.device].link_bytes_per_s, self.max_batch_size
+        return sim.ServerConfig(
+            model=model, cost=cost, link_bytes_per_s=link_bytes_per_s, max_batch_size=slots, **others
         )
 
-    def trace_server(self, num_turns: int, largest_tokens: int, cost: Sequence[str] = ()) -> ServerConfig:
+    def trace_server(self, num_turns: int, largest_tokens: int, cost: Sequence[str] = ()) -> sim.ServerConfig:
         """The server of a trace, but for its store.
 
         Args:
@@ -210,22 +183,18 @@ class SimulateConfig(TraceConfig):
         longest = model.window if self.trace_format == "sharegpt" else max(model.window, largest_tokens)
         model = dataclasses.replace(model, window=self.window or longest)
         warmup_turns = int((self.warmup_share or 0.0) * num_turns)
-        if not cost:
-            return self.server(model, self.num_devices, warmup_turns=warmup_turns)
-        return ServerConfig(  # A measured machine is not in the data sheets, nor what it has room for.
-            model=model,
-            cost=FittedCost.from_bench(cost),
-            link_bytes_per_s=DEVICES[self.device].link_bytes_per_s,
-            max_batch_size=self.max_batch_size,
-            warmup_turns=warmup_turns,
-        )
+        if cost:  # A measured machine is not in the data sheets, nor what it has room for.
+            return self._server(model, sim.FittedCost.from_bench(cost), warmup_turns=warmup_turns)
+        return self.server(model, self.num_devices, warmup_turns=warmup_turns)
 
-    def store(self, working_set_bytes: float) -> StoreSizes:
+    def store(self, working_set_bytes: float) -> sim.StoreSizes:
         """The store of a trace."""
-        by_share = self.capacity_share is not None
-        return StoreSizes(
-            dram_bytes=(self.capacity_share or 0.0) * working_set_bytes if by_share else self.dram_gb * GB,
-            ssd_bytes=0.0 if by_share else self.ssd_gb * GB,
+        dram_bytes, ssd_bytes = self.dram_gb * GB, self.ssd_gb * GB
+        if self.capacity_share is not None:
+            dram_bytes, ssd_bytes = self.capacity_share * working_set_bytes, 0.0
+        return sim.StoreSizes(
+            dram_bytes=dram_bytes,
+            ssd_bytes=ssd_bytes,
             ssd_read_bytes_per_s=self.ssd_gb_per_s * GB,
             ssd_write_bytes_per_s=self.ssd_gb_per_s * GB,
             ttl_s=self.ttl_s,
@@ -240,21 +209,22 @@ _CONFIG = ConfigFlags(SimulateConfig(), without=("length_scale",))
 def define_flags() -> None:
     """Defines all flags but those of figures alone."""
     _CONFIG.define()
-    flags.DEFINE_multi_string(
-        "figure", [], "Figure of the paper to simulate, or all; may be given more than once. In a checkout alone."
+    text = "Figure of the paper to simulate, or all; may be given more than once. In a checkout alone."
+    flags.DEFINE_multi_string("figure", [], text)
+    suites = ", ".join(sim.FITTED_SUITES)
+    text = (
+        f"Without figures: what computing takes as measured: the JSON of a bench, of the suites {suites}; give one of "
     )
-    flags.DEFINE_multi_string(
-        "cost",
-        [],
-        "Without figures: what computing takes as measured: the JSON of a bench, of the suites "
-        f"{', '.join(FITTED_SUITES)}; give one of prefills and one of decoding at least. By default data sheets say.",
-    )
+    text += "prefills and one of decoding at least. By default data sheets say."
+    flags.DEFINE_multi_string("cost", [], text)
     flags.DEFINE_multi_enum("policy", ["scheduler_aware", "lru", "fifo"], POLICIES, "Without figures: who is evicted.")
     flags.DEFINE_string("json_out", None, "File to write the result to.")
     flags.DEFINE_string("plot_dir", None, "Directory to write plots to: figure_13.png and so on, or policies.png.")
 
 
-def read_trace(config: SimulateConfig, bad_rows: BadRows | None = None) -> tuple[list[SimSession], float | None]:
+def read_trace(
+    config: SimulateConfig, bad_rows: BadRows | None = None
+) -> tuple[list[workload.SimSession], float | None]:
     """Reads a trace. Conversations of ShareGPT, which has no times, come at random; other traces say when.
 
     Args:
@@ -274,7 +244,7 @@ def read_trace(config: SimulateConfig, bad_rows: BadRows | None = None) -> tuple
     requests = load_requests(config.trace_format, config.path, config.num_tokens, bad_rows)
     hashed = [request for request in requests if request.hash_ids]
     seen_share = share_of_seen_blocks(hashed) if hashed else None
-    return trace_sessions(requests)[: config.num_sessions], seen_share
+    return workload.trace_sessions(requests)[: config.num_sessions], seen_share
 
 
 def simulate_trace(config: SimulateConfig, console: rich.console.Console, plot_dir: Path | None) -> dict[str, Any]:
@@ -282,28 +252,24 @@ def simulate_trace(config: SimulateConfig, console: rich.console.Console, plot_d
     began_s = time.perf_counter()
     bad_rows = BadRows(config.skip_bad_rows)
     sessions, seen_share = read_trace(config, bad_rows)
-    if not sessions:
-        raise ValueError("trace must have at least one session, got none")
-    total = num_turns(sessions)
-    server = config.trace_server(total, max(map(stored_tokens, sessions)), FLAGS.cost)
+    check(len(sessions) > 0, "trace", "one of at least one session", len(sessions))
+    total = workload.num_turns(sessions)
+    server = config.trace_server(total, max(map(workload.stored_tokens, sessions)), FLAGS.cost)
     working_set = working_set_bytes(server, sessions)
     store = config.store(working_set)
     with progress_bars() as progress:
         results = compare_policies(server, store, list(dict.fromkeys(FLAGS.policy)), sessions, progress)
     elapsed_s = time.perf_counter() - began_s
     capacity = store.dram_bytes + store.ssd_bytes
-    note(
-        console,
-        f"{len(sessions):,} sessions, {total:,} turns; {working_set / 1e9:,.4g} GB of KV in all, "
-        f"{capacity / 1e9:,.4g} GB of room ({100 * capacity / working_set:.3g} %)",
-        None,
-    )
+    room = f"{capacity / GB:,.4g} GB of room ({100 * capacity / working_set:.3g} %)"
+    kv = f"{working_set / GB:,.4g} GB of KV in all, {room}"
+    script.note(console, f"{len(sessions):,} sessions, {total:,} turns; {kv}", None)
     if seen_share is not None:
-        note(console, f"leading blocks that were seen before: {seen_share:.3f}", None)
+        script.note(console, f"leading blocks that were seen before: {seen_share:.3f}", None)
     if bad_rows.num_skipped:
-        note(console, f"{bad_rows.num_skipped:,} rows skipped, the first: {bad_rows.first}", None)
+        script.note(console, f"{bad_rows.num_skipped:,} rows skipped, the first: {bad_rows.first}", None)
     print_policies(results, console)
-    note(console, f"{total * len(results):,} turns simulated in {elapsed_s:.0f} s", None)
+    script.note(console, f"{total * len(results):,} turns simulated in {elapsed_s:.0f} s", None)
     if plot_dir is not None:
         plot_policies(plot_dir / "policies.png", results)
     return {
@@ -326,21 +292,17 @@ def print_policies(results: Sequence[PolicyResult], console: rich.console.Consol
     for result in results:
         found = result.counts
         shares = (f"{100 * share:.1f}" for share in (found.hit_rate, found.dram_share, found.cached_share))
-        times = map(format_number, (found.gpu_s, found.ttft_mean_s, *found.ttft_percentiles_s.values()))
-        rows.append(
-            (result.policy, *shares, format_number(found.prefill_s), f"{100 * result.prefill_saved:.1f}", *times)
-        )
-    console.print(make_table(("policy", *headings, *percentiles), rows))
-    note(
-        console,
-        "hits: turns of whose history anything was found; tokens: of histories; saved: of recomputing's prefill",
-        None,
-    )
+        times = map(script.format_number, (found.gpu_s, found.ttft_mean_s, *found.ttft_percentiles_s.values()))
+        saved = f"{100 * result.prefill_saved:.1f}"
+        rows.append((result.policy, *shares, script.format_number(found.prefill_s), saved, *times))
+    console.print(script.make_table(("policy", *headings, *percentiles), rows))
+    told = "hits: turns of whose history anything was found; tokens: of histories; saved: of recomputing's prefill"
+    script.note(console, told, None)
 
 
 def main(_: Sequence[str]) -> None:
     """Runs from the command line."""
-    console = make_console()
+    console = script.make_console()
     refuse(*((_OF_TRACES, "figures") if FLAGS.figure else (_OF_FIGURES, "a trace")))
     if FLAGS.trace_format != "sharegpt":
         refuse(_OF_SHAREGPT, f"a trace of {FLAGS.trace_format}")
@@ -349,15 +311,15 @@ def main(_: Sequence[str]) -> None:
     if plot_dir is not None:
         require_matplotlib()
         plot_dir.mkdir(parents=True, exist_ok=True)
-    simulate = must_load_benchmark(_FIGURES).simulate_figures if FLAGS.figure else simulate_trace
+    simulate = script.must_load_benchmark(_FIGURES).simulate_figures if FLAGS.figure else simulate_trace
     report = simulate(config, console, plot_dir)
     if json_out is not None:
         told = {"machine": describe_machine(), "versions": describe_versions()}
-        write_json({"command": command_line("simulate"), **report, **told}, json_out)
+        script.write_json({"command": script.command_line("simulate"), **report, **told}, json_out)
 
 
 if __name__ == "__main__":
     define_flags()
-    if (figures := load_benchmark(_FIGURES)) is not None:
+    if (figures := script.load_benchmark(_FIGURES)) is not None:
         figures.define_flags()
-    run(main)
+    script.run(main)

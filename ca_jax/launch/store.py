@@ -24,17 +24,16 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import safetensors.numpy
 from absl import flags
 
-from ca_jax.errors import CaJaxError
+from ca_jax.errors import CaJaxError, check
 from ca_jax.launch import store_report
 from ca_jax.launch.flags import out_path
 from ca_jax.launch.script import make_console, write_json
 from ca_jax.launch.script import run as run_script
-from ca_jax.launch.store_report import Facts, facts_of
+from ca_jax.launch.store_report import Facts, facts_of, row_facts
 from ca_jax.launch.terminal import progress_bars
 from ca_jax.pretrained import Progress
 from ca_jax.storage.catalog.records import DamagedRecordError
@@ -86,8 +85,7 @@ class Request:
     verify_blocks: bool = False
 
     def __post_init__(self) -> None:
-        if self.command not in COMMANDS:
-            raise CommandError(f"a command must be one of {', '.join(COMMANDS)}; got {self.command!r}")
+        check(self.command in COMMANDS, "a command", f"one of {', '.join(COMMANDS)}", self.command, CommandError)
         if _WITH_ID.get(self.command) and not self.session:
             raise CommandError(f"{self.command} must be told a session's id or the beginning of its key, got none")
         if self.session is not None and self.command not in _WITH_ID:
@@ -95,31 +93,13 @@ class Request:
         for field, command in _OPTIONS_OF.items():
             if getattr(self, field) and command != self.command:
                 raise CommandError(f"{field} must come with {command}, got {self.command}")
-        if self.command == "export" and self.output_dir is None:
-            raise CommandError("export must be told output_dir, got none")
-        if self.command == "claim" and self.url is None:
-            raise CommandError("claim must be told ssd_url, got none")
+        for command, name, value in (("export", "output_dir", self.output_dir), ("claim", "ssd_url", self.url)):
+            if self.command == command and value is None:
+                raise CommandError(f"{command} must be told {name}, got none")
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """What was found or done."""
-
-    facts: dict[str, Any]
-    """JSON values: `command`, `directory`, `time_s`, and what the command tells."""
-
-    @property
-    def ok(self) -> bool:
-        """False where something is damaged; rows of the catalog that a list passes over are not looked at."""
-        return not any(self.facts.get(name) for name in ("damage", "damaged", "catalog_problems"))
-
-
-def run(request: Request, progress: Progress) -> Result:
-    """Does what was asked for.
-
-    Args:
-      request: what.
-      progress: called with what is being done, how much of it, of how much.
+def run(request: Request, progress: Progress) -> Facts:
+    """Does what was asked for; what was found or done: `command`, `directory`, `time_s`, and what the command tells.
 
     Raises:
       CaJaxError: the directory, the catalog or the session cannot be had; the kind says why.
@@ -130,16 +110,17 @@ def run(request: Request, progress: Progress) -> Result:
     now_s = time.time()
     with StoreInspector(request.directory, url=request.url, driver=request.driver) as inspector:
         facts = _ACTIONS[request.command](inspector, request, now_s, progress)
-    told = {"command": request.command, "directory": str(request.directory), "time_s": now_s}
-    return Result({**told, **facts})
+    return {"command": request.command, "directory": str(request.directory), "time_s": now_s, **facts}
+
+
+def is_sound(facts: Facts) -> bool:
+    """False where something is damaged; rows of the catalog that a list passes over are not looked at."""
+    return not any(facts.get(name) for name in ("damage", "damaged", "catalog_problems"))
 
 
 def _list(inspector: StoreInspector, request: Request, now_s: float, _: Progress) -> Facts:
     listing = inspector.sessions(request.tenant)
-    return {
-        "sessions": facts_of(listing.sound, now_s),
-        "damaged_rows": [store_report.row_facts(each) for each in listing.damaged],
-    }
+    return {"sessions": facts_of(listing.sound, now_s), "damaged_rows": list(map(row_facts, listing.damaged))}
 
 
 def _show(inspector: StoreInspector, request: Request, now_s: float, _: Progress) -> Facts:
@@ -204,7 +185,7 @@ def _export(inspector: StoreInspector, request: Request, now_s: float, progress:
         sessions: Sequence[StoredSession] = [inspector.find(request.session, request.tenant)]
     else:
         listing = inspector.sessions(request.tenant)
-        sessions, damaged = listing.sound, [store_report.row_facts(each) for each in listing.damaged]
+        sessions, damaged = listing.sound, list(map(row_facts, listing.damaged))
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         raise CommandError(f"output_dir must be a new or empty directory, got {output_dir}")
     output_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -226,12 +207,8 @@ def _export(inspector: StoreInspector, request: Request, now_s: float, progress:
 def _write(read: SessionKV, path: Path) -> None:
     record, namespace = read.session.record, read.session.namespace
     metadata = {
-        "session_id": record.session_id,
-        "tenant": record.tenant,
-        "key": record.key,
-        "weights": namespace.weights,
-        "position_encoding": namespace.position_encoding,
-        "mesh_shard": namespace.mesh_shard,
+        **{name: getattr(record, name) for name in ("session_id", "tenant", "key")},
+        **{name: getattr(namespace, name) for name in ("weights", "position_encoding", "mesh_shard")},
         "num_dropped": str(record.lineage.num_dropped),
         "axes": "kv: layer, key or value, token, KV head, head dim",
     }
@@ -239,8 +216,7 @@ def _write(read: SessionKV, path: Path) -> None:
 
 
 def _drop(inspector: StoreInspector, request: Request, now_s: float, _: Progress) -> Facts:
-    facts: Facts = facts_of(drop_session(inspector, inspector.find(request.session or "", request.tenant)), now_s)
-    return facts
+    return dict(facts_of(drop_session(inspector, inspector.find(request.session or "", request.tenant)), now_s))
 
 
 def _stats(inspector: StoreInspector, request: Request, now_s: float, _: Progress) -> Facts:
@@ -260,7 +236,7 @@ def _stats(inspector: StoreInspector, request: Request, now_s: float, _: Progres
     }
 
 
-def _claim(inspector: StoreInspector, request: Request, now_s: float, _: Progress) -> Facts:
+def _claim(inspector: StoreInspector, _: Request, now_s: float, __: Progress) -> Facts:
     return {"taken": facts_of(take_over_blocks(inspector), now_s)}
 
 
@@ -275,9 +251,8 @@ def _define_flags() -> None:
     flags.DEFINE_string("tenant", None, "Sessions of this tenant only.")
     flags.DEFINE_string("json_out", None, "Also write the result to this file, as JSON.")
     flags.DEFINE_string("output_dir", None, "export: where to write; must be new or empty.")
-    flags.DEFINE_multi_string(
-        "drop_namespace", [], "gc: drop a namespace, by its name in stats or the beginning of its weights' fingerprint."
-    )
+    text = "gc: drop a namespace, by its name in stats or the beginning of its weights' fingerprint."
+    flags.DEFINE_multi_string("drop_namespace", [], text)
     flags.DEFINE_bool("dry_run", False, "gc: only say what would go.")
     flags.DEFINE_bool("verify", False, "gc: read every block, and forget sessions with a damaged one.")
 
@@ -306,11 +281,11 @@ def main(argv: Sequence[str]) -> None:
     request = _request(argv[1:])
     quiet: contextlib.AbstractContextManager[Progress] = contextlib.nullcontext(lambda what, done, total: None)
     with progress_bars() if request.command in _LONG else quiet as progress:
-        result = run(request, progress)
-    store_report.print_facts(result.facts, make_console())
+        facts = run(request, progress)
+    store_report.print_facts(facts, make_console())
     if json_out is not None:
-        write_json(result.facts, json_out)
-    sys.exit(0 if result.ok else 1)
+        write_json(facts, json_out)
+    sys.exit(0 if is_sound(facts) else 1)
 
 
 if __name__ == "__main__":

@@ -110,14 +110,10 @@ def print_facts(facts: Facts, console: rich.console.Console) -> None:
 def _list(facts: Facts) -> _Parts:
     sessions = facts["sessions"]
     columns = ("session", "tenant", ">tokens", ">size", "created", "last used", "expires", "pinned", "state", "weights")
-    rows = [
-        (
-            *_stored(each),
-            *(describe_time(each["created_s"]), describe_time(each["last_used_s"]), _expiry(each)),
-            *("yes" if each["pinned"] else "no", each["state"], each["weights"][:_SHORT]),
-        )
-        for each in sessions
-    ]
+    rows = []
+    for each in sessions:
+        times = (describe_time(each["created_s"]), describe_time(each["last_used_s"]), _expiry(each))
+        rows.append((*_stored(each), *times, _yes(each["pinned"]), each["state"], each["weights"][:_SHORT]))
     yield _table(columns, rows)
     tokens, num_bytes = (sum(each[name] for each in sessions) for name in ("num_tokens", "num_bytes"))
     yield (f"{len(sessions):,} sessions, {tokens:,} tokens, {decimal(num_bytes)}",)
@@ -136,14 +132,14 @@ def _show(facts: Facts) -> _Parts:
         ("created", describe_time(session["created_s"])),
         ("last used", f"{describe_time(session['last_used_s'])}, saved {session['generation']} times"),
         ("expires", _expiry(session)),
-        ("pinned", "yes" if session["pinned"] else "no"),
+        ("pinned", _yes(session["pinned"])),
         ("state", session["state"]),
         ("weights", namespace["weights"]),
         ("layout", f"{shape}, {layout['dtype']}, blocks of {layout['block_tokens']} tokens"),
         ("blocks at", facts["blocks_at"]),
         ("first token ids", "not readable" if token_ids is None else " ".join(map(str, token_ids))),
     ]
-    yield make_table(("", ""), rows, header=False, ruled=False)
+    yield _table(("", ""), rows)
     if facts["damage"]:
         yield f"damaged: {facts['damage']}", "red"
     yield ("",)
@@ -173,14 +169,11 @@ def _gc(facts: Facts) -> _Parts:
     forgotten = [each for namespace in facts["namespaces"] for each in namespace["forgotten"]]
     if forgotten:
         yield _table(("session", "tenant", "key", "why"), [(*_who(each), each["reason"]) for each in forgotten])
-    namespaces = [
-        (
-            each["namespace"] + (f", {would}dropped" if each["dropped"] else ""),
-            *(each["weights"][:_SHORT], f"{len(each['forgotten']):,}", f"{each['num_blocks']:,}", _size(each)),
-            "-" if each["num_leftovers"] is None else f"{each['num_leftovers']:,}",
-        )
-        for each in facts["namespaces"]
-    ]
+    namespaces = []
+    for each in facts["namespaces"]:
+        name, leftovers = each["namespace"] + (f", {would}dropped" if each["dropped"] else ""), each["num_leftovers"]
+        counts = (f"{len(each['forgotten']):,}", f"{each['num_blocks']:,}", _size(each))
+        namespaces.append((name, each["weights"][:_SHORT], *counts, "-" if leftovers is None else f"{leftovers:,}"))
     yield _table(("namespace", "weights", ">forgotten", ">blocks", ">freed", ">leftovers"), namespaces)
     if facts["files"]:
         yield (f"{would}deleted ({_size(facts, 'num_file_bytes')}): {', '.join(facts['files'])}",)
@@ -228,14 +221,15 @@ def _claim(facts: Facts) -> _Parts:
         yield (f"{each['num_blocks']:,} blocks at {each['blocks_at']}, before of {each['owner'] or 'nobody known'}",)
 
 
-_SHOWN = {
-    **{"list": _list, "show": _show, "verify": _verify, "gc": _gc},
-    **{"export": _export, "drop": _drop, "stats": _stats, "claim": _claim},
-}
+_SHOWN = {part.__name__[1:]: part for part in (_list, _show, _verify, _gc, _export, _drop, _stats, _claim)}
 
 
 def _table(columns: tuple[str, ...], rows: Iterable[Sequence[str]]) -> rich.table.Table:
     return make_table(columns, rows, ruled=False)
+
+
+def _yes(holds: bool) -> str:
+    return "yes" if holds else "no"
 
 
 def _who(facts: Facts) -> tuple[str, str, str]:

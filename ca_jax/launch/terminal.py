@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import rich.console
 import rich.progress
@@ -17,6 +17,7 @@ import rich.text
 from rich.filesize import decimal as size
 
 from ca_jax.launch.script import make_table, printable
+from ca_jax.pretrained import Progress
 from ca_jax.session import Session
 from ca_jax.storage.config import GIB
 from ca_jax.storage.records import EntryInfo, SsdStats, StoreStats
@@ -87,15 +88,8 @@ def describe_time(time_s: float) -> str:
         return f"{time_s} s"
 
 
-class Bars(Protocol):
-    """Moves a bar; any thread may call it. Without the last argument it is a `Progress`."""
-
-    def __call__(self, what: str, done: int, total: int, now: str = "") -> None:
-        """A new `what` begins a new bar; `now` is shown behind it."""
-
-
 @contextlib.contextmanager
-def progress_bars(console: rich.console.Console | None = None) -> Iterator[Bars]:
+def progress_bars(console: rich.console.Console | None = None) -> Iterator[Progress]:
     """Draws a bar for each task, below each other, and leaves them there when it ends.
 
     Args:
@@ -109,15 +103,14 @@ def progress_bars(console: rich.console.Console | None = None) -> Iterator[Bars]
         rich.progress.BarColumn(),
         rich.progress.TaskProgressColumn(),
         rich.progress.TimeElapsedColumn(),
-        rich.progress.TextColumn("{task.fields[now]}"),
     )
     tasks: dict[str, rich.progress.TaskID] = {}
     with rich.progress.Progress(*columns, console=console or rich.console.Console(stderr=True)) as bars:
 
-        def progress(what: str, done: int, total: int, now: str = "") -> None:
+        def progress(what: str, done: int, total: int) -> None:
             if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total, now=now)
-            bars.update(tasks[what], completed=done, total=total, now=now)
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done, total=total)
 
         yield progress
 
@@ -179,7 +172,7 @@ def stats_table(store: StoreStats, done: EngineMetrics) -> rich.table.Table:
         ("generated tokens", f"{done.completion_tokens:,}"),
         ("dropped tokens", f"{done.dropped_tokens:,} in {done.truncations} truncations"),
     ]
-    return make_table(("", ""), rows, header=False, ruled=False)
+    return make_table(("", ""), rows, ruled=False)
 
 
 def _ssd_rows(ssd: SsdStats) -> tuple[tuple[str, str], ...]:

@@ -187,36 +187,32 @@ def check_discarded(indices: npt.ArrayLike, num_tokens: int) -> np.ndarray:
       InvalidRequestError: a position that does not exist or is named twice, a mask of another length, an array of
         another kind, or all tokens of the context.
     """
-    wanted = f"tokens to discard must be integer positions or a bool mask of {num_tokens} tokens"
+
+    def refuse(wanted: str, got: str) -> InvalidRequestError:
+        return InvalidRequestError(f"tokens to discard must {wanted}, got {got}")
+
+    wanted = f"be integer positions or a bool mask of {num_tokens} tokens"
     try:
         found = np.asarray(indices)
     except (ValueError, OverflowError) as error:
-        raise InvalidRequestError(f"{wanted}, got what makes no array: {error}") from error
-    if found.ndim == 1 and found.dtype == bool:
+        raise refuse(wanted, f"what makes no array: {error}") from error
+    if found.ndim != 1 or not (found.size == 0 or found.dtype == bool or np.issubdtype(found.dtype, np.integer)):
+        raise refuse(wanted, f"an array of shape {found.shape} and dtype {found.dtype}")
+    if found.dtype == bool:
         if found.size != num_tokens:
-            raise InvalidRequestError(f"{wanted}, got a mask of {found.size}")
+            raise refuse(wanted, f"a mask of {found.size}")
         mask = found.copy()
-    elif found.ndim == 1 and (found.size == 0 or np.issubdtype(found.dtype, np.integer)):
-        mask = _mask_of(found.astype(np.int64) if found.size == 0 else found, num_tokens)
     else:
-        raise InvalidRequestError(f"{wanted}, got an array of shape {found.shape} and dtype {found.dtype}")
+        strangers = found[(found < 0) | (found >= num_tokens)]
+        if strangers.size:
+            raise refuse(f"be positions of a context of {num_tokens} tokens", _shown(strangers))
+        counts = np.bincount(found.astype(np.int64), minlength=num_tokens)
+        if (counts > 1).any():
+            raise refuse("name each position once", f"repeats of {_shown(np.flatnonzero(counts > 1))}")
+        mask = counts > 0
     if num_tokens and mask.all():
-        raise InvalidRequestError(f"tokens to discard must be fewer than all, got all {num_tokens}")
+        raise refuse("be fewer than all", f"all {num_tokens}")
     return mask
-
-
-def _mask_of(positions: np.ndarray, num_tokens: int) -> np.ndarray:
-    strangers = positions[(positions < 0) | (positions >= num_tokens)]
-    if strangers.size:
-        raise InvalidRequestError(
-            f"tokens to discard must be positions of a context of {num_tokens} tokens, got {_shown(strangers)}"
-        )
-    counts = np.bincount(positions.astype(np.int64), minlength=num_tokens)
-    if (counts > 1).any():
-        raise InvalidRequestError(
-            f"tokens to discard must name each position once, got repeats of {_shown(np.flatnonzero(counts > 1))}"
-        )
-    return counts > 0
 
 
 def _shown(positions: np.ndarray) -> str:

@@ -99,12 +99,12 @@ def make_app(
     _describe(app, tenants.asks_for_keys)
     hosts = None if tenants.asks_for_keys and not config.allowed_hosts else config.allowed_hosts
     app.add_middleware(Guard, max_body_bytes=config.max_body_bytes, allowed_hosts=hosts)
-    app.add_middleware(CorrelationIdMiddleware, header_name="X-Request-ID", validator=_is_request_id)
+    app.add_middleware(
+        CorrelationIdMiddleware,
+        header_name="X-Request-ID",
+        validator=lambda name: _REQUEST_ID.fullmatch(name) is not None,
+    )
     return app
-
-
-def _is_request_id(text: str) -> bool:
-    return _REQUEST_ID.fullmatch(text) is not None
 
 
 async def _start(
@@ -173,14 +173,9 @@ async def metrics(tenant: TheTenant, service: TheService) -> Response:
 
 
 @_ROUTES.get("/", include_in_schema=False)
-async def page() -> Response:
-    """Chat, and the store at work."""
-    return await page_file("index.html")
-
-
 @_ROUTES.get("/page/{name}", include_in_schema=False)
-async def page_file(name: str) -> Response:
-    """A file that the page is made of."""
+async def page_file(name: str = "index.html") -> Response:
+    """A file that the page is made of: chat, and the store at work."""
     files = _page_files()
     if name not in files:
         raise ApiError(404, f"the page has no file {name!r}")

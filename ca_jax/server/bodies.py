@@ -21,7 +21,7 @@ from ca_jax.turns.requests import SamplingParams
 
 _INT64 = 2**63
 # A least length, even of 0, has pydantic look whether a text is one: JSON may hold half of a surrogate pair.
-_Strict = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False, str_min_length=0)
+_Strict = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False, str_min_length=0, use_attribute_docstrings=True)
 _Tokens = Annotated[int, Field(ge=1)]
 _OfTokens = Field(max_length=1024, json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,9}$"}})
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -55,15 +55,14 @@ class ChatMessage(_Body):
     tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
     function_call: None = None
     annotations: list[Any] | None = _IGNORED
-    context: _Chunks | None = Field(
-        None, description="What the request had as its context when this was its last message; of a reply: none."
-    )
+    context: _Chunks | None = None
+    """What the request had as its context when this was its last message; of a reply: none."""
 
     def message(self) -> Message:
         """As the chat template takes it, with its context; a developer's message is the system's."""
-        parts = self.content if isinstance(self.content, list) else []
-        text = "".join(part.text for part in parts) if parts else self.content or ""
-        message: Message = {"role": "system" if self.role == "developer" else self.role, "content": str(text)}
+        parts = self.content if isinstance(self.content, list) else [self.content or ""]
+        text = "".join(part if isinstance(part, str) else part.text for part in parts)
+        message: Message = {"role": "system" if self.role == "developer" else self.role, "content": text}
         return message if self.context is None else {**message, "context": self.context}
 
 
@@ -72,9 +71,8 @@ class StreamOptions(_Body):
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = Field(None, description="Not looked at: chunks are not padded.")
-    continuous_usage_stats: bool | None = Field(
-        None, description="Each chunk, not the last one alone, says how many tokens it took so far; vLLM's."
-    )
+    continuous_usage_stats: bool | None = None
+    """Each chunk, not the last one alone, says how many tokens it took so far; vLLM's."""
 
 
 class ResponseFormat(_Body):
@@ -100,20 +98,16 @@ class Sampling(_Body):
     user: str | None = _IGNORED
 
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(None, description="Draw from the k likeliest; 0: all.")
-    min_p: Annotated[float, Field(ge=0, lt=1)] | None = Field(
-        None, description="Drop tokens less likely than this share of the likeliest."
-    )
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = Field(
-        None, description="Above 1 makes tokens seen so far less likely."
-    )
+    min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Drop tokens less likely than this share of the likeliest."""
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    """Above 1 makes tokens seen so far less likely."""
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=64)] | None = None
     ignore_eos: bool | None = Field(None, description="Go on past the model's own stop tokens.")
-    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
-        None, description="Fewest tokens of an answer: it does not stop before."
-    )
-    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = Field(
-        None, description="Requests of lower values go first."
-    )
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    """Fewest tokens of an answer: it does not stop before."""
+    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
+    """Requests of lower values go first."""
     timeout_s: _Timeout = None
     max_tokens: _Tokens | None = None
 
@@ -179,9 +173,8 @@ class ChatRequest(Sampling):
     parallel_tool_calls: bool | None = _IGNORED
     functions: Annotated[list[Any], Field(max_length=0)] | None = _UNSERVED
     function_call: Literal["none", "auto"] | None = None
-    store: Literal[False] | None = Field(
-        None, description="False: nothing of the request is kept when it has ended, neither what was said nor its KV."
-    )
+    store: Literal[False] | None = None
+    """False: nothing of the request is kept when it has ended, neither what was said nor its KV."""
     metadata: dict[str, str] | None = _IGNORED
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = _IGNORED
@@ -189,23 +182,16 @@ class ChatRequest(Sampling):
     prompt_cache_retention: Literal["in_memory", "24h"] | None = _IGNORED
     prompt_cache_options: dict[str, Any] | None = _IGNORED
 
-    session_id: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
-        None, description="The conversation to go on with; messages are then what is new, or all of it and that."
-    )
-    session_state: Annotated[str, Field(max_length=64)] | None = Field(
-        None,
-        description="What its latest answer said: if the session does not stand there any more, 409 and no answer.",
-    )
-    context: _Chunks | None = Field(
-        None,
-        description="Chunks in front of the last message, whose KV is reused wherever they stand (CacheBlend). They "
-        "are a part of it: a client that sends the whole history sends them again, as that message's own context.",
-    )
-    truncation: Literal["auto", "disabled"] | None = Field(
-        None,
-        description="auto, the default: where the history is longer than the window its oldest tokens leave, and "
-        "usage.ca_jax.num_dropped says how many; disabled: that is an error, context_length_exceeded.",
-    )
+    session_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    """The conversation to go on with; messages are then what is new, or all of it and that."""
+    session_state: Annotated[str, Field(max_length=64)] | None = None
+    """What its latest answer said: if the session does not stand there any more, 409 and no answer."""
+    context: _Chunks | None = None
+    """Chunks in front of the last message, whose KV is reused wherever they stand (CacheBlend). They are a part of it:
+    a client that sends the whole history sends them again, as that message's own context."""
+    truncation: Literal["auto", "disabled"] | None = None
+    """auto, the default: where the history is longer than the window its oldest tokens leave, and
+    usage.ca_jax.num_dropped says how many; disabled: that is an error, context_length_exceeded."""
 
     def check(self) -> None:
         """Raises ApiError where fields do not go together."""
@@ -279,22 +265,19 @@ def _token_id(text: str) -> int:
 class NewSession(_Body):
     """Body of `POST /v1/sessions`."""
 
-    session_id: Annotated[str, Field(min_length=1, max_length=256, pattern="^[^/]+$")] | None = Field(
-        None, description="Its name, to be asked for in a path; made up if not given."
-    )
+    session_id: Annotated[str, Field(min_length=1, max_length=256, pattern="^[^/]+$")] | None = None
+    """Its name, to be asked for in a path; made up if not given."""
     system: str | None = Field(None, description="Its system message.")
-    ttl_s: Annotated[float, Field(ge=0)] | None = Field(
-        None, description="How long its KV is kept after its last use, seconds."
-    )
+    ttl_s: Annotated[float, Field(ge=0)] | None = None
+    """How long its KV is kept after its last use, seconds."""
 
 
 class SessionChange(_Body):
     """Body of `POST /v1/sessions/{session_id}`."""
 
     pinned: bool | None = Field(None, description="Whether it stays in the store, over restarts too.")
-    ttl_s: Annotated[float, Field(ge=0)] | None = Field(
-        None, description="How long its KV is kept after its last use, seconds; null leaves it as it is."
-    )
+    ttl_s: Annotated[float, Field(ge=0)] | None = None
+    """How long its KV is kept after its last use, seconds; null leaves it as it is."""
 
 
 class Discard(_Body):

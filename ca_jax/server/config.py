@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from ca_jax.errors import check
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerConfig:
@@ -48,9 +50,6 @@ class ServerConfig:
     def __post_init__(self) -> None:
         counts = ("max_queue", "max_body_bytes", "max_choices", "max_open_sessions")
         for name in (*counts, "max_chunks", "max_chunk_tokens", "max_lookups"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            check(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
         for name in ("request_timeout_s", "shutdown_grace_s", "max_step_s"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} must be seconds >= 0, got {value}")
+            check(0 <= getattr(self, name) < math.inf, name, "seconds >= 0", getattr(self, name))

@@ -224,23 +224,18 @@ def _tiers(stats: StoreStats) -> Iterator[LiveTier]:
 
 
 def _moves(stats: StoreStats, rates: Rates | None) -> Iterator[LiveMove]:
+    """Speed is that of a move of average size; of loads and saves, which go layer by layer, of a layer of it."""
     ssd = stats.ssd
     moves = [("load", stats.loaded_bytes, stats.num_hits), ("save", stats.saved_bytes, stats.num_saves)]
     if ssd is not None:
         moves += [("fetch", ssd.fetched_bytes, ssd.num_fetches), ("flush", ssd.flushed_bytes, ssd.num_flushes)]
     for name, num_bytes, num_moves in moves:
-        speed = _speed(rates, name, num_bytes, num_moves)
+        rate: TransferRate | None = getattr(rates, name, None)
+        speed = None
+        if rates is not None and rate is not None and num_bytes:
+            each = num_bytes / num_moves / (1 if name == "fetch" else rates.num_layers)
+            speed = each / seconds if (seconds := rate.seconds(each)) else None
         yield LiveMove(name=name, num_bytes=num_bytes, num_moves=num_moves, bytes_per_s=speed)
-
-
-def _speed(rates: Rates | None, name: str, num_bytes: int, num_moves: int) -> float | None:
-    """Bytes per second of a move of average size; of loads and saves, which go layer by layer, of a layer of it."""
-    rate: TransferRate | None = getattr(rates, name, None)
-    if rates is None or rate is None or not num_bytes:
-        return None
-    each = num_bytes / num_moves / (1 if name == "fetch" else rates.num_layers)
-    seconds = rate.seconds(each)
-    return each / seconds if seconds else None
 
 
 def _job(job: Job, tenant: str) -> dict[str, Any]:
@@ -380,11 +375,8 @@ async def live(
     tenant: TheTenant,
     session_id: _SessionId = None,
     interval_s: Annotated[float, fastapi.Query(ge=_MIN_INTERVAL_S, le=_MAX_INTERVAL_S)] = 0.25,
-    once: bool = False,
 ) -> Response:
-    """The same as server-sent events, whenever something has changed; with `once` as one answer."""
-    if once:
-        return await live_snapshot(service, tenant, session_id)
+    """The same as server-sent events, whenever something has changed."""
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(service.looking(tenant, is_stream=True))
         read = functools.partial(_read, service, tenant, session_id)
@@ -396,9 +388,7 @@ async def _events(
     state: ServerState, read: Callable[[], Awaitable[bytes]], interval_s: float, snapshot: bytes
 ) -> AsyncIterator[bytes]:
     sent, sent_s = b"", 0.0
-    with contextlib.suppress(
-        CaJaxError, ApiError, TimeoutError
-    ):  # The server is shutting down, or busy: the client comes again.
+    with contextlib.suppress(CaJaxError, ApiError, TimeoutError):  # Shutting down, or busy: the client comes again.
         while True:
             news = snapshot.partition(b",")[2]  # All behind the time, which is the first field.
             if news != sent:

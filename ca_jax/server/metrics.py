@@ -122,24 +122,18 @@ class RequestMetrics(Collector):
         (running, waiting), counted, store = engine.jobs, engine.metrics, engine.store_stats()
         slots_used = sum(job.num_tokens for job in running) / (engine.config.max_batch_size * engine.window)
         dram_used = store.used_bytes / store.capacity_bytes if store.capacity_bytes else 0.0
-        for name, text, value in (
-            ("vllm:num_requests_running", "Answers that are being generated.", len(running)),
-            ("vllm:num_requests_waiting", "Answers that wait for a slot.", len(waiting)),
-            (
-                "vllm:kv_cache_usage_perc",
-                "Share of the tokens that running answers may have at most that they have.",
-                slots_used,
-            ),
-            ("vllm:cpu_cache_usage_perc", "Share of the store's DRAM that is taken.", dram_used),
+        tokens_used = "Share of the tokens that running answers may have at most that they have."
+        for make, name, text, value in (
+            (_gauge, "num_requests_running", "Answers that are being generated.", len(running)),
+            (_gauge, "num_requests_waiting", "Answers that wait for a slot.", len(waiting)),
+            (_gauge, "kv_cache_usage_perc", tokens_used, slots_used),
+            (_gauge, "cpu_cache_usage_perc", "Share of the store's DRAM that is taken.", dram_used),
+            (_counter, "prompt_tokens", "Tokens of prompts.", counted.prompt_tokens),
+            (_counter, "generation_tokens", "Tokens generated.", counted.completion_tokens),
+            (_counter, "prefix_cache_queries", "Tokens of prompts that KV was looked up for.", counted.prompt_tokens),
+            (_counter, "prefix_cache_hits", "Of those, tokens whose KV was loaded.", counted.cached_tokens),
         ):
-            yield _gauge(name, text, {self._model: value}, "model_name")
-        for name, text, count in (
-            ("vllm:prompt_tokens", "Tokens of prompts.", counted.prompt_tokens),
-            ("vllm:generation_tokens", "Tokens generated.", counted.completion_tokens),
-            ("vllm:prefix_cache_queries", "Tokens of prompts that KV was looked up for.", counted.prompt_tokens),
-            ("vllm:prefix_cache_hits", "Of those, tokens whose KV was loaded.", counted.cached_tokens),
-        ):
-            yield _counter(name, text, {self._model: count}, "model_name")
+            yield make(f"vllm:{name}", text, {self._model: value}, "model_name")
         for field, text in _docs(EngineMetrics).items():
             count = getattr(counted, field)
             if isinstance(count, int | float) and field not in _OTHERWISE:
@@ -193,16 +187,8 @@ def _docs(kind: type) -> dict[str, str]:
     return {name: " ".join(text.split()) for name, text in found}
 
 
-def _gauge(name: str, text: str, values: _Values, label: str = "") -> Metric:
-    return _filled(GaugeMetricFamily, name, text, values, label)
-
-
-def _counter(name: str, text: str, values: _Values, label: str = "") -> Metric:
-    return _filled(CounterMetricFamily, name, text, values, label)
-
-
 def _filled(
-    kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, text: str, values: _Values, label: str
+    kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, text: str, values: _Values, label: str = ""
 ) -> Metric:
     """A metric with a value, or with values by that of its one label."""
     by_label = isinstance(values, Mapping)
@@ -210,3 +196,6 @@ def _filled(
     for of_label, value in values.items() if isinstance(values, Mapping) else (("", values),):
         family.add_metric([str(of_label)] if by_label else [], value)
     return family
+
+
+_gauge, _counter = (functools.partial(_filled, kind) for kind in (GaugeMetricFamily, CounterMetricFamily))

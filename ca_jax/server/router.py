@@ -70,10 +70,8 @@ class Router:
         """Most conversations of a tenant that are found by their history."""
         self._states: dict[tuple[str, str], str] = {}  # Names of sessions, by tenant and chain.
         # By tenant and session; those that are open likewise.
-        self._chains: dict[str, collections.OrderedDict[str, list[str]]] = collections.defaultdict(
-            collections.OrderedDict
-        )
-        self._used: dict[str, collections.OrderedDict[str, None]] = collections.defaultdict(collections.OrderedDict)
+        self._chains = collections.defaultdict[str, collections.OrderedDict[str, list[str]]](collections.OrderedDict)
+        self._used = collections.defaultdict[str, collections.OrderedDict[str, None]](collections.OrderedDict)
 
     def by_id(
         self, tenant: str, session_id: str, messages: Sequence[Message], texts: Texts, state: str | None = None

@@ -140,8 +140,7 @@ class Tenants:
                 raise ValueError(f"{path}: {error}") from error
         if not keys:
             raise ValueError(f"{path}: there must be at least one tenant with a key, got none")
-        digests = [digest for digest, _ in keys]
-        if len(set(digests)) < len(digests):
+        if len(dict(keys)) < len(keys):
             raise ValueError(f"{path}: each key must be there once, got one twice")
         return cls(keys)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ca_jax.errors import check
 from ca_jax.storage.catalog.records import Contents
 from ca_jax.storage.config import StoreConfig
 from ca_jax.storage.layout import KVLayout
@@ -46,8 +47,7 @@ class Clock:
         Raises:
           ValueError: the time is past, or not finite.
         """
-        if not self.now_s <= time_s < math.inf:
-            raise ValueError(f"time_s must be at least {self.now_s} s, got {time_s}")
+        check(self.now_s <= time_s < math.inf, "time_s", f"at least {self.now_s} s", time_s)
         heapq.heappush(self._due, (time_s, next(self._order), action))
 
     def run_until(self, time_s: float) -> None:
@@ -70,8 +70,7 @@ class Link:
     """
 
     def __init__(self, clock: Clock, bytes_per_s: float) -> None:
-        if not bytes_per_s > 0:
-            raise ValueError(f"bytes_per_s must be a number above 0, got {bytes_per_s}")
+        check(bytes_per_s > 0, "bytes_per_s", "a number above 0", bytes_per_s)
         self._clock = clock
         self._bytes_per_s = bytes_per_s
         self.free_s = 0.0

@@ -11,10 +11,11 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ca_jax.errors import check
 from ca_jax.kv.costs import PrefillRate, PrefillSample, fit_times
 from ca_jax.overflow.config import OverflowConfig
 
@@ -114,12 +115,9 @@ class RooflineCost:
 
     def __post_init__(self) -> None:
         for name in ("flops_share", "bytes_share"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be a share in (0, 1], got {getattr(self, name)}")
-        if self.num_devices < 1:
-            raise ValueError(f"num_devices must be at least 1, got {self.num_devices}")
-        if not 0 <= self.step_s < math.inf:
-            raise ValueError(f"step_s must be seconds of at least 0, got {self.step_s}")
+            check(0 < getattr(self, name) <= 1, name, "a share in (0, 1]", getattr(self, name))
+        check(self.num_devices >= 1, "num_devices", "at least 1", self.num_devices)
+        check(0 <= self.step_s < math.inf, "step_s", "seconds of at least 0", self.step_s)
 
     def prefill_s(self, history_tokens: int, new_tokens: int) -> float:
         """Seconds of a prefill of one job, its history on the device."""
@@ -166,10 +164,8 @@ class StoreSizes:
 
     def __post_init__(self) -> None:
         for name in ("dram_bytes", "ssd_read_bytes_per_s", "ssd_write_bytes_per_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be a number above 0, got {getattr(self, name)}")
-        if not 0 <= self.ssd_bytes < math.inf:
-            raise ValueError(f"ssd_bytes must be a number of at least 0, got {self.ssd_bytes}")
+            check(0 < getattr(self, name) < math.inf, name, "a number above 0", getattr(self, name))
+        check(0 <= self.ssd_bytes < math.inf, "ssd_bytes", "a number of at least 0", self.ssd_bytes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -197,7 +193,16 @@ class ServerConfig:
     """First turns that are not counted."""
 
 
-FITTED_SUITES = ("prefill", "reuse", "ttft", "decode")
+_SAMPLES: dict[str, Callable[[Mapping[str, Any]], list[tuple[int, int, float]]]] = {
+    "prefill": lambda row: [(0, row["tokens"], row["prefill_s"])],
+    "reuse": lambda row: [
+        (0, row["history_tokens"] + row["new_tokens"], row["ttft_recompute_s"]),
+        (row["history_tokens"], row["new_tokens"], row["ttft_reuse_s"] - row["load_stall_s"]),
+    ],
+    "ttft": lambda row: [(row["history_tokens"], row["new_tokens"], row["compute_s"])],
+    "decode": lambda row: [(num := row["batch_size"], num * row["context_tokens"], num / row["tokens_per_s"])],
+}  # What a row says: tokens of history, new ones and seconds; of decode steps jobs, tokens of contexts and seconds.
+FITTED_SUITES = tuple(_SAMPLES)
 """Suites of the benchmarks whose rows say what computing takes."""
 
 
@@ -247,53 +252,33 @@ class FittedCost:
           FileNotFoundError: one is not there.
           ValueError: one is no such file, or of another model or dtype; or none has prefills, or decode steps.
         """
-        prefills: list[PrefillSample] = []
-        decodes: list[DecodeSample] = []
+        prefills: list[tuple[int, int, float]] = []
+        decodes: list[tuple[int, int, float]] = []
         subjects: dict[tuple[str, str], None] = {}
         for path in map(Path, paths):
             report = _read(path)
             subjects[str(report.get("model")), str(report.get("dtype"))] = None
-            for row in report["rows"]:
-                try:
-                    if report["suite"] == "decode":
-                        decodes.append(_decode(row))
-                    else:
-                        prefills += _prefills(report["suite"], row)
-                except (KeyError, TypeError, ZeroDivisionError) as error:
-                    raise ValueError(f"{path}: rows must be as bench writes them, got {error!r}") from error
+            samples, sample_of = decodes if report["suite"] == "decode" else prefills, _SAMPLES[report["suite"]]
+            try:
+                samples += [sample for row in report["rows"] for sample in sample_of(row)]
+            except (KeyError, TypeError, ZeroDivisionError) as error:
+                raise ValueError(f"{path}: rows must be as bench writes them, got {error!r}") from error
         if len(subjects) > 1:
             raise ValueError(f"cost must be benches of one model, got {', '.join(map(' '.join, subjects))}")
         for name, samples, suites in (("prefills", prefills, FITTED_SUITES[:3]), ("decode steps", decodes, ["decode"])):
             if not samples:
                 raise ValueError(f"cost must have a bench of {name} (suite {' or '.join(suites)}), got none")
-        return cls.fit(prefills, decodes)
-
-    def taking(self, prefills: Sequence[PrefillSample], decodes: Sequence[DecodeSample]) -> FittedCost:
-        """Scales the rates so that samples take as long in all as they were measured to.
-
-        The least relative error is that of the middle: where some took far longer than others like them, as on a
-        machine that is shared, the sum comes out short.
-        """
-        prefill_s = sum(self.prefill_s(each.history_tokens, each.new_tokens) for each in prefills)
-        decode_s = sum(self.decode_s(each.num_jobs, each.context_tokens) for each in decodes)
-        by_prefill = sum(each.seconds for each in prefills) / prefill_s
-        by_decode = sum(each.seconds for each in decodes) / decode_s
-        rate = self.prefill
-        return FittedCost(
-            prefill=PrefillRate(
-                fixed_s=rate.fixed_s * by_prefill, token_s=rate.token_s * by_prefill, pair_s=rate.pair_s * by_prefill
-            ),
-            decode_step_s=self.decode_step_s * by_decode,
-            decode_job_s=self.decode_job_s * by_decode,
-            decode_token_s=self.decode_token_s * by_decode,
+        return cls.fit(
+            [PrefillSample(history_tokens=old, new_tokens=new, seconds=seconds) for old, new, seconds in prefills],
+            [DecodeSample(num_jobs=num, context_tokens=of, seconds=seconds) for num, of, seconds in decodes],
         )
 
     def prefill_s(self, history_tokens: int, new_tokens: int) -> float:
-        """Seconds of a prefill of one job, its history on the device."""
+        """As of `RooflineCost`."""
         return self.prefill.seconds(history_tokens, new_tokens)
 
     def decode_s(self, num_jobs: int, context_tokens: int) -> float:
-        """Seconds of a decode step of `num_jobs` jobs, with `context_tokens` in all their contexts together."""
+        """As of `RooflineCost`."""
         return self.decode_step_s + self.decode_job_s * num_jobs + self.decode_token_s * context_tokens
 
 
@@ -306,22 +291,3 @@ def _read(path: Path) -> Mapping[str, Any]:
     if not isinstance(report, dict) or report.get("suite") not in FITTED_SUITES or "rows" not in report:
         raise ValueError(f"{wanted}; got {report.get('suite') if isinstance(report, dict) else type(report).__name__}")
     return report
-
-
-def _prefills(suite: str, row: Mapping[str, Any]) -> list[PrefillSample]:
-    if suite == "prefill":
-        return [PrefillSample(history_tokens=0, new_tokens=row["tokens"], seconds=row["prefill_s"])]
-    history, new = row["history_tokens"], row["new_tokens"]
-    if suite == "ttft":
-        return [PrefillSample(history_tokens=history, new_tokens=new, seconds=row["compute_s"])]
-    reused_s = row["ttft_reuse_s"] - row["load_stall_s"]
-    return [
-        PrefillSample(history_tokens=0, new_tokens=history + new, seconds=row["ttft_recompute_s"]),
-        PrefillSample(history_tokens=history, new_tokens=new, seconds=reused_s),
-    ]
-
-
-def _decode(row: Mapping[str, Any]) -> DecodeSample:
-    num_jobs = row["batch_size"]
-    seconds = num_jobs / row["tokens_per_s"]
-    return DecodeSample(num_jobs=num_jobs, context_tokens=num_jobs * row["context_tokens"], seconds=seconds)

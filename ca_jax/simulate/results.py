@@ -8,6 +8,7 @@ Not here: counting (server).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,8 +35,13 @@ class SimPrefill:
     """From when the turn came to its first token."""
 
 
-def _sum_of(name: str, doc: str) -> property:
-    return property(lambda self: sum(getattr(each, name) for each in self.prefills), doc=doc)
+def _that(follows: Callable[[SimCounts], Any], doc: str) -> Any:
+    """What follows from the counts."""
+    return property(follows, doc=doc)
+
+
+def _sum_of(name: str, doc: str) -> Any:
+    return _that(lambda counts: sum(getattr(each, name) for each in counts.prefills), doc)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -54,76 +60,41 @@ class SimCounts:
     saved_bytes: float = 0.0
     prefills: list[SimPrefill] = dataclasses.field(default_factory=list)
 
-    @property
-    def num_turns(self) -> int:
-        """Turns counted."""
-        return len(self.prefills)
-
-    @property
-    def num_returning(self) -> int:
-        """Turns with a history."""
-        return sum(each.history_tokens > 0 for each in self.prefills)
-
-    @property
-    def dram_hits(self) -> int:
-        """Turns that found KV of their history in DRAM when they could run."""
-        return sum(each.cached_tokens > 0 and not each.waited for each in self.prefills)
-
-    @property
-    def ssd_hits(self) -> int:
-        """Turns that waited for SSD to bring it."""
-        return sum(each.cached_tokens > 0 and each.waited for each in self.prefills)
-
+    num_turns = _that(lambda counts: len(counts.prefills), "Turns counted.")
+    num_returning = _that(
+        lambda counts: sum(each.history_tokens > 0 for each in counts.prefills), "Turns with a history."
+    )
+    dram_hits = _that(
+        lambda counts: sum(each.cached_tokens > 0 and not each.waited for each in counts.prefills),
+        "Turns that found KV of their history in DRAM when they could run.",
+    )
+    ssd_hits = _that(
+        lambda counts: sum(each.cached_tokens > 0 and each.waited for each in counts.prefills),
+        "Turns that waited for SSD to bring it.",
+    )
     prompt_tokens = _sum_of("prompt_tokens", "Tokens of histories and new ones.")
     history_tokens = _sum_of("history_tokens", "Tokens of histories.")
     cached_tokens = _sum_of("cached_tokens", "Tokens of histories whose KV was loaded.")
     prefill_s = _sum_of("prefill_s", "The device was busy with prefills, loads that it waited for included.")
     stall_s = _sum_of("stall_s", "Of that, waiting for loads.")
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of turns with a history of which something was loaded."""
-        return (self.dram_hits + self.ssd_hits) / max(self.num_returning, 1)
-
-    @property
-    def hit_rate_of_all(self) -> float:
-        """Share of all turns that found KV; first turns have none to find."""
-        return (self.dram_hits + self.ssd_hits) / max(self.num_turns, 1)
-
-    @property
-    def dram_share(self) -> float:
-        """Share of hits that found it in DRAM."""
-        return self.dram_hits / max(self.dram_hits + self.ssd_hits, 1)
-
-    @property
-    def cached_share(self) -> float:
-        """Share of the histories' tokens whose KV was loaded: the hit rate in tokens."""
-        return self.cached_tokens / max(self.history_tokens, 1)
-
-    @property
-    def gpu_s(self) -> float:
-        """The device was busy."""
-        return self.prefill_s + self.decode_s + self.overflow_s
-
-    @property
-    def elapsed_s(self) -> float:
-        """From the first counted turn to the end."""
-        return self.end_s - self.begin_s
-
-    @property
-    def mean_prefill_s(self) -> float:
-        """From the beginning of a prefill to its first token: the paper's TTFT."""
-        return self.prefill_s / max(self.num_turns, 1)
-
-    @property
-    def prefill_tokens_per_s(self) -> float:
-        """Prompt tokens, loaded ones included, over the time of prefills."""
-        return self.prompt_tokens / self.prefill_s if self.prefill_s else 0.0
-
-    @property
-    def ttft_mean_s(self) -> float:
-        """Mean time from when a turn came to its first token."""
-        return float(np.mean([each.ttft_s for each in self.prefills] or [0.0]))
+    hits = _that(lambda counts: counts.dram_hits + counts.ssd_hits, "Turns of whose history something was loaded.")
+    hit_rate = _that(
+        lambda counts: counts.hits / max(counts.num_returning, 1), "Of turns with a history, those with a hit."
+    )
+    hit_rate_of_all = _that(
+        lambda counts: counts.hits / max(counts.num_turns, 1), "Of all turns; first ones have nothing to find."
+    )
+    dram_share = _that(lambda counts: counts.dram_hits / max(counts.hits, 1), "Share of hits that found it in DRAM.")
+    cached_share = _that(
+        lambda counts: counts.cached_tokens / max(counts.history_tokens, 1),
+        "Share of the histories' tokens whose KV was loaded: the hit rate in tokens.",
+    )
+    gpu_s = _that(lambda counts: counts.prefill_s + counts.decode_s + counts.overflow_s, "The device was busy.")
+    elapsed_s = _that(lambda counts: counts.end_s - counts.begin_s, "From the first counted turn to the end.")
+    ttft_mean_s = _that(
+        lambda counts: float(np.mean([each.ttft_s for each in counts.prefills] or [0.0])),
+        "Mean time from when a turn came to its first token.",
+    )
 
     @property
     def ttft_percentiles_s(self) -> dict[str, float]:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
+from ca_jax.errors import check
 from ca_jax.kv import costs
 from ca_jax.overflow.config import num_leaving, oldest_first
 from ca_jax.serving.scheduler import Scheduler
@@ -319,15 +320,10 @@ class Server:
             if self._store is not None and self._config.overflow.method == "ca":
                 self._offer(client)
             self._make_room(client, 1)
-            if self._store is None or self._config.overflow.method != "ca":
-                self._recompute(client)
-
-    def _recompute(self, client: Client) -> None:
-        """What is left of a context is computed anew, in the middle of an answer."""
-        taken_s = self._config.cost.prefill_s(0, client.num_tokens)
-        self._clock.run_until(self._clock.now_s + taken_s)
-        if client.is_counted:
-            self.counts.overflow_s += taken_s
+            if self._store is None or self._config.overflow.method != "ca":  # What is left is computed anew.
+                taken_s = self._config.cost.prefill_s(0, client.num_tokens)
+                self._clock.run_until(self._clock.now_s + taken_s)
+                self.counts.overflow_s += taken_s * client.is_counted
 
     def _finish(self, job: Job) -> None:
         client = self._asked.pop(job).client
@@ -379,11 +375,11 @@ class Server:
 
     def _complete(self, client: Client, num_saves: int) -> None:
         """Publishes the first saves of a session that are open."""
-        while self._store is not None and client.tickets and num_saves:
-            ticket = client.tickets.pop(0)
+        for ticket in client.tickets[:num_saves]:
             ticket.mark_written()
-            self._store.complete_save(ticket)
-            num_saves -= 1
+            if self._store is not None:
+                self._store.complete_save(ticket)
+        del client.tickets[:num_saves]
 
     def _progressed(self) -> None:
         """Something has moved between the tiers: who waits for room may have it."""
@@ -402,28 +398,21 @@ class Server:
         num_blocks = int(sizes.dram_bytes // block_bytes)
         if num_blocks < 1:
             raise ValueError(f"dram_bytes must be at least a block of {block_bytes} bytes, got {sizes.dram_bytes:g}")
-        ssd, policy, policy_name = None, None, sizes.eviction_policy
-        if policy_name == BELADY:
-            policy, policy_name = BeladyPolicy(self._returns_s), StoreConfig.eviction_policy
-        if sizes.ssd_bytes:
-            ssd = SimulatedSsd(
-                layout,
-                block_bytes,
-                int(sizes.ssd_bytes // block_bytes),
-                Link(self._clock, sizes.ssd_read_bytes_per_s),
-                Link(self._clock, sizes.ssd_write_bytes_per_s),
-            )
+        is_belady = sizes.eviction_policy == BELADY
+        config = StoreConfig(
+            dram_gib=num_blocks * layout.block_bytes / GIB,
+            block_tokens=sizes.block_tokens,
+            ttl_s=sizes.ttl_s,
+            eviction_policy=StoreConfig.eviction_policy if is_belady else sizes.eviction_policy,
+        )
+        links = (Link(self._clock, each) for each in (sizes.ssd_read_bytes_per_s, sizes.ssd_write_bytes_per_s))
+        ssd = SimulatedSsd(layout, block_bytes, int(sizes.ssd_bytes // block_bytes), *links)
         return AttentionStore(
             layout,
-            StoreConfig(
-                dram_gib=num_blocks * layout.block_bytes / GIB,
-                block_tokens=sizes.block_tokens,
-                ttl_s=sizes.ttl_s,
-                eviction_policy=policy_name,
-            ),
-            policy,
+            config,
+            BeladyPolicy(self._returns_s) if is_belady else None,
             runtime=StoreRuntime(clock=lambda: self._clock.now_s, on_progress=self._progressed),
-            open_ssd=None if ssd is None else ssd.open,
+            open_ssd=ssd.open if sizes.ssd_bytes else None,
         )
 
 
@@ -449,20 +438,20 @@ def compare_policies(
     Raises:
       ValueError: an unknown policy, no session, or a store that the largest session does not fit in.
     """
-    unknown = [policy for policy in policies if policy not in POLICIES]
-    if unknown:
-        raise ValueError(f"policy must be one of {', '.join(POLICIES)}; got {', '.join(unknown)}")
-    if not sessions:
-        raise ValueError("there must be at least one session, got none")
+    for policy in policies:
+        check(policy in POLICIES, "policy", f"one of {', '.join(POLICIES)}", policy)
+    check(len(sessions) > 0, "sessions", "at least one session", len(sessions))
     check_capacity(config, store, sessions)
     total = num_turns(sessions)
     results: list[PolicyResult] = []
     for policy in (RECOMPUTE, *policies):
         sizes = dataclasses.replace(store, eviction_policy=policy) if policy != RECOMPUTE else None
-        begun = functools.partial(progress, policy)
-        server = Server(dataclasses.replace(config, store=sizes))
-        counts = server.serve(sessions, lambda done, begun=begun: begun(done, total))  # type: ignore[misc]
-        begun(total, total)
+
+        def begun(done: int, policy: str = policy) -> None:
+            progress(policy, done, total)
+
+        counts = Server(dataclasses.replace(config, store=sizes)).serve(sessions, begun)
+        begun(total)
         baseline_s = (results[0].counts if results else counts).prefill_s
         saved = 1 - counts.prefill_s / baseline_s if baseline_s else 0.0
         results.append(PolicyResult(policy=policy, counts=counts, prefill_saved=saved))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
+from ca_jax.errors import check
 from ca_jax.simulate.traces.requests import Request
 from ca_jax.simulate.traces.sharegpt import Conversation
 from ca_jax.storage.tickets import SaveTicket
@@ -85,23 +86,19 @@ def poisson_sessions(
     Raises:
       ValueError: no conversation, or a rate or time outside its range.
     """
-    if not lengths:
-        raise ValueError("there must be at least one conversation, got none")
-    if not arrival_rate > 0 or not think_s >= 0:
-        raise ValueError(f"arrival_rate must be above 0 and think_s at least 0, got {arrival_rate} and {think_s}")
+    check(len(lengths) > 0, "conversations", "at least one", len(lengths))
+    check(arrival_rate > 0, "arrival_rate", "above 0", arrival_rate)
+    check(think_s >= 0, "think_s", "at least 0", think_s)
     rng = np.random.default_rng(seed)
 
     def session(index: int, turns: Sequence[tuple[int, int]], arrival_s: float) -> SimSession:
         pauses = rng.exponential(think_s, len(turns)) if think_s else np.zeros(len(turns))
         pauses[:1] = 0.0
-        sim_turns = [
-            SimTurn(user_tokens=user, answer_tokens=answer, think_s=pause_s)
-            if waits_for_answers
-            else SimTurn(user_tokens=user, answer_tokens=answer, arrival_s=come_s)
-            for (user, answer), pause_s, come_s in zip(
-                turns, pauses.tolist(), (arrival_s + np.cumsum(pauses)).tolist(), strict=True
-            )
-        ]
+        name, times = ("think_s", pauses) if waits_for_answers else ("arrival_s", arrival_s + np.cumsum(pauses))
+        sim_turns = (
+            SimTurn(user_tokens=user, answer_tokens=answer, **{name: time_s})
+            for (user, answer), time_s in zip(turns, times.tolist(), strict=True)
+        )
         return SimSession(session_id=f"s{index}", arrival_s=arrival_s, turns=tuple(sim_turns))
 
     order = itertools.chain.from_iterable(rng.permutation(len(lengths)) for _ in itertools.count())

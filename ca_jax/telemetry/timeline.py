@@ -132,12 +132,9 @@ class Timeline:
         """
         with self._lock:
             spans, num_forgotten = list(self._spans), self.num_forgotten
-        content = {
-            "traceEvents": trace_events(spans),
-            "displayTimeUnit": "ms",
-            "otherData": {"num_forgotten": num_forgotten},
-        }
-        Path(path).write_text(json.dumps(content, default=str) + "\n", encoding="utf-8")
+        content = {"traceEvents": trace_events(spans), "displayTimeUnit": "ms"}
+        told = json.dumps({**content, "otherData": {"num_forgotten": num_forgotten}}, default=str)
+        Path(path).write_text(f"{told}\n", encoding="utf-8")
 
     def _record(self, span: Span) -> None:
         with self._lock:
@@ -200,21 +197,11 @@ def trace_events(spans: Iterable[Span]) -> list[dict[str, Any]]:
     for (track, lane), thread_id in thread_ids.items():
         events.append(_metadata(pid, thread_id, "thread_name", name=f"{track} {lane + 1}" if lane else track))
         events.append(_metadata(pid, thread_id, "thread_sort_index", sort_index=thread_id))
-    for place in places:
-        span = place.span
+    for span, lane, _ in places:
         start_ns, end_ns = _ns(span.start_s), _ns(span.end_s)
-        events.append(
-            {
-                "ph": "X",
-                "name": span.name,
-                "cat": span.track,
-                "ts": (start_ns - origin_ns) / 1000,
-                "dur": (end_ns - start_ns) / 1000,
-                "pid": pid,
-                "tid": thread_ids[span.track, place.lane],
-                "args": dict(span.args),
-            }
-        )
+        shown = {"ph": "X", "name": span.name, "cat": span.track, "pid": pid, "tid": thread_ids[span.track, lane]}
+        times = {"ts": (start_ns - origin_ns) / 1000, "dur": (end_ns - start_ns) / 1000}
+        events.append({**shown, **times, "args": dict(span.args)})
     return events
 
 

@@ -148,9 +148,8 @@ class Conversation:
 
         Nothing of its KV is marked: it is to be what computing these tokens gives.
         """
-        taken = self.take(num_tokens)
-        taken = dataclasses.replace(taken, attention=[], to_drift=[])
-        return dataclasses.replace(taken, lineage=0, num_slid=0, num_to_repair=0, reached="")
+        unmarked: dict[str, Any] = {"lineage": 0, "num_slid": 0, "num_to_repair": 0, "attention": [], "to_drift": []}
+        return dataclasses.replace(self.take(num_tokens), **unmarked, reached="")
 
     def with_repair(self, num_tokens: int, *, drifts: bool) -> Conversation:
         """The same, the KV of whose first tokens the next prefill repairs; by their drift too, if they drifted."""
@@ -303,9 +302,7 @@ def chain_of(messages: Sequence[Message], chain: str = "") -> str:
 def _message(read: Mapping[str, Any]) -> Message:
     message: Message = {"role": str(read["role"]), "content": str(read["content"])}
     if "context" in read:
-        message["context"] = [
-            chunk if isinstance(chunk, str) else [int(token) for token in chunk] for chunk in read["context"]
-        ]
+        message["context"] = [each if isinstance(each, str) else list(map(int, each)) for each in read["context"]]
     return message
 
 

@@ -21,7 +21,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ca_jax.errors import EmptyMessageError, InvalidRequestError
+from ca_jax.errors import EmptyMessageError, InvalidRequestError, check
 
 if TYPE_CHECKING:
     from ca_jax.models.tokenizer import TokenStream
@@ -49,10 +49,10 @@ class TextOutput:
         """Takes a token and returns the text that can be shown."""
         if self._stream is None or self.stopped:
             return ""
-        if not self._num_exempt:
-            return self._give(self._stream.push(token_id))
-        self._num_exempt -= 1
         shown = self._stream.push(token_id)
+        if not self._num_exempt:
+            return self._give(shown)
+        self._num_exempt -= 1
         self.text += shown
         return shown
 
@@ -152,9 +152,8 @@ class ChunkSpan:
 
     def __post_init__(self) -> None:
         if self.start < 0 or self.num_tokens < 1:
-            raise ValueError(
-                f"a chunk must be at least 1 token from place 0 on, got {self.num_tokens} from {self.start} on"
-            )
+            found = f"{self.num_tokens} from {self.start} on"
+            raise ValueError(f"a chunk must be at least 1 token from place 0 on, got {found}")
 
     @property
     def stop(self) -> int:
@@ -195,8 +194,7 @@ def split_tokens(token_ids: Sequence[int], num_tokens: int) -> list[list[int]]:
       InvalidRequestError: `num_tokens` below 1.
       EmptyMessageError: there are no tokens.
     """
-    if num_tokens < 1:
-        raise InvalidRequestError(f"chunks must be at least 1 token, got {num_tokens}")
+    check(num_tokens >= 1, "chunks", "at least 1 token", num_tokens, InvalidRequestError)
     if not len(token_ids):
         raise EmptyMessageError("a chunk must have at least one token, got none")
     return [list(token_ids[start : start + num_tokens]) for start in range(0, len(token_ids), num_tokens)]

@@ -2,7 +2,6 @@
 
 import collections
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,14 +12,6 @@ from benchmarks.replay.workload import Exchange
 Report = dict[str, Any]
 TOKEN_BYTES = 3 * 2 * 2 * 16 * 4
 """Of the tiny model."""
-CHECKS: dict[str, Callable[[Report], None]] = {}
-
-
-def checks(function: Callable[[Report], None]) -> Callable[[Report], None]:
-    """Registers what else is so of the report of a suite, `check_SUITE`."""
-    CHECKS[function.__name__.removeprefix("check_")] = function
-    return function
-
 
 QUOTIENTS = {
     "ttft": {"ratio_dram": ("ttft_dram_s", "compute_s"), "ratio_ssd": ("ttft_ssd_s", "compute_s")},
@@ -39,7 +30,7 @@ QUOTIENTS = {
 """By suite: fields that are one field over another, where there was one round."""
 
 
-def check_row(suite: str, row: dict[str, Any]) -> None:
+def hold_row(suite: str, row: dict[str, Any]) -> None:
     """Checks what holds in every row.
 
     Medians lie between the least and the largest sample, none of which is negative but a change; percentiles ascend;
@@ -57,7 +48,7 @@ def check_row(suite: str, row: dict[str, Any]) -> None:
             assert row[name] == pytest.approx(row[over] / row[under]), name
 
 
-def check_trace(suite: str, events: list[dict[str, Any]]) -> None:
+def hold_trace(suite: str, events: list[dict[str, Any]]) -> None:
     """Checks the spans of one more round: turns, and of each turn of `ttft` what every layer took."""
     events = [event for event in events if event["ph"] == "X"]
     if suite == "throughput":
@@ -77,7 +68,6 @@ MOVED: list[tuple[float, Any]] = []
 """What went over paced links, and at which pace."""
 
 
-@checks
 def check_ttft(report: Report) -> None:
     for row in report["rows"]:
         assert row["kv_bytes"] == row["history_tokens"] * TOKEN_BYTES
@@ -87,12 +77,10 @@ def check_ttft(report: Report) -> None:
         assert report["summary"][name] == max(row[name] for row in report["rows"])
 
 
-@checks
 def check_prefill(report: Report) -> None:
     assert (report["peer"], report["rows"][0]["peer_prefill_s"]) == ("transformers", 1e-9)
 
 
-@checks
 def check_decode(report: Report) -> None:
     rows = report["rows"]
     for row in rows:
@@ -104,7 +92,6 @@ def check_decode(report: Report) -> None:
     assert (scaling["batch_sizes"], scaling["ratio"]) == ([1, 3], pytest.approx(ratio))
 
 
-@checks
 def check_tiers(report: Report) -> None:
     (row,) = report["rows"]
     sources = row["sources"]
@@ -113,13 +100,12 @@ def check_tiers(report: Report) -> None:
         **{source: {"ssd": 150} for source in ("ssd_warm", "ssd", "ssd_restart")},
     }
     for source, times in sources.items():
-        check_row("tiers", times)
+        hold_row("tiers", times)
         assert times["speedup"] == pytest.approx(sources["recompute"]["ttft_s"] / times["ttft_s"])
         assert report["summary"].get(f"ttft_{source}_vs_recompute", 1.0) == times["speedup"]
     assert sources["recompute"]["load_s"] == 0 < sources["dram"]["load_s"]
 
 
-@checks
 def check_blend(report: Report) -> None:
     recompute, prefix, *rows = report["rows"]
     anew = {row["recompute_ratio"]: row["recomputed_tokens"] for row in rows}
@@ -133,7 +119,6 @@ def check_blend(report: Report) -> None:
     assert (recompute["same_token_share"], prefix["same_token_share"], prefix["ideal_s"]) == (1, 1, None)
 
 
-@checks
 def check_blend_throughput(report: Report) -> None:
     rows = {row["mode"]: row for row in report["rows"]}
     for row in rows.values():
@@ -145,7 +130,6 @@ def check_blend_throughput(report: Report) -> None:
     assert report["summary"]["blend_over_prefix"] == rows["blend"]["speedup_over_prefix"]
 
 
-@checks
 def check_throughput(report: Report) -> None:
     store, recompute = report["rows"]
     assert store["prompt_tokens"] == recompute["prompt_tokens"] == recompute["prefill_tokens"]
@@ -199,7 +183,6 @@ def expected(*, recomputes: bool) -> dict[str, int]:
     return dict(found)
 
 
-@checks
 def check_overflow(report: Report) -> None:
     rows, summary = report["rows"], report["summary"]
     ca, of = rows[:2]
@@ -245,7 +228,6 @@ def paces_of(direction: str) -> list[float]:
     return [pace for pace in dict.fromkeys(pace for pace, _ in MOVED) if pace < math.inf]
 
 
-@checks
 def check_preload(report: Report) -> None:
     turns = [row for row in report["rows"] if row["measured"] == "preload_turn"]
     paced_s = list(dict.fromkeys(row["load_s"] for row in turns if row["link"] == "paced"))
@@ -262,7 +244,6 @@ def check_preload(report: Report) -> None:
             assert row["measured_best"] in (0, 1, 3)
 
 
-@checks
 def check_save(report: Report) -> None:
     *turns, stream = report["rows"]
     saved_s = [(40 + 4 - 1) * TOKEN_BYTES / pace for pace in paces_of("save")]
@@ -273,7 +254,6 @@ def check_save(report: Report) -> None:
     assert report["summary"]["store_overhead"] == stream["overhead"]
 
 
-@checks
 def check_serving(report: Report) -> None:
     assert report["summary"]["not_installed"] == []
     for row in report["rows"]:
@@ -281,7 +261,6 @@ def check_serving(report: Report) -> None:
         assert 0 < row["cached_tokens"] < row["prompt_tokens"], "a second turn has a history, a first one has none"
 
 
-@checks
 def check_store(report: Report) -> None:
     summary = report["summary"]
     plain = {"dram_load": "np.copyto", "ssd_read_cold": "preadv", "ssd_read_warm": "preadv", "ssd_write": "pwritev"}
@@ -301,7 +280,6 @@ def check_store(report: Report) -> None:
     assert summary["dram_vs_memcpy"] == rows["dram_load", None]["ratio"]
 
 
-@checks
 def check_policy(report: Report) -> None:
     kinds = ("decision", "startup", "prefix", "turn", "loop")
     decisions, (startup,), (prefix,), turns, loop = (
@@ -329,3 +307,7 @@ def check_policy(report: Report) -> None:
     assert found["lru", 0.75]["hit_rate"] == summary["loop_lru"] == 0
     assert summary["loop_vs_belady"] == found["scheduler_aware", 0.75]["vs_belady"]
     assert summary["p99_ms"] == decisions[0]["p99_ms"]
+
+
+CHECKS = {name.removeprefix("check_"): each for name, each in list(vars().items()) if name.startswith("check_")}
+"""What else is so of the report of a suite, by its name."""

@@ -11,9 +11,9 @@ import pytest
 from benchmarks import demo, demo_acts
 from ca_jax import Engine, EngineConfig, StoreConfig
 from ca_jax.storage.records import Residency
-from ca_jax.turns.requests import Usage
 from tests import engine_kit as kit
 from tests.benchmarks.traces_kit import sharegpt_file
+from tests.launch.conftest import usage
 
 MESSAGES = ("I plan a trip.", "To Rome, say. How?", "And [then]?", "Thanks! One more thing.")
 MAX_TOKENS = 20
@@ -83,17 +83,9 @@ def test_only_the_reused_conversation_is_stored_and_a_second_demo_begins_anew(ti
 
 
 def served(answer_ids, ttft_s, cached, compiles=0, tier="dram"):
-    usage = Usage(
-        prompt_tokens=100,
-        cached_tokens={"ssd": 0, tier: cached},
-        completion_tokens=len(answer_ids),
-        ttft_s=ttft_s,
-        queued_s=0.0,
-        load_s=0.0,
-        load_stall_s=0.0,
-        decode_s=0.5,
-    )
-    return demo_acts.ServedTurn(history_tokens=80, answer_ids=answer_ids, usage=usage, compiles=compiles)
+    tokens = {"prompt_tokens": 100, "cached_tokens": {"ssd": 0, tier: cached}, "completion_tokens": len(answer_ids)}
+    took = usage(**tokens, ttft_s=ttft_s, decode_s=0.5)
+    return demo_acts.ServedTurn(history_tokens=80, answer_ids=answer_ids, usage=took, compiles=compiles)
 
 
 def resumed(answer_ids=(1, 2), cached=79, tier="ssd"):

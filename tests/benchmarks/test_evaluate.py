@@ -53,11 +53,7 @@ TASKS = {
         RagRow,
         [("full recompute",), ("full reuse",), ("hkvd 50%",)],
     ),
-    "rag figure=6": (
-        RAG,
-        AttentionRow,
-        [(name, ratio) for name in ("oracle", "hkvd") for ratio in (0, 0.5)],
-    ),
+    "rag figure=6": (RAG, AttentionRow, [(name, ratio) for name in ("oracle", "hkvd") for ratio in (0, 0.5)]),
     "rag figure=7": (RAG, DistributionRow, [(1,), (2,)]),
     "rag figure=8": (RAG, CorrelationRow, [(1,)]),
     "rag figure=12": (

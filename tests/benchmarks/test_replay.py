@@ -11,23 +11,13 @@ import rich.console
 
 from benchmarks.replay import main as script
 from benchmarks.replay import serving
-from benchmarks.replay.running import (
-    ReplayConfig,
-    agreement,
-    check_simulable,
-    replay,
-    simulate,
-)
+from benchmarks.replay.running import ReplayConfig, agreement, check_simulable, replay, simulate, taking
 from benchmarks.replay.serving import Sample, compare, serve, summarize
-from benchmarks.replay.workload import (
-    Exchange,
-    ReplayError,
-    ReplaySession,
-    Workload,
-    WorkloadConfig,
-)
+from benchmarks.replay.workload import Exchange, ReplayError, ReplaySession, Workload, WorkloadConfig
 from ca_jax.config import EngineConfig
+from ca_jax.kv.costs import PrefillSample
 from ca_jax.overflow.config import OverflowConfig
+from ca_jax.simulate.config import DecodeSample, FittedCost
 from ca_jax.simulate.traces.requests import TraceConfig
 from tests import engine_kit as kit
 from tests.benchmarks.traces_kit import lines_file, sharegpt_file, talk, workload
@@ -264,3 +254,15 @@ def test_progress_says_what_goes_on(talks):
         on_sample("store", talks, Sample(time_s=10.0, output_tokens=0, prompt_tokens=0, **counts))
         on_sample("store", talks, Sample(time_s=20.0, output_tokens=40, prompt_tokens=160, **counts))
     assert "running 2 waiting 3 · hits 75% · DRAM 50% SSD 25% · 20 tokens/s" in output.getvalue()
+
+
+def test_costs_come_to_what_all_took_though_some_took_far_longer_than_others_like_them():
+    prefills = [
+        PrefillSample(history_tokens=0, new_tokens=100 + i, seconds=5.0 if i % 9 == 0 else 0.3) for i in range(60)
+    ]
+    decodes = [DecodeSample(num_jobs=1, context_tokens=100, seconds=4.0 if i == 7 else 0.02) for i in range(50)]
+    found = taking(FittedCost.fit(prefills, decodes), prefills, decodes)
+    assert sum(found.prefill_s(0, each.new_tokens) for each in prefills) == pytest.approx(
+        sum(each.seconds for each in prefills)
+    )
+    assert 50 * found.decode_s(1, 100) == pytest.approx(sum(each.seconds for each in decodes))

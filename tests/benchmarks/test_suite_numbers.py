@@ -33,7 +33,7 @@ from ca_jax.serving import batch
 from ca_jax.simulate.traces.sharegpt import Conversation, Turn
 from ca_jax.storage.config import StoreConfig
 from ca_jax.testing import tiny
-from ca_jax.turns.requests import Usage
+from tests.launch.conftest import usage
 
 # Loads beside computing, and saves.
 
@@ -178,24 +178,16 @@ def recorded(*texts: str) -> Conversation:
     return Conversation(id=texts[0], turns=turns)
 
 
-def usage(prompt_tokens, cached_tokens, *token_times_s):
-    return Usage(
-        prompt_tokens=prompt_tokens,
-        cached_tokens={"dram": cached_tokens},
-        completion_tokens=len(token_times_s),
-        ttft_s=token_times_s[0],
-        queued_s=0.0,
-        load_s=0.0,
-        load_stall_s=0.0,
-        decode_s=0.0,
-        token_times_s=token_times_s,
-    )
+def took(prompt_tokens, cached_tokens, *token_times_s):
+    tokens = {"prompt_tokens": prompt_tokens, "cached_tokens": {"dram": cached_tokens}}
+    times = {"ttft_s": token_times_s[0], "token_times_s": token_times_s}
+    return usage(**tokens, **times, completion_tokens=len(token_times_s))
 
 
 def test_what_a_row_says_of_a_round():
     turns = (
-        (ServedTurn(0, (1, 2), usage(10, 0, 1.0, 1.5)), ServedTurn(12, (3, 4, 5), usage(20, 11, 2.0, 2.25, 4.0))),
-        (ServedTurn(0, (6, 7), usage(30, 8, 3.0, 3.125)),),  # Of a prefix that others had: no history of its own.
+        (ServedTurn(0, (1, 2), took(10, 0, 1.0, 1.5)), ServedTurn(12, (3, 4, 5), took(20, 11, 2.0, 2.25, 4.0))),
+        (ServedTurn(0, (6, 7), took(30, 8, 3.0, 3.125)),),  # Of a prefix that others had: no history of its own.
     )
     measured = throughput.measure(ServedRound(elapsed_s=30.0, conversations=turns))
     assert measured == {
@@ -230,7 +222,7 @@ def test_a_recorded_conversation_keeps_its_lengths(model):
 def test_the_first_conversations_that_fit_are_taken(model, monkeypatch):
     said = [recorded(f"hi {i}", "yes", "and", "no", "or", "ok") for i in range(5)]
     monkeypatch.setattr(conversations, "dataset_path", lambda: None)
-    monkeypatch.setattr(conversations, "load_sharegpt", lambda min_turns: iter(said))
+    monkeypatch.setattr(conversations, "load_sharegpt", lambda: iter(said))
     assert make_scripts(model, CONFIG).each == tuple(fitting_scripts(model, CONFIG, said[:3]))
     del said[2:]
     with pytest.raises(BenchError, match=r"must have 3 conversations of 3 turns that fit in a window of 200 .* got 2"):

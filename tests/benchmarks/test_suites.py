@@ -33,16 +33,7 @@ from ca_jax.models.presets import PRESETS
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.tiers.formats import RawTier
 from ca_jax.testing import tiny
-from tests.benchmarks.suite_checks import (
-    CHECKS,
-    MOVED,
-    OVERFLOWING,
-    TOKEN_BYTES,
-    Report,
-    check_row,
-    check_serving,
-    check_trace,
-)
+from tests.benchmarks import suite_checks as checks
 
 ENGINE = EngineConfig(
     max_num_batched_tokens=64,
@@ -51,7 +42,7 @@ ENGINE = EngineConfig(
     compile_cache_dir=None,
     store=StoreConfig(block_tokens=16),
 )
-BLOCK_BYTES = 32 * TOKEN_BYTES
+BLOCK_BYTES = 32 * checks.TOKEN_BYTES
 DISK = {"blend", "store", "tiers"}
 """Suites that want a disk whose page cache can be emptied."""
 STORE = f"--num_layers=3 --store_gib={5.5 * BLOCK_BYTES / GIB} --session_tokens=70 --num_kv_heads=2 --head_dim=16"
@@ -72,7 +63,7 @@ SMALL: dict[str, tuple[str, str, list[tuple[object, ...]]]] = {
     "tiers": (
         "--history_tokens=150 --new_tokens=9",
         "history_tokens new_tokens ssd_driver kv_bytes",
-        [(150, 9, "zarr3", 256 * TOKEN_BYTES)],
+        [(150, 9, "zarr3", 256 * checks.TOKEN_BYTES)],
     ),
     "blend": (
         "--num_chunks=3 --chunk_tokens=40 --recompute_ratios=0.6,1",
@@ -136,16 +127,12 @@ SMALL: dict[str, tuple[str, str, list[tuple[object, ...]]]] = {
         "link save_ratio prompt_tokens answer_tokens num_turns",
         [("real", None, 40, 4, None), ("paced", 0.5, 40, 4, None), ("paced", 1.0, 40, 4, None), (None, None, 30, 4, 5)],
     ),
-    "serving": (
-        "--systems=ca_jax --small",
-        "system clients turns",
-        [("ca_jax", 1, 2), ("ca_jax", 2, 4)],
-    ),
+    "serving": ("--systems=ca_jax --small", "system clients turns", [("ca_jax", 1, 2), ("ca_jax", 2, 4)]),
     "store": (
         f"{STORE} --block_tokens=32",
         "measured driver num_bytes",
         [
-            ("dram_load", None, 70 * TOKEN_BYTES),
+            ("dram_load", None, 70 * checks.TOKEN_BYTES),
             *(
                 (measured, driver, 5 * BLOCK_BYTES)
                 for driver in ("zarr3", "raw")
@@ -192,7 +179,7 @@ def bench(command, tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr(bench_flags, "_ENGINE", dataclasses.replace(bench_flags._ENGINE, default=ENGINE))
     monkeypatch.setattr(benchmarks.main, "make_peer", KnownPeer)
 
-    def run(suite: str, *arguments: object, repeats: int = 1) -> Report | str:
+    def run(suite: str, *arguments: object, repeats: int = 1) -> checks.Report | str:
         own = {field.name for field in dataclasses.fields(SUITES[suite].config)}
         flags = [*shlex.split(SMALL[suite][0]), f"--repeats={repeats}", f"--json_out={tmp_path / 'new' / 'it.json'}"]
         if SUITES[suite].serves:
@@ -241,7 +228,7 @@ def test_a_suite_yields_its_rows_and_figure(bench, patches, tmp_path, suite):
     kinds = row_kinds(suite)
     for row in rows:
         assert row.keys() in kinds
-        check_row(suite, row)
+        checks.hold_row(suite, row)
         assert row.get("same_tokens", True)
     assert report["summary"].get("same_tokens", True)
     compiled = [row for row in rows if row.get("recompiles")]
@@ -251,24 +238,24 @@ def test_a_suite_yields_its_rows_and_figure(bench, patches, tmp_path, suite):
         assert matplotlib.image.imread(tmp_path / "it.png").ndim == 3
     if traced:
         assert [path for path in profile.rglob("*") if path.is_file()]
-        check_trace(suite, json.loads(trace.read_text(encoding="utf-8"))["traceEvents"])
-    if suite in CHECKS:
-        CHECKS[suite](report)
+        checks.hold_trace(suite, json.loads(trace.read_text(encoding="utf-8"))["traceEvents"])
+    if suite in checks.CHECKS:
+        checks.CHECKS[suite](report)
 
 
 @pytest.fixture
 def patches(request, monkeypatch):
     """What `overflow` serves is known, and what `preload` and `save` move is noted."""
-    monkeypatch.setattr(overflow, "make_scripts", lambda *_: Scripts(source="here", each=OVERFLOWING))
+    monkeypatch.setattr(overflow, "make_scripts", lambda *_: Scripts(source="here", each=checks.OVERFLOWING))
     set_pace, submit, paces = AdjustableLink.set_pace, AdjustableLink.submit, {}
-    MOVED.clear()
+    checks.MOVED.clear()
 
     def note_pace(link, bytes_per_s=math.inf):
         paces[link] = bytes_per_s
         set_pace(link, bytes_per_s)
 
     def note_transfer(link, transfer, copy):
-        MOVED.append((paces.get(link, math.inf), transfer))
+        checks.MOVED.append((paces.get(link, math.inf), transfer))
         return submit(link, transfer, copy)
 
     monkeypatch.setattr(AdjustableLink, "set_pace", note_pace)
@@ -296,13 +283,7 @@ WRONG = [
     ("blend", blend.Way, "push_out", lambda *_: None, "from ssd_warm of 120 .* must load 120 tokens from ssd, got"),
     ("ttft", OneSessionEngine, "push_out", lambda _: None, "ssd_warm of 150 .* must load 150 tokens from ssd, got 150"),
     ("tiers", tiers, "one_session_config", sized(dram_gib=0.01), "must load 150 tokens from ssd, got 150 tokens from"),
-    (
-        "tiers",
-        tiers,
-        "one_session_config",
-        sized(dram_gib=0.0001),
-        "dram of 150 .* 150 tokens from dram, got 128",
-    ),
+    ("tiers", tiers, "one_session_config", sized(dram_gib=0.0001), "dram of 150 .* 150 tokens from dram, got 128"),
     ("tiers", tiers, "one_session_config", sized(ssd_dir=None), "must have an engine with an SSD tier"),
     ("tiers", engines, "drop_cached", fill_cached, "ssd must have a page cache without stored KV"),
     ("tiers", engines, "fill_cached", drop_cached, "ssd_warm must have stored KV in the page cache"),
@@ -357,4 +338,4 @@ def test_ratios_are_of_the_same_round_and_answers_that_differ_show(bench, monkey
 def test_another_server_has_rows_too(bench):
     report = bench("serving", "--systems=llama.cpp", f"--model={DEFAULT_MODEL}")
     assert [(row["system"], row["clients"]) for row in report["rows"]] == [("llama.cpp", 1), ("llama.cpp", 2)]
-    check_serving(report)
+    checks.check_serving(report)

@@ -36,10 +36,7 @@ def test_both_kinds_of_file_are_read_and_folders_in_the_order_of_numbers(tmp_pat
         ([1], "a.json:0 must be an item with ctxs, .*; got int"),
         ([ITEMS[0], {"ctxs": [], "question": "?"}], "a.json:1 must be an item .*; got none of answers"),
         ([{**ITEMS[0], "ctxs": ["text"]}], "got other ctxs"),
-        (
-            [{**ITEMS[0], "ctxs": [{"text": "a"}, {"title": "b"}]}],
-            "text 1 must be a string .* got None",
-        ),
+        ([{**ITEMS[0], "ctxs": [{"text": "a"}, {"title": "b"}]}], "text 1 must be a string .* got None"),
         ([{**ITEMS[0], "question": " "}], "a.json:0: question must be a string that is not blank, got ' '"),
         ({"a": 1}, "must be an object with texts by number from 0 on and query, or a list of items; got a"),
         ({**EXAMPLE, "chunk_num": "4"}, "must have 4 texts from 0 on, got no 2, 3"),

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ca_jax.testing import tiny
+from ca_jax.turns.requests import Usage
 from tests.scripts_kit import Ended, run_script
 
 
@@ -16,6 +18,12 @@ def tiny_model(tmp_path_factory) -> Path:
     params = tiny.tiny_params(config)
     params["params"]["head"]["kernel"][:, [tiny.END_OF_TEXT_ID, tiny.IM_START_ID, tiny.IM_END_ID]] = 0
     return tiny.write_tiny_hf(tmp_path_factory.mktemp("models") / "tiny", config, params)
+
+
+def usage(**known: Any) -> Usage:
+    """What a turn took, of which some is known."""
+    nothing = {"queued_s": 0.0, "load_s": 0.0, "load_stall_s": 0.0, "decode_s": 0.0}
+    return Usage(**{**nothing, **known})
 
 
 @pytest.fixture

@@ -83,10 +83,7 @@ def test_a_trace_is_served_under_every_policy_and_bad_rows_are_counted(run, moon
 
 
 BAD = {
-    "a negative length": (
-        ["--trace_format=mooncake", "--capacity_share=1"],
-        "line 6: `input_length`",
-    ),
+    "a negative length": (["--trace_format=mooncake", "--capacity_share=1"], "line 6: `input_length`"),
     "a store under one session": (["--trace_format=mooncake", "--skip_bad_rows", "--dram_gb=0.1"], "dram_bytes"),
     "too few devices": (
         ["--trace_format=mooncake", "--skip_bad_rows", "--model=llama-70b", "--num_devices=1"],

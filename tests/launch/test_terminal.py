@@ -12,24 +12,11 @@ import rich.console
 
 from ca_jax.launch import machine
 from ca_jax.launch.script import printable
-from ca_jax.launch.terminal import (
-    describe_overflow,
-    describe_usage,
-    progress_bars,
-    write_piece,
-)
-from ca_jax.turns.requests import Usage
+from ca_jax.launch.terminal import describe_overflow, describe_usage, progress_bars, write_piece
+from tests.launch.conftest import usage
 
-USAGE = Usage(
-    prompt_tokens=1192,
-    cached_tokens={"dram": 1173, "ssd": 0},
-    completion_tokens=65,
-    ttft_s=0.1384,
-    queued_s=0.0,
-    load_s=0.05,
-    load_stall_s=0.0,
-    decode_s=2.0,
-)
+TOOK = {"prompt_tokens": 1192, "cached_tokens": {"dram": 1173, "ssd": 0}, "completion_tokens": 65, "ttft_s": 0.1384}
+USAGE = usage(**TOOK, load_s=0.05, decode_s=2.0)
 
 
 def test_pieces_come_out_as_they_are_but_for_what_steers_the_terminal():

@@ -122,7 +122,7 @@ def settled(server, page):
     server.engine.wait_for_saves()
     session_id = page.evaluate("decodeURIComponent(location.hash.slice(1))")
     with server.http() as http:
-        return http.get("/live", params={"once": "true", "session_id": session_id}).json()
+        return http.get("/live/snapshot", params={"session_id": session_id}).json()
 
 
 def test_a_conversation_by_keyboard_is_the_apis_and_its_second_turn_comes_from_the_cache(server, page):
@@ -174,7 +174,7 @@ def test_a_queue_is_drawn_with_its_windows(server, page):
     jobs = [waiting | windows, waiting | windows | {"is_own": False, "session_id": None, "residency": "dram"}]
     jobs += [waiting | windows | {"in_prefetch_window": False, "residency": each} for each in ("pending", "absent")]
     with server.http() as http:
-        told = http.get("/live", params={"once": "true"}).json()
+        told = http.get("/live/snapshot").json()
     told["queue"] = {"num_waiting": 4, "waiting": jobs, "prefetch_window_jobs": 2, "eviction_window_jobs": 4}
     told["running"] = [
         {"slot": 1, "session_id": None, "is_own": False, "phase": "decode", "num_tokens": 0},
@@ -272,7 +272,7 @@ def test_a_tab_is_told_that_another_went_on_and_shows_it(server, open_page):
 def test_changes_that_come_together_ask_for_one_list(server, page):
     """The server counts other sessions in each snapshot; the page may not ask for the list each time."""
     with server.http() as http:
-        told = http.get("/live", params={"once": "true"}).json()
+        told = http.get("/live/snapshot").json()
     snapshots = []
     for number in range(40):
         tiers = [{**tier, "num_sessions": number} for tier in told["tiers"]]

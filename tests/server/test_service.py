@@ -191,17 +191,6 @@ async def test_a_deadline_ends_what_waits_for_the_engine(engine):
 
 
 @on_loop
-async def test_metrics_are_read_while_the_engine_does_not_answer(engine):
-    async with serving(engine) as service:
-        await answer(service, A, chat())
-        first = await service.read_metrics()
-        with held(service.loop):
-            assert b"ca_jax:reading_age_seconds" in await service.read_metrics()
-            assert service.loop.step_s > 0
-        assert b'finished_reason="length",model_name="tiny"} 1.0' in first
-
-
-@on_loop
 async def test_of_several_answers_all_are_begun_or_none(engine):
     async with serving(engine) as service:
         kept = [session.session_id for session in engine.sessions]

@@ -4,15 +4,7 @@ import json
 
 import pytest
 
-from ca_jax.simulate.traces.requests import (
-    HASH_BLOCK_TOKENS,
-    BadRows,
-    TraceError,
-    agent_requests,
-    load_agent_calls,
-    load_requests,
-    share_of_seen_blocks,
-)
+from ca_jax.simulate.traces import requests as traces
 
 
 @pytest.fixture
@@ -34,10 +26,10 @@ def called(timestamp, text, answer="yes", session="a"):
 
 
 def test_a_mooncake_row_is_a_request(written):
-    first, second = load_requests("mooncake", written(asked(1500, 1000, 4, 8), asked("2500", 512, 9)))
+    first, second = traces.load_requests("mooncake", written(asked(1500, 1000, 4, 8), asked("2500", 512, 9)))
     assert (first.arrival_s, first.input_tokens, first.output_tokens, first.hash_ids) == (1.5, 1000, 7, (4, 8))
     assert second.arrival_s == 2.5
-    assert list(load_requests("mooncake", written())) == []
+    assert list(traces.load_requests("mooncake", written())) == []
 
 
 # Blocks 0 and 1 are everybody's: a system prompt. The last id of each prompt is of a block that is not full.
@@ -55,24 +47,27 @@ SESSIONS = [
 
 
 def test_sessions_are_found_by_prefix(written):
-    found = load_requests("mooncake", written(*(row for _, row, _, _ in SESSIONS)))
+    found = traces.load_requests("mooncake", written(*(row for _, row, _, _ in SESSIONS)))
     for request, (what, _, session, shared_blocks) in zip(found, SESSIONS, strict=True):
-        assert (request.session_id, request.shared_tokens) == (f"s{session}", HASH_BLOCK_TOKENS * shared_blocks), what
+        assert (request.session_id, request.shared_tokens) == (
+            f"s{session}",
+            traces.HASH_BLOCK_TOKENS * shared_blocks,
+        ), what
 
 
 def test_seen_blocks_are_leading_ones(written):
     rows = (asked(0, 1500, 0, 1, 2), asked(0, 1500, 0, 3, 2), asked(0, 1000, 3, 1), asked(0, 600, 0, 3))
-    found = share_of_seen_blocks(load_requests("mooncake", written(*rows)))
+    found = traces.share_of_seen_blocks(traces.load_requests("mooncake", written(*rows)))
     assert found == (0 + 1 + 2 + 2) / 10  # The third begins with two blocks that were seen, though never at its front.
-    assert share_of_seen_blocks([]) == 0.0
+    assert traces.share_of_seen_blocks([]) == 0.0
 
 
 def test_calls_of_agents_come_by_time(written):
     path = written(called("3000000", "c"), called(1000000, "a"), called(2000000, "b", "no"))
     written(called(1500000, "d", session="b"), name="zlast.jsonl")
-    calls = list(load_agent_calls(path.parent))
+    calls = list(traces.load_agent_calls(path.parent))
     assert [call.prompt for call in calls] == ["a", "b", "c", "d"]
-    requests = agent_requests(calls, len)
+    requests = traces.agent_requests(calls, len)
     assert [(each.session_id, each.arrival_s) for each in requests] == [("a", 0), ("b", 0.5), ("a", 1), ("a", 2)]
     assert [each.output_tokens for each in requests] == [3, 3, 2, 3]
 
@@ -80,7 +75,14 @@ def test_calls_of_agents_come_by_time(written):
 def test_calls_share_what_their_prompts_begin_with_and_those_without_text_are_left_out(written):
     texts = [("one", "two"), ("onetwothree", "x"), ("onetwo", "y"), ("other", "z"), ("bone", "w"), ("", "v"), ("x", "")]
     path = written(*(called(time, *text) for time, text in enumerate(texts)), called(9, "one", session="b"))
-    assert [each.shared_tokens for each in agent_requests(load_agent_calls(path), len)] == [0, 6, 6, 1, 0, 0]
+    assert [each.shared_tokens for each in traces.agent_requests(traces.load_agent_calls(path), len)] == [
+        0,
+        6,
+        6,
+        1,
+        0,
+        0,
+    ]
 
 
 ARRIVALS = {
@@ -92,16 +94,18 @@ ARRIVALS = {
 
 @pytest.mark.parametrize(("header", "first", "second"), ARRIVALS.values(), ids=ARRIVALS)
 def test_arrivals_are_seconds_since_the_first(written, header, first, second):
-    found = list(load_requests("arrivals", written(header, f"{first},374,44", f"{second},396,109")))
+    found = list(traces.load_requests("arrivals", written(header, f"{first},374,44", f"{second},396,109")))
     assert [(each.arrival_s, each.input_tokens, each.output_tokens) for each in found] == [(0, 374, 44), (4, 396, 109)]
     assert found[0].session_id != found[1].session_id
 
 
 def test_columns_may_stand_in_any_order_among_others_and_a_missing_one_is_named(written):
-    (found,) = load_requests("arrivals", written("Model,Response tokens,Timestamp,Request tokens", "ChatGPT,18,5,472"))
+    (found,) = traces.load_requests(
+        "arrivals", written("Model,Response tokens,Timestamp,Request tokens", "ChatGPT,18,5,472")
+    )
     assert (found.input_tokens, found.output_tokens) == (472, 18)
-    with pytest.raises(TraceError, match=r"line 1: `output` must be a column of .*generatedtokens"):
-        list(load_requests("arrivals", written("TIMESTAMP,ContextTokens", "1,2")))
+    with pytest.raises(traces.TraceError, match=r"line 1: `output` must be a column of .*generatedtokens"):
+        list(traces.load_requests("arrivals", written("TIMESTAMP,ContextTokens", "1,2")))
 
 
 MOONCAKE = "mooncake", [asked(1, 5, 1), asked(2, 5, 2)]
@@ -111,7 +115,7 @@ BAD_ROWS = [
     (MOONCAKE, '{"timestamp": 1', "a row must be a JSON object"),
     (MOONCAKE, {"timestamp": 1, "input_length": 5, "hash_ids": [1]}, "`output_length` must be a number, got nothing"),
     (MOONCAKE, asked(1, -5, 1), "`input_length` must be an integer of at least 1, got -5"),
-    (MOONCAKE, asked(1, HASH_BLOCK_TOKENS + 1, 1), "`hash_ids` must be one for each of 2 blocks"),
+    (MOONCAKE, asked(1, traces.HASH_BLOCK_TOKENS + 1, 1), "`hash_ids` must be one for each of 2 blocks"),
     (MOONCAKE, asked(1, 5, "x"), "`hash_ids` must be a list of integers"),
     (MOONCAKE, asked("noon", 5, 1), "`timestamp` must be a number, got 'noon'"),
     (MOONCAKE, asked(1e999, 5, 1), "`timestamp` must be a number"),
@@ -131,11 +135,11 @@ BAD_ROWS = [
 def test_a_bad_row_is_an_error_or_counted_and_skipped(written, trace, row, message):
     trace_format, (*before, last) = trace
     path = written(*before, row, last)
-    with pytest.raises(TraceError) as error:
-        load_requests(trace_format, path)
+    with pytest.raises(traces.TraceError) as error:
+        traces.load_requests(trace_format, path)
     assert str(error.value).startswith(f"{path}, line {len(before) + 1}: {message}")
-    bad_rows = BadRows(skip=True)
-    found = load_requests(trace_format, path, len, bad_rows)
+    bad_rows = traces.BadRows(skip=True)
+    found = traces.load_requests(trace_format, path, len, bad_rows)
     assert (bad_rows.num_skipped, bad_rows.first) == (1, str(error.value))
     assert len(found) == 2
 
@@ -143,7 +147,7 @@ def test_a_bad_row_is_an_error_or_counted_and_skipped(written, trace, row, messa
 @pytest.mark.parametrize("trace_format", ["mooncake", "arrivals", "agents"])
 def test_a_trace_that_is_not_there_is_named(tmp_path, trace_format):
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        load_requests(trace_format, tmp_path / "nowhere")
+        traces.load_requests(trace_format, tmp_path / "nowhere")
     if trace_format == "agents":
         with pytest.raises(FileNotFoundError, match=r"\*\.jsonl"):
-            load_requests(trace_format, tmp_path)
+            traces.load_requests(trace_format, tmp_path)

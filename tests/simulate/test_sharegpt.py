@@ -94,7 +94,7 @@ def test_roles_are_normalised_blank_messages_dropped_and_one_speaker_is_one_turn
             piece("none_0"),
         ],
     )
-    (only,) = load_sharegpt(path, min_turns=0)
+    (only,) = load_sharegpt(path)
     assert said(only) == [
         ("system", "be brief"),
         ("user", "one\n\ntwo"),
@@ -103,14 +103,6 @@ def test_roles_are_normalised_blank_messages_dropped_and_one_speaker_is_one_turn
         ("assistant", "six"),
     ]
     assert only.turns[0] == Turn(role="system", text="be brief")
-
-
-def test_min_turns_counts_user_turns(tmp_path):
-    exchange = [("human", "q"), ("gpt", "r")]
-    path = write(tmp_path / "many.json", [piece(f"{n}x_0", *exchange * n) for n in (1, 3, 2, 5, 4)])
-    assert [each.id for each in load_sharegpt(path, min_turns=3)] == ["3x", "5x", "4x"]
-    with pytest.raises(ValueError, match="min_turns must be at least 0, got -2"):
-        load_sharegpt(path, min_turns=-2)
 
 
 def test_a_file_cut_off_at_any_byte_yields_what_is_whole(two_conversations, tmp_path):
@@ -186,6 +178,6 @@ def installed_file():
 
 
 def test_the_installed_file_reads_whole(installed_file):
-    conversations = list(load_sharegpt(installed_file, min_turns=0))
+    conversations = list(load_sharegpt(installed_file))
     assert len(conversations) == len({each.id for each in conversations}) == 9457
     assert all(a.role != b.role for each in conversations for a, b in zip(each.turns, each.turns[1:], strict=False))

@@ -12,15 +12,18 @@ Source: Mooncake (Qin et al., FAST 2025), and the traces published with it.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import datetime
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+
+from ca_jax.errors import check
 
 T = TypeVar("T")
 TracePath = str | os.PathLike[str]
@@ -56,12 +59,11 @@ class TraceConfig:
     """What lengths are multiplied by where a trace has no text."""
 
     def __post_init__(self) -> None:
-        if self.trace_format not in TRACE_FORMATS:
-            raise ValueError(f"trace_format must be one of {', '.join(TRACE_FORMATS)}, got {self.trace_format!r}")
-        if self.trace is None and self.trace_format != "sharegpt":
-            raise ValueError(f"trace must be a file of the format {self.trace_format}, got none")
-        if not 0 < self.length_scale < math.inf:
-            raise ValueError(f"length_scale must be a number above 0, got {self.length_scale}")
+        wanted = f"one of {', '.join(TRACE_FORMATS)}"
+        check(self.trace_format in TRACE_FORMATS, "trace_format", wanted, self.trace_format)
+        has_trace = self.trace is not None or self.trace_format == "sharegpt"
+        check(has_trace, "trace", f"a file of the format {self.trace_format}", self.trace)
+        check(0 < self.length_scale < math.inf, "length_scale", "a number above 0", self.length_scale)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -243,10 +245,15 @@ def share_of_seen_blocks(requests: Iterable[Request]) -> float:
     seen: set[int] = set()
     num_hits = num_blocks = 0
     for request in requests:
-        num_hits += next((i for i, each in enumerate(request.hash_ids) if each not in seen), len(request.hash_ids))
+        num_hits += _num_leading(request.hash_ids, seen)
         num_blocks += len(request.hash_ids)
         seen.update(request.hash_ids)
     return num_hits / num_blocks if num_blocks else 0.0
+
+
+def _num_leading(ids: Sequence[int], seen: Container[int]) -> int:
+    """How many of the first ids were seen before."""
+    return next((i for i, each in enumerate(ids) if each not in seen), len(ids))
 
 
 @dataclasses.dataclass(slots=True)
@@ -270,13 +277,10 @@ class _Sessions:
     def joined(self, request: Request) -> Request:
         """Adds the session's name and what is shared with its last request. Call once each, in order of arrival."""
         ids = request.hash_ids
-        num_seen = next((i for i, each in enumerate(ids) if each not in self._session_with), len(ids))
+        num_seen = _num_leading(ids, self._session_with)
         session = self._session_with[ids[num_seen - 1]] if num_seen else None
-        if (
-            session is None
-            or len(session.full_ids) <= session.num_shared
-            or ids[:num_seen][: len(session.full_ids)] != session.full_ids
-        ):
+        full_ids = () if session is None else session.full_ids
+        if session is None or len(full_ids) <= session.num_shared or ids[:num_seen][: len(full_ids)] != full_ids:
             session = _Session(f"s{self._num_sessions}", num_seen, ())
             self._num_sessions += 1
         num_shared = HASH_BLOCK_TOKENS * len(session.full_ids)
@@ -304,13 +308,10 @@ class _Row:
     def number(self, field: str) -> float:
         """A finite number, or text that spells one."""
         value = self._fields.get(field)
-        try:
-            number = math.nan if value is None or isinstance(value, bool) else float(value)
-        except (TypeError, ValueError, OverflowError):
-            number = math.nan
-        if not math.isfinite(number):
-            raise self.error(field, "a number")
-        return number
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            if not isinstance(value, bool) and math.isfinite(number := float(value)):  # type: ignore[arg-type]
+                return number
+        raise self.error(field, "a number")
 
     def seconds(self, field: str) -> float:
         """A number, or a date with a time, UTC unless it says otherwise."""
@@ -372,14 +373,12 @@ def _json_rows(path: TracePath) -> Iterator[_Row | TraceError]:
         for line, text in enumerate(file, 1):
             if not text.strip():
                 continue
+            wrong = f"{path}, line {line}: a row must be a JSON object, got {shorten(text)}"
             try:
                 fields = json.loads(text)
+                yield _Row(path, line, fields) if isinstance(fields, dict) else TraceError(wrong)
             except ValueError as error:
-                yield TraceError(f"{path}, line {line}: a row must be a JSON object, got {shorten(text)}: {error}")
-                continue
-            is_object = isinstance(fields, dict)
-            wrong = f"{path}, line {line}: a row must be a JSON object, got {shorten(fields)}"
-            yield _Row(path, line, fields) if is_object else TraceError(wrong)
+                yield TraceError(f"{wrong}: {error}")
 
 
 def _csv_rows(path: TracePath) -> Iterator[_Row | TraceError]:
@@ -389,10 +388,9 @@ def _csv_rows(path: TracePath) -> Iterator[_Row | TraceError]:
         header = [name.strip().lower() for name in next(reader, [])]
         places = {}
         for field, names in _COLUMNS.items():
-            found = [header.index(name) for name in names if name in header]
-            if not found:
+            places[field] = next((header.index(name) for name in names if name in header), -1)
+            if places[field] < 0:
                 raise TraceError(f"{path}, line 1: `{field}` must be a column of {', '.join(names)}; got {header}")
-            places[field] = found[0]
         for cells in filter(None, reader):
             if len(cells) == len(header):
                 yield _Row(path, reader.line_num, {field: cells[place] for field, place in places.items()})

