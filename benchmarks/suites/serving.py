@@ -81,7 +81,7 @@ class ServingRow(Row):
     """That talk at once."""
     turns: int
     """Of a round, all clients'."""
-    turns_per_minute: float
+    turns_per_min: float
     """Of all clients, from the first message to the last token."""
     output_tokens_per_s: float
     """Likewise."""
@@ -92,6 +92,10 @@ class ServingRow(Row):
     later_ttft_p50_s: float
     """Of turns behind a first one: these have a history."""
     later_ttft_p99_s: float
+    """Likewise."""
+    tpot_p50_ms: float
+    """Between two pieces of an answer, as the client sees them, over all turns; a piece is a token, or few."""
+    tpot_p99_ms: float
     """Likewise."""
     prompt_tokens: int
     """Of all prompts, as the server counts them."""
@@ -104,15 +108,16 @@ class ServingRow(Row):
 def _summary(rows: Sequence[ServingRow]) -> dict[str, Any]:
     """ca_jax against each other server, by clients: above 1 where it is faster."""
     by = {(row.system, row.clients): row for row in rows}
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {f"vs_{system}".replace(".", "_"): {} for system, _ in by if system != "ca_jax"}
     for (system, clients), row in by.items():
         own = by.get(("ca_jax", clients))
         if own is not None and system != "ca_jax":
             ratios = {
-                "turns_ratio": own.turns_per_minute / row.turns_per_minute,
+                "turns_ratio": own.turns_per_min / row.turns_per_min,
                 "later_ttft_p50_ratio": row.later_ttft_p50_s / own.later_ttft_p50_s,
                 "later_ttft_p99_ratio": row.later_ttft_p99_s / own.later_ttft_p99_s,
             }
+            found[f"vs_{system}".replace(".", "_")][clients] = ratios["turns_ratio"]
             found |= {f"{name}_{system}_{clients}_clients": ratio for name, ratio in ratios.items()}
     return found
 
@@ -159,6 +164,7 @@ class _Turn:
 
     number: int
     ttft_s: float
+    gaps_s: list[float]  # Between pieces of the answer.
     usage: dict[str, Any]
 
 
@@ -178,15 +184,17 @@ class _Load:
         elapsed_s = time.perf_counter() - began_s
         ttft_s = np.array([turn.ttft_s for turn in turns])
         later_s = np.array([turn.ttft_s for turn in turns if turn.number] or ttft_s)
+        gaps_s = np.concatenate([turn.gaps_s for turn in turns])
         prompt_tokens, cached_tokens = (
             sum(count(turn.usage) for turn in turns) for count in (lambda usage: usage["prompt_tokens"], _cached)
         )
         return {
             "turns": len(turns),
-            "turns_per_minute": 60 * len(turns) / elapsed_s,
+            "turns_per_min": 60 * len(turns) / elapsed_s,
             "output_tokens_per_s": sum(turn.usage["completion_tokens"] for turn in turns) / elapsed_s,
             **{f"ttft_p{at}_s": float(np.percentile(ttft_s, at)) for at in (50, 99)},
             **{f"later_ttft_p{at}_s": float(np.percentile(later_s, at)) for at in (50, 99)},
+            **{f"tpot_p{at}_ms": 1e3 * float(np.percentile(gaps_s, at)) for at in (50, 99)},
             "prompt_tokens": prompt_tokens,
             "cached_tokens": cached_tokens,
             "cached_share": cached_tokens / prompt_tokens,
@@ -225,7 +233,7 @@ class _Load:
         request = urllib.request.Request(
             f"{self.url}/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        began_s, first_s, answer, usage = time.perf_counter(), None, "", None
+        began_s, times_s, answer, usage = time.perf_counter(), list[float](), "", None
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
             for line in response:
                 if not line.startswith(b"data: {"):
@@ -234,11 +242,11 @@ class _Load:
                 usage = chunk.get("usage") or usage
                 for choice in chunk.get("choices", []):
                     if text := choice.get("delta", {}).get("content"):
-                        first_s = first_s or time.perf_counter() - began_s
+                        times_s.append(time.perf_counter())
                         answer += text
-        if usage is None or first_s is None:
+        if usage is None or not times_s:
             raise ValueError("a stream without text or usage")
-        return _Turn(number, first_s, usage), answer
+        return _Turn(number, times_s[0] - began_s, [*np.diff(times_s)], usage), answer
 
 
 def _cached(usage: dict[str, Any]) -> int:

@@ -257,7 +257,8 @@ def check_save(report: Report) -> None:
 def check_serving(report: Report) -> None:
     assert report["summary"]["not_installed"] == []
     for row in report["rows"]:
-        assert row["output_tokens_per_s"] == pytest.approx(row["turns_per_minute"] / 60 * 4), "4 tokens an answer"
+        assert row["output_tokens_per_s"] == pytest.approx(row["turns_per_min"] / 60 * 4), "4 tokens an answer"
+        assert 0 < row["tpot_p50_ms"] <= row["tpot_p99_ms"]
         assert 0 < row["cached_tokens"] < row["prompt_tokens"], "a second turn has a history, a first one has none"
 
 
