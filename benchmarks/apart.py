@@ -148,7 +148,7 @@ class ApartEngine:
         def blended() -> LayerSource:
             places = history.num_places
             plan = blend_plan(self._engine.config.blend, runner.config.num_layers, places, 0, history.chunks, ratio)
-            return RecomputedHistory(context, list(context.token_ids), runner, blend=plan)
+            return RecomputedHistory(context, _SLOT, list(context.token_ids), runner, blend=plan)
 
         return self._prefill(blended, context.num_tokens, new_ids)
 
@@ -178,6 +178,8 @@ class ApartEngine:
             try:
                 while prefill.num_left:
                     part = PassPart(prefill, min(prefill.num_left, runner.chunk_tokens), history, draws_behind=0)
+                    if isinstance(history, RecomputedHistory):
+                        part.mend = history.mend
                     passed, history = runner.run_pass([part]), None
                     if part.error is not None:
                         raise part.error
