@@ -251,8 +251,8 @@ def blend_plan(
 
 
 def repaired_rows(count: int) -> int:
-    """Rows that a repair computes for so many tokens: steps of 32 to 128, doublings beyond."""
-    return max(-(-count // 32) * 32, 32) if count <= 128 else 1 << (count - 1).bit_length()
+    """Rows that a repair computes for so many tokens: 32, 48, 64, 96, 128, doublings beyond."""
+    return next((rows for rows in (32, 48, 64, 96) if count <= rows), 1 << (count - 1).bit_length())
 
 
 def padded_rows(count: int) -> int:
