@@ -1,11 +1,10 @@
-"""What a flush of a session writes to SSD, what is there already, and what is kept of a move while it is under way.
+"""What a flush of a session writes to SSD, and what is there already.
 
 Not here: room on SSD, when something is flushed, beginning and ending moves (ssd).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -14,39 +13,7 @@ import numpy as np
 from ca_jax.storage.catalog.records import SessionRecord
 from ca_jax.storage.records import Owner
 from ca_jax.storage.sessions import Entry
-from ca_jax.storage.tokens import HASH_BYTES, Lineage, num_common, prefix_hashes
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Cut:
-    """Tokens that are forgotten: of what SSD has, or will have when the flush that is under way has ended."""
-
-    kept: np.ndarray
-    """bool `[T]`, which of the first T tokens stay."""
-    lineage: Lineage
-    """What has been dropped then."""
-    note: bytes | None
-    """What to keep with the session from then on; None keeps what is kept."""
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Move:
-    """A task under way, what is free only once it has settled, and what happened to its session meanwhile."""
-
-    entry: Entry
-    """Of the session."""
-    dram_blocks: list[int] = dataclasses.field(default_factory=list)
-    """Blocks of DRAM that it holds: a fetch fills them, a flush reads blocks that are the session's too."""
-    ssd_blocks: list[int] = dataclasses.field(default_factory=list)
-    """Blocks of SSD that it holds."""
-    cuts: list[Cut] = dataclasses.field(default_factory=list)
-    """Of the session meanwhile: what a flush brings to SSD is cut so when it has ended."""
-    detached: bool = False
-    """Whether what is in DRAM now is another state of the session."""
-    ended: bool = False
-    """Whether what became of it is taken in."""
-    late: bool = False
-    """Whether it missed its deadline."""
+from ca_jax.storage.tokens import HASH_BYTES, num_common, prefix_hashes
 
 
 def num_kept_blocks(entry: Entry, block_tokens: int) -> int:

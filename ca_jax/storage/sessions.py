@@ -21,7 +21,7 @@ from ca_jax.storage.placement.returns import ReturnTimes
 from ca_jax.storage.records import MissReason, Owner, Residency, StoreRuntime, StoreStats
 from ca_jax.storage.tickets import SaveTicket
 from ca_jax.storage.tiers.dram import DramTier
-from ca_jax.storage.tiers.mover import FetchTask, FlushTask
+from ca_jax.storage.tiers.tasks import FetchTask, FlushTask
 from ca_jax.storage.tokens import (
     HASH_BYTES,
     PLAIN,

@@ -23,12 +23,12 @@ import numpy as np
 from ca_jax.storage.catalog.file import CatalogError, CatalogLateError
 from ca_jax.storage.catalog.records import SessionRecord
 from ca_jax.storage.config import StoreConfig
-from ca_jax.storage.flush import Cut, Move, entry_of, num_kept_blocks, record_of, shared_on_ssd
+from ca_jax.storage.flush import entry_of, num_kept_blocks, record_of, shared_on_ssd
 from ca_jax.storage.placement.blocks import ChargedBlocks
 from ca_jax.storage.placement.policy import Room
 from ca_jax.storage.records import BlockIoError, FlushFailure, IoFailure, MissReason, Note, SsdStats
 from ca_jax.storage.sessions import Entry, StoreParts
-from ca_jax.storage.tiers.mover import Changed, FetchTask, FlushTask, SsdMover, TaskEnd
+from ca_jax.storage.tiers.tasks import Changed, Cut, FetchTask, FlushTask, SsdMover, Task, TaskEnd
 from ca_jax.storage.tokens import Lineage
 
 _LATE_PAUSE_S = 30.0  # After a missed deadline nothing waits for SSD for so long: each job would wait as long again.
@@ -68,7 +68,7 @@ class SsdIndex:
         self.room = Room(parts.policy, self._blocks, parts.index.on_ssd.view, self._blocks_on_ssd, parts.runtime.clock)
         """Who is evicted from SSD."""
         self._counters = SsdStats(num_lost_sessions=num_lost)
-        self._moves: dict[FetchTask | FlushTask, Move] = {}
+        self._tasks: dict[Task, None] = {}  # Not settled.
         self._failed: list[Entry] = []  # What could not be written since `poll` was called last.
         self._late_until_s = -np.inf
         self._blocks.adopt((record.tenant, record.block_ids) for record in records)
@@ -77,12 +77,12 @@ class SsdIndex:
     @property
     def can_flush(self) -> bool:
         """Whether another flush may begin now."""
-        return len(self._moves) - self.num_fetching < _MAX_FLUSHES
+        return len(self._tasks) - self.num_fetching < _MAX_FLUSHES
 
     @property
     def num_fetching(self) -> int:
         """Fetches that have not settled."""
-        return sum(isinstance(task, FetchTask) for task in self._moves)
+        return sum(isinstance(task, FetchTask) for task in self._tasks)
 
     @property
     def num_used_blocks(self) -> int:
@@ -92,16 +92,12 @@ class SsdIndex:
     @property
     def busy(self) -> bool:
         """Whether a task has not settled, or a change of the catalog has not been tried."""
-        return bool(self._moves or self._mover.num_changes)
+        return bool(self._tasks or self._mover.num_changes)
 
     @property
     def is_late(self) -> bool:
         """Whether a deadline was missed and the disk is not known to work again: nothing should wait for it."""
-        return (
-            time.monotonic() < self._late_until_s
-            or self._mover.is_late
-            or any(move.late for move in self._moves.values())
-        )
+        return time.monotonic() < self._late_until_s or self._mover.is_late
 
     def stats(self) -> SsdStats:
         """Sizes now, and counts since the store was made."""
@@ -122,10 +118,15 @@ class SsdIndex:
         """
         if entry.ssd is None or entry.fetch is not None:
             raise RuntimeError(f"session {entry.key!r} was to be fetched, and is not on SSD or on its way already")
-        dram_block_ids = self._dram_blocks.alloc(entry.owner.tenant, entry.ssd.num_blocks)
-        into = [self._dram.slab[block] for block in dram_block_ids]
-        entry.fetch = FetchTask(key=entry.key, copy=entry.ssd, into=into)
-        self._begin(entry.fetch, Move(entry, dram_blocks=list(dram_block_ids)))
+        block_ids = self._dram_blocks.alloc(entry.owner.tenant, entry.ssd.num_blocks)
+        entry.fetch = FetchTask(
+            key=entry.key,
+            tenant=entry.owner.tenant,
+            dram_blocks=block_ids,
+            copy=entry.ssd,
+            into=[self._dram.slab[block] for block in block_ids],
+        )
+        self._begin(entry, entry.fetch)
 
     def flush(self, entry: Entry) -> bool:
         """Begins to write what of a session is not on SSD yet, evicting others where room lacks.
@@ -143,7 +144,7 @@ class SsdIndex:
             return False
         self._blocks.share(shared_ids)  # First: the session that has them may be evicted for the others' room.
         failure = self._make_room(entry, num_blocks - num_kept - len(shared_ids))
-        if failure is not None and self._moves:
+        if failure is not None and self._tasks:
             self._blocks.free(entry.owner.tenant, shared_ids)
             return False
         if failure is FlushFailure.NO_ROOM and entry.ssd is not None:  # Rather its new state alone than its old one.
@@ -158,6 +159,10 @@ class SsdIndex:
         kept_ids = [] if entry.ssd is None else entry.ssd.block_ids[:num_kept].tolist()
         dram_ids = entry.block_ids[num_kept:num_blocks]
         entry.flush = FlushTask(
+            key=entry.key,
+            tenant=entry.owner.tenant,
+            dram_blocks=dram_ids,
+            ssd_blocks=[*shared_ids, *new_ids],
             record=record_of(entry, kept_ids, [*shared_ids, *new_ids], size),
             token_ids=entry.token_ids,
             num_kept_blocks=num_kept,
@@ -167,7 +172,7 @@ class SsdIndex:
         )
         entry.waits_for_flush = False
         self._dram_blocks.share(dram_ids)  # Nothing is written to a block with two holders: saves go on in a copy.
-        self._begin(entry.flush, Move(entry, dram_blocks=dram_ids, ssd_blocks=[*shared_ids, *new_ids]))
+        self._begin(entry, entry.flush)
         return True
 
     def poll(self) -> tuple[list[Entry], list[Entry]]:
@@ -191,23 +196,22 @@ class SsdIndex:
                 if entry.num_tokens:
                     lost.append(entry)
                 continue
-            move = self._moves.get(end.task)
-            if move is None:  # Settled already: reported twice, in the other order.
+            task = end.task
+            if task not in self._tasks:  # Settled already: reported twice, in the other order.
                 continue
-            if not move.ended:
-                move.ended = True
-                if end.error is not None and end.error.reason is IoFailure.DEADLINE:
-                    move.late = True
-                    self._missed_deadline()
-                if isinstance(end.task, FetchTask):
-                    self._end_fetch(move, end.task, end)
-                else:
-                    self._end_flush(move, end.task, end)
+            entry = self._index.get(task.key)
+            if entry is not None and task is entry.fetch:
+                self._end_fetch(entry, task, end)
+            elif entry is not None and task is entry.flush:
+                self._end_flush(entry, task, end)
+            if end.error is not None and end.error.reason is IoFailure.DEADLINE:
+                self._missed_deadline()
             if end.settled:
-                del self._moves[end.task]
-                self._dram_blocks.free(move.entry.owner.tenant, move.dram_blocks)
-                self._blocks.free(move.entry.owner.tenant, move.ssd_blocks)
-            self._index.place(move.entry)
+                del self._tasks[task]
+                self._dram_blocks.free(task.tenant, task.dram_blocks)
+                self._blocks.free(task.tenant, task.ssd_blocks)
+            if entry is not None:
+                self._index.place(entry)
         failed, self._failed = self._failed, []
         return lost, failed
 
@@ -228,9 +232,8 @@ class SsdIndex:
         if entry.fetch is not None and (lineage != entry.fetch.copy.lineage or not kept.all()):
             self._cancel_fetch(entry)
         if entry.flush is not None:
-            move = self._moves[entry.flush]
-            if not move.detached:
-                move.cuts.append(cut)
+            if not entry.flush.detached:
+                entry.flush.cuts.append(cut)
                 return
             self.cancel(entry)
         # What SSD has behind the tokens in DRAM, or instead of them, is of a state that was given up.
@@ -239,14 +242,13 @@ class SsdIndex:
     def detach(self, entry: Entry) -> None:
         """A session leaves DRAM and will be saved there anew: what a flush brings to SSD is another state of it."""
         if entry.flush is not None:
-            self._moves[entry.flush].detached = True
+            entry.flush.detached = True
 
     def cancel(self, entry: Entry) -> None:
         """Gives up what of a session is on its way. A flush may be too far for that: then SSD forgets the session."""
         self._cancel_fetch(entry)
         if entry.flush is not None:
             entry.flush.cancelled = True
-            self._moves[entry.flush].ended = True
             self._counters.failed_flushes[FlushFailure.CANCELLED] += 1
             entry.flush = None
             self._forget_copy(entry, published=True)
@@ -301,19 +303,16 @@ class SsdIndex:
     def _missed_deadline(self) -> None:
         self._late_until_s = time.monotonic() + _LATE_PAUSE_S
 
-    def _begin(self, task: FetchTask | FlushTask, move: Move) -> None:
-        self._moves[task] = move
-        self._index.place(move.entry)
+    def _begin(self, entry: Entry, task: Task) -> None:
+        self._tasks[task] = None
+        self._index.place(entry)
         self._mover.submit(task)
 
-    def _end_fetch(self, move: Move, task: FetchTask, end: TaskEnd) -> None:
-        entry = move.entry
-        if entry.fetch is not task:  # Given up meanwhile.
-            return
+    def _end_fetch(self, entry: Entry, task: FetchTask, end: TaskEnd) -> None:
         entry.fetch = None
         if end.error is None and end.contents is not None:
-            block_ids, move.dram_blocks = move.dram_blocks, []
-            entry.token_ids, entry.block_ids, entry.fetched = end.contents.token_ids, block_ids, True
+            block_ids, task.dram_blocks = task.dram_blocks, ()
+            entry.token_ids, entry.block_ids, entry.fetched = end.contents.token_ids, list(block_ids), True
             entry.places, entry.lineage = task.copy.places, task.copy.lineage
             entry.num_same_tokens = entry.num_tokens
             self._counters.num_fetches += 1
@@ -324,15 +323,14 @@ class SsdIndex:
         if reason in (IoFailure.CORRUPT, IoFailure.MISSING):
             self.forget(entry)
 
-    def _end_flush(self, move: Move, task: FlushTask, end: TaskEnd) -> None:
-        self._take_in_flush(move, task, end)
-        for cut in move.cuts:
-            self._cut_copy(move.entry, cut, move.entry.num_same_tokens)
-        if move.detached:
-            move.entry.num_same_tokens = 0
+    def _end_flush(self, entry: Entry, task: FlushTask, end: TaskEnd) -> None:
+        self._take_in_flush(entry, task, end)
+        for cut in task.cuts:
+            self._cut_copy(entry, cut, entry.num_same_tokens)
+        if task.detached:
+            entry.num_same_tokens = 0
 
-    def _take_in_flush(self, move: Move, task: FlushTask, end: TaskEnd) -> None:
-        entry = move.entry
+    def _take_in_flush(self, entry: Entry, task: FlushTask, end: TaskEnd) -> None:
         entry.flush = None
         if end.error is not None:
             reason = end.error.reason
@@ -352,7 +350,7 @@ class SsdIndex:
             self.write_down(entry)
         self._counters.num_flushes += 1
         self._counters.flushed_bytes += task.num_moved_blocks * self._layout.block_bytes
-        move.ssd_blocks = []
+        task.ssd_blocks = ()
 
     def _take_in_note(self, entry: Entry, note: bytes | None, error: BlockIoError | None = None) -> None:
         """SSD keeps this with a session now, or could not. Its owner may want something else by now."""

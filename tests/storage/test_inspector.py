@@ -103,7 +103,7 @@ def test_many_blocks_are_read_in_order(tmp_path, driver):
     with StoreInspector(tmp_path) as inspector:
         found = read_session(inspector, inspector.find("a"))
         np.testing.assert_array_equal(as_bits(found.kv), as_bits(kept.kv))
-    tier.delete_blocks([11, 12]).result()
+    tier.delete_blocks([11, 12])
     assert damages(tmp_path) == {KEYS["first"]: [(DamageReason.MISSING, 5, 12), (DamageReason.MISSING, 10, 11)]}
     tier.close()
 
@@ -121,10 +121,10 @@ def test_damaged_blocks_are_found_and_placed(tmp_path, filled, driver, damage):
         os.truncate(file, start + 700)
         expected = {"third": [(DamageReason.MISSING, 0, 7)] * is_raw + [(corrupt, 2, 6)]}
     elif damage == "swapped":
-        tier.write_blocks([7, 1], read(tier, [1, 7])).result()
+        tier.write_blocks([7, 1], read(tier, [1, 7]))
         expected = {"first": [(corrupt, 1, 1)], "third": [(corrupt, 0, 7)]}
     else:
-        tier.write_blocks([3], np.zeros((1, *LAYOUT.block_shape), LAYOUT.numpy_dtype)).result()
+        tier.write_blocks([3], np.zeros((1, *LAYOUT.block_shape), LAYOUT.numpy_dtype))
         expected = {"second": [(corrupt, 0, 3)]}
     tier.close()
     assert damages(tmp_path) == {KEYS[name]: found for name, found in expected.items()}
@@ -186,7 +186,7 @@ def test_a_tier_of_what_exists_writes_nothing(tmp_path, filled, driver):
         with pytest.raises(ValueError, match="must have a tier that may write"):
             tier.write_blocks([0], np.zeros((1, *LAYOUT.block_shape), LAYOUT.numpy_dtype))
         assert files_of(tmp_path) == before
-        tier.delete_blocks([7, 3]).result()
+        tier.delete_blocks([7, 3])
         assert set(tier.stored_block_ids()) == {0, 1, 2, 5, 6}
 
 
@@ -248,7 +248,7 @@ def test_a_session_that_is_forgotten_meanwhile_has_no_verdict(tmp_path, filled, 
 
         def forget() -> None:
             catalog.forget([KEYS["first"]])
-            tier.delete_blocks([0, 1, 2]).result()
+            tier.delete_blocks([0, 1, 2])
 
         inspector.disturb = forget
         assert [verdict.key for verdict in verify(inspector)] == [KEYS["second"], KEYS["third"], KEYS["other"]]

@@ -110,6 +110,7 @@ def test_a_late_ssd_evicts_nothing_for_what_is_not_fetched(open_store, gates):
     assert where(store, Residency.DRAM) == "n"
     assert store.stats().num_evictions == 0
     gates[1].reads.open()
+    wait_until(store, lambda: not store._ssd._mover.is_late)
     store._ssd._late_until_s = -np.inf  # The pause is over: n may be written, and leave.
     wait_until(store, lambda: store.residency("b") is Residency.DRAM)
 

@@ -216,7 +216,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def holders(self) -> collections.Counter[int]:
         """How often each block of DRAM is held."""
-        moves = [] if self.store._ssd is None else self.store._ssd._moves.values()
+        moves = [] if self.store._ssd is None else self.store._ssd._tasks
         tables = [[*entry.block_ids, *entry.replaced_blocks] for entry in self.store._entries]
         return collections.Counter(itertools.chain(*tables, *(move.dram_blocks for move in moves)))
 
@@ -724,7 +724,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.gates[0].writes.close()
         if catalog and self.catalog is None:
             self.catalog = Stall()
-            self.store._ssd._mover._writes.put(self.catalog)
+            self.store._ssd._mover._put_change(self.catalog)
 
     @rule()
     def go_on(self):
@@ -927,9 +927,9 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def books_are_exact(self):
         stats = self.store.stats()
-        moves = [] if self.store._ssd is None else list(self.store._ssd._moves.values())
+        moves = [] if self.store._ssd is None else list(self.store._ssd._tasks)
         tables = [(entry.owner.tenant, [*entry.block_ids, *entry.replaced_blocks]) for entry in self.store._entries]
-        tables += [(move.entry.owner.tenant, move.dram_blocks) for move in moves]
+        tables += [(move.tenant, move.dram_blocks) for move in moves]
         num_held = check_books(self.store._blocks, tables)
         assert stats.used_bytes == num_held * self.layout.block_bytes
         assert stats.used_bytes + stats.free_bytes == stats.capacity_bytes == NUM_BLOCKS * self.layout.block_bytes
@@ -937,7 +937,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         entries = [entry for entry in self.store._entries if entry.ssd is not None]
         tables = [(entry.owner.tenant, entry.ssd.block_ids.tolist()) for entry in entries]
-        tables += [(move.entry.owner.tenant, move.ssd_blocks) for move in moves]
+        tables += [(move.tenant, move.ssd_blocks) for move in moves]
         num_held = check_books(self.store._ssd._blocks, tables)
         assert stats.ssd.used_bytes == num_held * self.store._ssd.stored_block_bytes
         assert stats.ssd.used_bytes + stats.ssd.free_bytes == stats.ssd.capacity_bytes
