@@ -111,13 +111,9 @@ class SsdIndex:
     # Moves.
 
     def fetch(self, entry: Entry) -> None:
-        """Begins to bring a session to DRAM, where there is room: into blocks that are the move's until it has settled.
-
-        Raises:
-          RuntimeError: it is not on SSD, or on its way already, or there is no room.
-        """
-        if entry.ssd is None or entry.fetch is not None:
-            raise RuntimeError(f"session {entry.key!r} was to be fetched, and is not on SSD or on its way already")
+        """Begins to bring a session from SSD to DRAM, where there is room: into blocks of the task's."""
+        if entry.ssd is None:
+            return
         block_ids = self._dram_blocks.alloc(entry.owner.tenant, entry.ssd.num_blocks)
         entry.fetch = FetchTask(
             key=entry.key,

@@ -127,8 +127,9 @@ def test_a_gap_is_from_the_last_eviction_to_the_first_wish(clock):
     assert sum(gaps.histogram().counts) == 2
 
 
-def test_the_oldest_evictions_are_forgotten(clock):
-    gaps = ReuseGaps(clock, max_keys=3)
+def test_the_oldest_evictions_are_forgotten(clock, monkeypatch):
+    monkeypatch.setattr(returns, "_MAX_KEYS", 3)
+    gaps = ReuseGaps(clock)
     for key in "abcab":  # The order is then c, a, b.
         gaps.evicted(key)
     gaps.evicted("d")

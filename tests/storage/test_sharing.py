@@ -25,7 +25,6 @@ from .store_helpers import (
     put,
     save,
     ssd_tokens,
-    used_blocks,
     wait_until,
 )
 
@@ -175,24 +174,3 @@ def test_cutting_a_source_whose_flush_is_under_way_mixes_nothing_up(open_store, 
     expected = np.concatenate(list(kv), axis=2)
     wait_until(store, lambda: not store.request("b"))
     np.testing.assert_array_equal(as_bits(load(store, "b", ids(8, 104), 4)), as_bits(expected))
-
-
-def test_nothing_is_written_to_a_block_that_another_holds():
-    """b is cut within a block that it shares, and goes on while it is still being loaded."""
-    store = make_store(8)
-    kv, more = make_kv(LAYOUT, 8), make_kv(LAYOUT, 5, seed=1)
-    save(store, "a", ids(8), kv)
-    store.copy_prefix("a", "b", ids(8))
-    loading = store.prepare_load("b", [*ids(6), 7], truncate=True)
-    assert save(store, "b", ids(5, 700), more, start_token=6)
-    assert block_ids(store, "a")[1] != block_ids(store, "b")[1]
-    store.drop("a")
-    assert save(store, "c", ids(8, 500), make_kv(LAYOUT, 8, seed=2)), "in what a alone held, if anything"
-    staging = np.zeros((2, 6, 2, 5), np.float32)
-    for layer in range(3):
-        loading.read(layer, staging).result()
-        np.testing.assert_array_equal(as_bits(staging), as_bits(kv[layer, :, :6]))
-    assert used_blocks(store) == 3 + 2 + 1, "what the load reads is held"
-    store.complete_load(loading)
-    assert used_blocks(store) == 3 + 2
-    assert_serves(store, "b", ids(6) + ids(5, 700), np.concatenate([kv[:, :, :6], more], axis=2))

@@ -372,23 +372,6 @@ def test_blocks_of_a_dropped_flush_are_free_once_it_has_settled(open_store, gate
     assert ssd_tokens(store, "b") == 16
 
 
-def test_changes_while_flushes_are_under_way_are_not_lost(open_store, gates):
-    store = open_store()
-    gates[0].writes.close()
-    for key in "ab":
-        save(store, key, ids(5), make_kv(LAYOUT, 5))
-    store.poll()
-    gates[0].writes.wait_held(2)
-    store.set_pinned("a", True)
-    store.set_ttl("b", 1e6)
-    gates[0].writes.open()
-    store.close()
-    assert {each.key: (each.pinned, each.ttl_s) for each in open_store().list()} == {
-        "a": (True, None),
-        "b": (False, 1e6),
-    }
-
-
 @pytest.mark.parametrize("change", ["set_note", "discard", "truncate"])
 def test_a_note_that_waits_is_the_last_that_was_given(open_store, gates, change):
     """For a pinned session that was dropped while it was flushed: the next one of its key has no older note."""

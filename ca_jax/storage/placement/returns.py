@@ -187,7 +187,7 @@ def best_rates(hazard: np.ndarray, widths_s: np.ndarray) -> np.ndarray:
     return np.max(np.divide(-np.expm1(-to_end), wait_s, out=np.zeros_like(wait_s), where=later), axis=2)
 
 
-_MAX_KEYS = 10_000  # Sessions that are waited for: about 1 MB.
+_MAX_KEYS = 10_000  # Sessions that are waited for, the last to be evicted: about 1 MB.
 
 
 class ReuseGaps:
@@ -197,12 +197,10 @@ class ReuseGaps:
 
     Args:
       clock: seconds.
-      max_keys: most keys that are remembered; the one evicted first is forgotten first.
     """
 
-    def __init__(self, clock: Callable[[], float], max_keys: int = _MAX_KEYS) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._max_keys = max_keys
         self._evicted_s: collections.OrderedDict[str, float] = collections.OrderedDict()
         self._counts = [0] * (len(GAP_BOUNDS_S) + 1)
         self._sum_s = 0.0
@@ -211,7 +209,7 @@ class ReuseGaps:
         """A session was evicted from the tier."""
         self._evicted_s[key] = self._clock()
         self._evicted_s.move_to_end(key)
-        if len(self._evicted_s) > self._max_keys:
+        if len(self._evicted_s) > _MAX_KEYS:
             self._evicted_s.popitem(last=False)
 
     def wanted(self, key: str) -> None:

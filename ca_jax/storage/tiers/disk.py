@@ -51,13 +51,13 @@ class DiskTier(abc.ABC):
     Args:
       layout: the shape of a block.
       capacity_bytes: cap of what is stored, in whole pages.
-      free_floor_bytes: free space that stays on a local disk.
+      free_floor_bytes: free space that stays on a local disk, >= 0.
       only_existing: takes what is on disk as it stands, for tools, beside an engine or after one: makes nothing and
         checks no room. Blocks are read and deleted, never written; the capacity says which ids may be named.
       directory: where its files are, on a local disk; None at a URL.
 
     Raises:
-      ValueError: a capacity under one block, a negative floor, or a floor at a URL.
+      ValueError: a capacity under one block.
     """
 
     def __init__(
@@ -77,8 +77,6 @@ class DiskTier(abc.ABC):
                 f"SSD capacity must be at least one block of {size} bytes ({layout.block_tokens} tokens), "
                 f"got {capacity_bytes} bytes"
             )
-        if free_floor_bytes < 0 or (free_floor_bytes and directory is None):
-            raise ValueError(f"free_floor_bytes must be at least 0, and 0 at a URL, got {free_floor_bytes}")
         self.num_blocks = capacity_bytes // size
         self._free_floor_bytes = free_floor_bytes
         self._only_existing = only_existing

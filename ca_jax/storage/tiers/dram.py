@@ -28,13 +28,11 @@ class DramTier:
     """Blocks in host memory.
 
     Raises:
-      ValueError: a capacity that is negative, under one block (0 is none at all), or above the machine's memory.
+      ValueError: a capacity under one block (0 is none at all), or above the machine's memory.
       MemoryError: the system does not grant that much.
     """
 
     def __init__(self, layout: KVLayout, capacity_bytes: int):
-        if capacity_bytes < 0:
-            raise ValueError(f"DRAM capacity must not be negative, got {capacity_bytes} bytes")
         if 0 < capacity_bytes < layout.block_bytes:
             raise ValueError(
                 f"DRAM capacity must be at least one block of {layout.block_bytes} bytes ({layout.block_tokens} "
