@@ -29,7 +29,6 @@ from ca_jax.storage.catalog.catalog import CatalogReader, namespaces
 from ca_jax.storage.catalog.file import CATALOG_NAME
 from ca_jax.storage.catalog.notes import LOG_NAME
 from ca_jax.storage.catalog.records import DamagedRecordError, Namespace, Problem, SessionRecord
-from ca_jax.storage.config import SSD_DRIVERS
 from ca_jax.storage.records import BlockIoError
 from ca_jax.storage.tiers.disk import DiskTier
 from ca_jax.storage.tiers.dram import host_array
@@ -174,15 +173,10 @@ class StoreInspector:
     Raises:
       StoreDirectoryError: there is no such directory, or it is a file.
       CatalogError: there is no catalog in it, or it cannot be read; the kind says why.
-      ValueError: an unknown driver, or another than `zarr3` at a URL.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, url: str | None = None, driver: str | None = None):
         self.directory, self.url = Path(directory), url
-        if driver not in (None, *SSD_DRIVERS):
-            raise ValueError(f"driver must be one of {', '.join(SSD_DRIVERS)}; got {driver!r}")
-        if url is not None and driver not in (None, "zarr3"):
-            raise ValueError(f"blocks at a URL must be driver zarr3, got {driver}")
         if not self.directory.is_dir():
             found = "a file" if self.directory.exists() else "nothing there"
             raise StoreDirectoryError(f"{self.directory} must be a store's directory, got {found}")

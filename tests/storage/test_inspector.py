@@ -86,10 +86,6 @@ def test_a_directory_without_a_store_is_refused(tmp_path):
     with pytest.raises(CatalogCorruptError, match="must be a catalog"):
         StoreInspector(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [CATALOG_NAME, "file"]
-    with pytest.raises(ValueError, match="driver must be one of zarr3, raw"):
-        StoreInspector(tmp_path, driver="tape")
-    with pytest.raises(ValueError, match="URL must be driver zarr3"):
-        StoreInspector(tmp_path, driver="raw", url="s3://bucket")
 
 
 # Whether it is sound.

@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 import mmap
 import os
-import threading
 import time
 from collections.abc import Callable
 
@@ -50,22 +49,9 @@ class DramTier:
         """`[num_blocks, L, 2, block_tokens, K, H]`: the slab itself. For parts of blocks."""
         self.blocks = ts.array(self.slab)
         """The same, as TensorStore sees it. For whole blocks."""
-        self._closed = threading.Event()
-
-    def touch(self, stopped: Callable[[], bool] = lambda: False) -> float:
-        """Makes the slab resident, keeping what it holds; meant for a background thread. Ends early on `close`.
-
-        Args:
-          stopped: asked now and then; True ends it early too.
-
-        Returns:
-          Seconds it took.
-        """
-        return touch(self.slab, stopped=lambda: self._closed.is_set() or stopped())
 
     def close(self) -> None:
         """Lets go of the slab. No copy may be under way."""
-        self._closed.set()
         self.slab = np.zeros((0, *self.layout.block_shape), self.layout.numpy_dtype)
         self.blocks = ts.array(self.slab)
 

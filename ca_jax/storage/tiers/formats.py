@@ -191,17 +191,8 @@ class Zarr3Tier(DiskTier):
             text = self.kvstore.read(path).result().value
             if not text and self._only_existing:  # What an engine would make: blocks may be there nevertheless.
                 return ts.open(self._spec(group), open=True, assume_metadata=True, context=self._context).result()
-            try:
-                found = dict(json.loads(text))
-            except (TypeError, ValueError):
-                raise ValueError(f"{self.kvstore.url}{path} must be zarr3 metadata, got {error}") from error
-            for name, wanted in _metadata(self.layout).items():
-                if found.get(name) != wanted:
-                    raise ValueError(
-                        f"SSD store at {self.kvstore.url} must be of {name} {wanted}, got another layout: "
-                        f"{found.get(name)}"
-                    ) from error
-            raise
+            wanted = _metadata(self.layout)
+            raise ValueError(f"{self.kvstore.url}{path} must be of {wanted}, got another layout: {text!r}") from error
 
 
 class RawTier(DiskTier):
@@ -342,8 +333,6 @@ def _resolve(location: str | os.PathLike[str], *, make: bool) -> tuple[str, Path
     """The URL of a store's root, and its directory if it is local."""
     text = os.fspath(location)
     scheme = urlsplit(text).scheme if "://" in text else ""
-    if not text:
-        raise ValueError("SSD location must be a directory or a TensorStore URL, got none")
     if scheme not in ("", "file"):
         return text + ("zarr3/" if text.endswith("/") else "/zarr3/"), None
     parent = unquote(urlsplit(text).path) if scheme else text
@@ -365,15 +354,9 @@ def _metadata(layout: KVLayout) -> dict[str, Any]:
 
 def _check_layout_file(directory: Path, layout: KVLayout, *, make: bool) -> None:
     """Checks what a block is against what an earlier run wrote down; writes it down if none did and `make` is set."""
-    path = directory / "layout.json"
-    wanted = {"format": _RAW_FORMAT, **dataclasses.asdict(layout)}
+    path, wanted = directory / "layout.json", json.dumps({"format": _RAW_FORMAT, **dataclasses.asdict(layout)})
     if not path.exists():
         if make:
-            write_file(path, json.dumps(wanted))
-        return
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} must be JSON, got {error}") from error
-    if found != wanted:
-        raise ValueError(f"SSD store at {directory} must be of {wanted}, got another layout: {found}")
+            write_file(path, wanted)
+    elif (found := path.read_text(encoding="utf-8", errors="replace")) != wanted:
+        raise ValueError(f"{path} must be of {wanted}, got another layout: {found!r}")
