@@ -226,15 +226,9 @@ def begin_flush(store: AttentionStore, tier: GatedTier) -> None:
 @contextlib.contextmanager
 def replaced(owner: object, name: str, value: Callable[..., object]) -> Iterator[None]:
     """Gives one object another method."""
-    its_own = vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, value)
         yield
-    finally:
-        if its_own is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, its_own)
 
 
 class Stall:

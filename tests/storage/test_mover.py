@@ -84,22 +84,7 @@ def test_to_stand_behind_others_that_move_is_not_to_be_late_but_behind_a_stalled
     assert used_blocks(store) == 6, "bytes may still arrive"
     device.end(*device.begun)
     wait_until(store, lambda: used_blocks(store) == 0)
-
-
-def test_what_waits_behind_a_stalled_disk_never_begins(open_store, gates, monkeypatch):
-    store = open_store(12)
-    for key, num_tokens in (("a", 16), ("b", 4)):
-        put(store, key, num_tokens)
-        store.leave_dram(key)
-    device = Device(gates[0]._tier, monkeypatch)
-    assert store.request("a")
-    device.wait_begun(MAX_READS)
-    assert store.request("b")
-    gates[0].let_time_pass(5.1)
-    wait_until(store, lambda: store.residency("a") is store.residency("b") is Residency.SSD)
-    device.end(*device.begun)
-    wait_until(store, lambda: used_blocks(store) == 0)
-    assert len(device.begun) == MAX_READS
+    assert len(device.begun) == MAX_READS + 2, "what had not begun never did"
 
 
 # Moves side by side count once: bytes and seconds of the times in which any was under way.

@@ -29,10 +29,6 @@ from .store_helpers import (
 )
 
 
-def assert_serves(store, key, token_ids, kv) -> None:
-    np.testing.assert_array_equal(as_bits(load(store, key, token_ids)), as_bits(kv))
-
-
 def block_ids(store, key) -> list[int]:
     return store._entries.get(key).block_ids
 
