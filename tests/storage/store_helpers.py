@@ -118,6 +118,11 @@ def as_bits(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).view(BITS[array.dtype.itemsize])
 
 
+def assert_same(found: np.ndarray, wanted: np.ndarray) -> None:
+    """Two arrays are the same, bit by bit."""
+    np.testing.assert_array_equal(as_bits(found), as_bits(wanted))
+
+
 def save(
     store: AttentionStore, key: str, token_ids, kv: np.ndarray, start_token: int = 0, owner: Owner | None = None
 ) -> bool:
@@ -200,7 +205,7 @@ def assert_loads(
     fetch(store, key)
     found = load(store, key, token_ids, num_dropped)
     assert found is not None, store.stats().misses
-    np.testing.assert_array_equal(as_bits(found), as_bits(kv))
+    assert_same(found, kv)
 
 
 def wait_until(store: AttentionStore, reached: Callable[[], object]) -> None:

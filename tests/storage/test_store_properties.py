@@ -34,7 +34,16 @@ from ca_jax.storage.tickets import LoadTicket, SaveTicket
 from ca_jax.storage.tiers.mover import FlushTask
 from ca_jax.storage.tokens import PLAIN, Lineage, SsdCopy, TokenPlaces
 
-from .store_helpers import BLOCK_TOKENS, PATIENCE_S, Stall, StoppedClock, as_bits, load, make_store, open_gated
+from .store_helpers import (
+    BLOCK_TOKENS,
+    PATIENCE_S,
+    Stall,
+    StoppedClock,
+    assert_same,
+    load,
+    make_store,
+    open_gated,
+)
 
 NUM_BLOCKS = 6
 AMPLE = 64  # Blocks of SSD that hold all there can be, old and new states together.
@@ -469,7 +478,7 @@ class StoreMachine(RuleBasedStateMachine):
         if not expected:
             assert found is None
             return
-        np.testing.assert_array_equal(as_bits(found), as_bits(kv_of(self.layout, expected)))
+        assert_same(found, kv_of(self.layout, expected))
         if num_dropped != own:
             assert expected == tokens_of(ids_of(expected), []), "it has seen tokens that were dropped"
 
@@ -536,7 +545,7 @@ class StoreMachine(RuleBasedStateMachine):
                 assert self.store.stats().misses[MissReason.NO_ROOM] == missed + 1, self.store.stats().misses
                 assert len(reference.ssd_blocks) > free + evictable
             else:
-                np.testing.assert_array_equal(as_bits(found), as_bits(kv_of(self.layout, wanted)))
+                assert_same(found, kv_of(self.layout, wanted))
         self.store.dequeue(self.jobs.pop()[0])
 
     @rule(key=KEYS)
@@ -562,7 +571,7 @@ class StoreMachine(RuleBasedStateMachine):
             kv = kv_of(self.layout, reference.tokens[: ticket.num_tokens])
             staging = np.zeros((2, ticket.num_tokens, *kv.shape[3:]), kv.dtype)
             ticket.read(1, staging).result()
-            np.testing.assert_array_equal(as_bits(staging), as_bits(kv[1]))
+            assert_same(staging, kv[1])
             (self.store.complete_load if completed else self.store.abort_load)(ticket)
 
     # Forgetting and keeping.
@@ -976,7 +985,7 @@ class StoreMachine(RuleBasedStateMachine):
                 blocks, rows = np.divmod(reference.places.to_array(), BLOCK_TOKENS)
                 found = self.store._dram.slab[np.array(self.entry(key).block_ids)[blocks], :, :, rows]
                 expected = kv_of(self.layout, reference.tokens)
-                np.testing.assert_array_equal(as_bits(np.moveaxis(found, 0, 2)), as_bits(expected))
+                assert_same(np.moveaxis(found, 0, 2), expected)
 
     def teardown(self):
         if hasattr(self, "store"):
