@@ -320,15 +320,10 @@ class SsdIndex:
             self.forget(entry)
 
     def _end_flush(self, entry: Entry, task: FlushTask, end: TaskEnd) -> None:
-        self._take_in_flush(entry, task, end)
-        for cut in task.cuts:
-            self._cut_copy(entry, cut, entry.num_same_tokens)
-        if task.detached:
-            entry.num_same_tokens = 0
-
-    def _take_in_flush(self, entry: Entry, task: FlushTask, end: TaskEnd) -> None:
         entry.flush = None
-        if end.error is not None:
+        if end.error is None:
+            self._take_in_flush(entry, task)
+        else:
             reason = end.error.reason
             if reason is IoFailure.CORRUPT:  # What the catalog says of it: then it cannot be written on.
                 self.forget(entry)
@@ -336,7 +331,12 @@ class SsdIndex:
             self._failed.append(entry)
             known = reason in set(FlushFailure)
             self._counters.failed_flushes[FlushFailure(reason) if known else FlushFailure.DEVICE] += 1
-            return
+        for cut in task.cuts:
+            self._cut_copy(entry, cut, entry.num_same_tokens)
+        if task.detached:
+            entry.num_same_tokens = 0
+
+    def _take_in_flush(self, entry: Entry, task: FlushTask) -> None:
         old = np.zeros(0, np.int64) if entry.ssd is None else entry.ssd.block_ids
         self._blocks.free(entry.owner.tenant, old[task.num_kept_blocks :].tolist())
         entry.ssd = task.record

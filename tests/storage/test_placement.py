@@ -156,7 +156,6 @@ def test_what_is_prefetched_for_a_tenant_fits_its_quota_together(open_store):
     store = open_store(**options)
     for key, owner in (("a", alice), ("b", alice), ("x", bob)):
         kit.put(store, key, 8, owner=owner)
-    store.close()
     store = open_store(**options)
     with store.pinned("big"):
         assert kit.save(
@@ -177,7 +176,6 @@ def test_a_tenant_at_its_quota_does_not_fill_the_places_of_fetches(open_store):
     for key in hers:
         kit.put(store, key, 4, owner=alice)
     kit.put(store, "x", 4, owner=bob)
-    store.close()
     store = open_store(**options)
     with store.pinned("0"):
         assert kit.save(store, "0", range(152), kit.make_kv(kit.LAYOUT, 152), owner=alice)

@@ -52,7 +52,6 @@ def test_what_is_shared_is_written_once_and_read_by_all(open_store, driver):
     assert ssd_block_ids(store, "a")[:2] == ssd_block_ids(store, "b")[:2]
     assert store.stats().ssd.flushed_bytes == (4 + 2) * kit.LAYOUT.block_bytes
     assert store.stats().ssd.used_bytes == 6 * kit.SLOT_BYTES
-    store.close()
     store = open_store(8)
     assert (store.stats().ssd.used_bytes, store.stats().ssd.num_lost_sessions) == (6 * kit.SLOT_BYTES, 0)
     kit.assert_loads(store, "a", kit.ids(14), kv)
@@ -61,7 +60,6 @@ def test_what_is_shared_is_written_once_and_read_by_all(open_store, driver):
     assert store.stats().ssd.used_bytes == (4 + 3) * kit.SLOT_BYTES
     kit.assert_loads(store, "b", kit.ids(10) + kit.ids(5, 700), of_b)
     store.truncate("b", 6)
-    store.close()
     store = open_store(8)
     kit.assert_loads(store, "b", kit.ids(10), of_b[:, :, :6])
 

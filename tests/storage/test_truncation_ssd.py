@@ -22,16 +22,6 @@ def used_ssd_blocks(store: AttentionStore) -> int:
     return store.stats().ssd.used_bytes // kit.SLOT_BYTES
 
 
-def evict(store: AttentionStore, key: str, num_blocks: int = 6) -> None:
-    """Has another session take all of DRAM for a moment."""
-    store.enqueue("job", key)
-    store.dequeue("job")  # Nobody waits for it any more.
-    ticket = store.prepare_save("another", 0, range(num_blocks * kit.LAYOUT.block_tokens))
-    assert ticket is not None
-    store.abort_save(ticket)
-    assert store.residency(key) is Residency.SSD
-
-
 @pytest.mark.parametrize(("first", "in_dram"), [(0, True), (1, False), (4, True)])
 def test_every_cut_point_is_bit_exact_after_a_restart(tmp_path, first, in_dram):
     kv = kit.make_kv(kit.LAYOUT, 17)
@@ -80,7 +70,6 @@ def test_a_cut_that_is_copied_together_in_dram_is_durable_before_it_is_written_a
     assert contents.token_ids.tolist() == (100 + kept).tolist()
     assert (contents.note, record.num_blocks, record.lineage.num_dropped) == (b"cut", 6, 18)
     gates[0].writes.open()
-    store.close()
     kit.assert_loads(open_store(12), "a", 100 + kept, kv[:, :, kept], 18)
 
 
@@ -91,7 +80,6 @@ def test_a_session_is_fetched_before_the_catalog_knows_that_it_was_cut(open_stor
     """What is left of it is found in the older row, cut after cut; the catalog has it in the end."""
     store = open_store()
     kv = kit.put(store, "a", 18)
-    store.close()
     store = open_store()
     with kit.writer_stopped(store):
         assert store.discard("a", kit.mask_of(18, [0, 4, 5, 6, 7, 9, 17])) == 11
@@ -103,7 +91,6 @@ def test_a_session_is_fetched_before_the_catalog_knows_that_it_was_cut(open_stor
         kit.assert_same(found, kv[:, :, kept])
         assert used_ssd_blocks(store) == 4
     store.settle()
-    store.close()
     store = open_store()
     kit.assert_loads(store, "a", 100 + kept, kv[:, :, kept], 8)
 
@@ -121,7 +108,6 @@ def test_a_flush_that_fails_leaves_its_older_state_cut(open_store, gates):
     kit.wait_until(store, lambda: kit.ssd_tokens(store, "a") == 5)
     assert store.stats().ssd.failed_flushes[FlushFailure.DEADLINE] == 1
     gates[0].writes.open()
-    store.close()
     store = open_store(8)
     assert store.note("a") == b"cut"
     kept = np.array([0, 3, 4, 5, 6])
@@ -134,7 +120,6 @@ def test_a_flush_that_fails_leaves_its_older_state_cut(open_store, gates):
 def test_a_session_that_cannot_be_cut_is_forgotten(open_store, monkeypatch):
     store = open_store()
     kit.put(store, "a", 10)
-    store.close()
     store = open_store()
 
     def fail(*_):
@@ -144,7 +129,6 @@ def test_a_session_that_cannot_be_cut_is_forgotten(open_store, monkeypatch):
     assert store.discard("a", kit.mask_of(10, [1])) == 9
     kit.wait_until(store, lambda: store.residency("a") is Residency.ABSENT)
     assert used_ssd_blocks(store) == 0
-    store.close()
     assert open_store().list() == ()
 
 
@@ -164,7 +148,6 @@ def test_a_session_in_dram_that_cannot_be_cut_on_ssd_is_written_there_anew(open_
             store.poll()  # Begins a flush that counts on what SSD has.
         store.settle()
     store.settle()
-    store.close()
     store = open_store()
     assert (kit.ssd_tokens(store, "a"), store.note("a")) == (9, b"cut")
     kept = np.delete(np.arange(10), 1)
@@ -247,7 +230,6 @@ def test_at_any_moment_of_a_change_the_disk_has_one_state_or_the_other(tmp_path,
 def test_a_fetch_that_is_under_way_is_begun_anew(open_store, gates):
     store = open_store()
     kv = kit.put(store, "a", 14)
-    store.close()
     store = open_store()
     gates[1].reads.close()
     assert store.request("a")
@@ -285,7 +267,6 @@ def test_a_flush_that_is_under_way_goes_on_and_is_cut_when_it_has_ended(open_sto
     assert kit.ssd_tokens(store, "a") == 9
     assert set(store.stats().ssd.failed_flushes.values()) == {0}
     assert store.note("a") == b"cut"
-    store.close()
     store = open_store(8, ssd_driver=driver)
     assert store.note("a") == b"cut"
     kept = np.array([2, 3, 9, 10, 11, 12, 13, 14, 15])
@@ -314,7 +295,6 @@ def test_a_session_that_is_saved_anew_while_its_older_state_is_flushed(open_stor
     kit.assert_same(kit.load(store, "a", kit.ids(12), 7), anew)
     kit.assert_same(kit.load(store, "a", kit.ids(12)), anew[:, :, :4])
     store.settle()
-    store.close()
     store = open_store(10, ssd_driver=driver)
     kit.assert_loads(store, "a", kit.ids(12), anew, 7)
     kit.assert_same(kit.load(store, "a", kit.ids(12)), anew[:, :, :4])
@@ -331,7 +311,6 @@ def test_blocks_that_a_cut_freed_go_to_other_sessions(open_store, driver):
         store.poll()
     store.settle()
     assert used_ssd_blocks(store) == 6
-    store.close()
     store = open_store(12, ssd_blocks=6, ssd_driver=driver)
     kept = np.delete(np.arange(24), range(4, 16))
     kit.assert_loads(store, "a", 100 + kept, kv[:, :, kept], 12)

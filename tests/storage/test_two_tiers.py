@@ -35,7 +35,6 @@ def test_a_flush_writes_only_what_is_new(open_store, driver):
     assert stats.used_bytes == 3 * kit.SLOT_BYTES
     store.settle()
     assert store.stats().ssd.num_flushes == 2
-    store.close()
     store = open_store()
     kit.assert_loads(store, "a", kit.ids(10), kv)
     kit.save(store, "a", kit.ids(13)[10:], kit.make_kv(kit.LAYOUT, 3, seed=1), start_token=10)
@@ -85,7 +84,6 @@ def test_what_was_put_off_is_tried_once_more_at_the_end(open_store, monkeypatch)
         assert kit.ssd_tokens(store, "a") == 0
     store.settle()
     assert kit.ssd_tokens(store, "a") == 0, "it is not its time"
-    store.close()
     kit.assert_loads(open_store(), "a", kit.ids(8), kv)
 
 
@@ -158,13 +156,11 @@ def test_what_cannot_be_written_down_is_later(open_store, directory, monkeypatch
 def test_blocks_may_be_kept_elsewhere_and_those_that_were_there_are_not_harmed(open_store, elsewhere):
     store = open_store(ssd_blocks=3)
     kv = kit.put(store, "a", 12)
-    store.close()
     store = open_store(ssd_blocks=3, **elsewhere)
     assert store.list() == ()
     other_kv = kit.put(store, "a", 12, seed=1)
     store.leave_dram("a")
     kit.assert_loads(store, "a", kit.ids(12), other_kv)
-    store.close()
     kit.assert_loads(open_store(ssd_blocks=3), "a", kit.ids(12), kv)
 
 
@@ -204,7 +200,6 @@ def test_a_late_read_is_a_miss_and_its_memory_stays_taken(open_store, gates):
     store = open_store(4)
     kv = kit.put(store, "a", 8)
     other_kv = kit.put(store, "b", 8, seed=1)
-    store.close()
     store = open_store(4)
     tier = gates[1]
     tier.reads.close()
@@ -289,7 +284,6 @@ def test_a_session_whose_note_cannot_be_read_in_time_does_not_leave_ssd(open_sto
 def test_looking_for_a_prefix_reads_no_file(open_store, monkeypatch):
     store = open_store(8)
     kit.put(store, "a", 10)
-    store.close()
     store = open_store(8)
     store.settle()
     for method in ("_one", "_all"):
@@ -380,6 +374,5 @@ def test_a_note_that_waits_is_the_last_that_was_given(open_store, gates, change)
     kit.save(store, "a", kit.ids(6), kit.make_kv(kit.LAYOUT, 6))
     assert store.note("a") == b"last"
     store.unpin("a")
-    store.close()
     store = open_store()
     assert (kit.ssd_tokens(store, "a"), store.note("a")) == (6, b"last")

@@ -144,13 +144,7 @@ EVICTION_POLICIES: dict[str, type[SchedulerAwarePolicy | ReturnAwarePolicy | Lru
 
 
 def make_policy(name: str) -> EvictionPolicy:
-    """Makes the policy of that name.
-
-    Raises:
-      ValueError: no policy has that name.
-    """
-    if name not in EVICTION_POLICIES:
-        raise ValueError(f"eviction policy must be one of {', '.join(EVICTION_POLICIES)}; got {name!r}")
+    """Makes the policy of that name, one of `EVICTION_POLICIES`."""
     return EVICTION_POLICIES[name]()
 
 
