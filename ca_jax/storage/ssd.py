@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import time
 from collections.abc import Sequence
 
@@ -23,13 +24,12 @@ import numpy as np
 from ca_jax.storage.catalog.file import CatalogError, CatalogLateError
 from ca_jax.storage.catalog.records import SessionRecord
 from ca_jax.storage.config import StoreConfig
-from ca_jax.storage.flush import entry_of, num_kept_blocks, record_of, shared_on_ssd
 from ca_jax.storage.placement.blocks import ChargedBlocks
 from ca_jax.storage.placement.policy import Room
 from ca_jax.storage.records import BlockIoError, FlushFailure, IoFailure, MissReason, Note, SsdStats
 from ca_jax.storage.sessions import Entry, StoreParts
 from ca_jax.storage.tiers.tasks import Changed, Cut, FetchTask, FlushTask, SsdMover, Task, TaskEnd
-from ca_jax.storage.tokens import Lineage
+from ca_jax.storage.tokens import HASH_BYTES, Lineage, num_common, prefix_hashes
 
 _LATE_PAUSE_S = 30.0  # After a missed deadline nothing waits for SSD for so long: each job would wait as long again.
 _MAX_FLUSHES = 2  # Sessions written at once; each is many blocks.
@@ -72,7 +72,7 @@ class SsdIndex:
         self._failed: list[Entry] = []  # What could not be written since `poll` was called last.
         self._late_until_s = -np.inf
         self._blocks.adopt((record.tenant, record.block_ids) for record in records)
-        parts.index.adopt([entry_of(record) for record in records])
+        parts.index.adopt([Entry.of(record) for record in records])
 
     @property
     def can_flush(self) -> bool:
@@ -131,11 +131,10 @@ class SsdIndex:
           Whether that is decided: it has begun, or cannot, which is counted, and the session does not wait for it any
           more; `poll` says whether to try again. If not, room may come when other moves have settled.
         """
-        size, num_blocks = self._layout.block_tokens, self._layout.num_blocks(entry.places.num_places)
+        num_blocks = self._layout.num_blocks(entry.places.num_places)
         if not self._blocks.admits(entry.owner.tenant, num_blocks):
             return self._skip_flush(entry, FlushFailure.TOO_LARGE)
-        num_kept = num_kept_blocks(entry, size)
-        shared_ids = shared_on_ssd(entry, self._index.get, self._dram_blocks.is_shared, size)
+        num_kept, shared_ids = self._num_kept_blocks(entry), self._shared_blocks(entry)
         if shared_ids is None:
             return False
         self._blocks.share(shared_ids)  # First: the session that has them may be evicted for the others' room.
@@ -159,7 +158,7 @@ class SsdIndex:
             tenant=entry.owner.tenant,
             dram_blocks=dram_ids,
             ssd_blocks=[*shared_ids, *new_ids],
-            record=record_of(entry, kept_ids, [*shared_ids, *new_ids], size),
+            record=self._record_of(entry, [*kept_ids, *shared_ids, *new_ids]),
             token_ids=entry.token_ids,
             num_kept_blocks=num_kept,
             num_shared_blocks=len(shared_ids),
@@ -358,6 +357,60 @@ class SsdIndex:
             entry.noted = note.generation if isinstance(note, Note) else 0
             if entry.note is note:
                 entry.note = None
+
+    def _num_kept_blocks(self, entry: Entry) -> int:
+        """How many leading blocks are on SSD as they should be: full ones, or all if only the note is new."""
+        if entry.ssd is None:
+            return 0
+        is_same = entry.num_same_tokens == entry.num_tokens == entry.ssd.num_tokens
+        if is_same and entry.num_same_rows == entry.places.num_places:
+            return entry.ssd.num_blocks
+        return entry.num_same_rows // self._layout.block_tokens
+
+    def _shared_blocks(self, entry: Entry) -> list[int] | None:
+        """Leading blocks of a session that is not on SSD, which are there as another's that shares them in DRAM.
+
+        Returns:
+          Their ids on SSD; None where more of them are on their way there.
+        """
+        found = list[int]()
+        if entry.ssd is not None or entry.share_group is None:
+            return found
+        size = self._layout.block_tokens
+        full = entry.block_ids[: entry.places.num_places // size]
+        shared = list(itertools.takewhile(self._dram_blocks.is_shared, full))
+        num_coming = 0
+        for other in filter(None, map(self._index.get, reversed(entry.share_group))):  # Of many, the last ones first.
+            if len(found) == len(shared):
+                break
+            if other is entry:
+                continue
+            num_alike = num_common(np.array(shared), np.array(other.block_ids))
+            if other.flush is not None:  # What it has there is not certain, cut as it may be when that has ended.
+                num_coming = max(num_coming, min(num_alike, other.flush.record.num_tokens // size))
+            elif other.ssd is not None and (num_alike := min(num_alike, other.num_same_rows // size)) > len(found):
+                found = other.ssd.block_ids[:num_alike].tolist()
+        return found if num_coming <= len(found) else None
+
+    def _record_of(self, entry: Entry, block_ids: Sequence[int]) -> SessionRecord:
+        """What the catalog is to say of a session in DRAM that has these blocks on SSD."""
+        size = self._layout.block_tokens
+        num_plain = entry.lineage.plain_tokens(entry.num_tokens)
+        num_known = min(entry.num_same_tokens, num_plain) // size
+        known = b"" if entry.ssd is None else entry.ssd.prefixes[: num_known * HASH_BYTES]
+        return SessionRecord(
+            key=entry.key,
+            tenant=entry.owner.tenant,
+            session_id=entry.owner.session_id,
+            block_ids=np.array(block_ids, np.int64),
+            places=entry.places,
+            lineage=entry.lineage,
+            prefixes=prefix_hashes(entry.token_ids[:num_plain], size, known),
+            created_s=entry.created_s,
+            last_used_s=entry.last_used_s,
+            pinned=entry.pinned,
+            ttl_s=entry.ttl_s,
+        )
 
     def _make_room(self, entry: Entry, num_blocks: int) -> FlushFailure | None:
         """Evicts from SSD until `num_blocks` more fit beside what `entry` has; or says why not, and evicts nothing."""
