@@ -110,8 +110,8 @@ class LateGate:
         self._transfers = transfers
         self._transfer = Transfer(direction, "ssd", None, 1, 1)
 
-    def pass_through(self, go_on: Callable[[], None]) -> None:
-        self._transfers.submit(self._transfer, go_on)
+    def pass_through(self) -> None:
+        self._transfers.submit(self._transfer, lambda: None).result()
 
 
 def controlled(

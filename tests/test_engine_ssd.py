@@ -177,7 +177,7 @@ def test_a_turn_that_ends_before_the_store_has_room_for_it_is_kept_with_its_conv
     store = kit.ssd_store(tmp_path, dram_blocks=6)
     with kit.small_engine(store=store, max_batch_size=1) as engine:
         may_write = threading.Event()
-        workload.ssd_of(engine)._mover._writes.put(may_write.wait)
+        workload.ssd_of(engine)._mover._put_change(may_write.wait)
         try:
             kit.say(engine.session(session_id="first"), kit.prompt(85), max_tokens=4)
             session = engine.session(session_id="second")

@@ -38,7 +38,6 @@ STORAGE_FLOORS = (
     {"config", "tiers"},
     {"tickets"},
     {"sessions"},
-    {"flush"},
     {"ssd"},
     {"tiering"},
     {"truncation"},

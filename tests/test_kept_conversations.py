@@ -25,7 +25,7 @@ from tests.test_engine_ssd import PROMPTS, cached_of
 def nothing_gets_to_ssd(engine):
     """What SSD was asked for by now is done, and nothing else until the block ends."""
     reached, may_write = threading.Event(), threading.Event()
-    workload.ssd_of(engine)._mover._writes.put(lambda: (reached.set(), may_write.wait()))
+    workload.ssd_of(engine)._mover._put_change(lambda: (reached.set(), may_write.wait()))
     assert reached.wait(60)
     try:
         yield

@@ -275,10 +275,10 @@ class _Disk:
         return ways
 
     def _read(self) -> None:
-        self._tier.read_blocks(range(len(self._blocks)), self._into, self._sums).result()
+        self._tier.read_blocks(range(len(self._blocks)), self._into, self._sums)
 
     def _write(self) -> None:
-        self._tier.write_blocks(range(len(self._blocks)), self._blocks, self._sums).result()
+        self._tier.write_blocks(range(len(self._blocks)), self._blocks, self._sums)
 
 
 def _rounds(run: Run[StoreBenchConfig], what: str, num_bytes: int, ways: Mapping[str, Callable[[], object]]) -> Rounds:

@@ -23,7 +23,7 @@ from ca_jax.storage.placement.policy import StoredEntry, StoreView, last_needed_
 from ca_jax.storage.records import BlockIoError, IoFailure
 from ca_jax.storage.sessions import StoreParts
 from ca_jax.storage.ssd import SsdIndex
-from ca_jax.storage.tiers.mover import Changed, FetchTask, FlushTask, TaskEnd
+from ca_jax.storage.tiers.tasks import Changed, FetchTask, FlushTask, Task, TaskEnd
 from ca_jax.storage.tokens import Lineage
 
 
@@ -103,7 +103,7 @@ class SimulatedSsd:
         self.num_blocks = num_blocks
         self.stored_block_bytes = layout.block_bytes
         self._block_bytes = block_bytes
-        self._links = {FetchTask: read, FlushTask: write}
+        self._links: dict[type[Task], Link] = {FetchTask: read, FlushTask: write}
         self._token_ids: dict[str, np.ndarray] = {}  # The catalog.
         self._ended: collections.deque[TaskEnd] = collections.deque()
         self._on_progress: Callable[[], None] = lambda: None
@@ -119,7 +119,7 @@ class SimulatedSsd:
         token_ids = self._token_ids.get(key)
         return None if token_ids is None else Contents(token_ids=token_ids, sums=self._no_sums)
 
-    def submit(self, task: FetchTask | FlushTask) -> None:
+    def submit(self, task: Task) -> None:
         """See `SsdMover`."""
         self._links[type(task)].move(task.num_moved_blocks * self._block_bytes, functools.partial(self._end, task))
 
@@ -146,13 +146,14 @@ class SimulatedSsd:
         """See `SsdMover`."""
         return True
 
-    def _end(self, task: FetchTask | FlushTask) -> None:
+    def _end(self, task: Task) -> None:
         if task.cancelled:
             end = TaskEnd(task=task, error=BlockIoError(IoFailure.CANCELLED, "the task was cancelled"))
         elif isinstance(task, FetchTask):
             end = TaskEnd(task=task, contents=self.contents(task.key))
         else:
-            self._token_ids[task.key] = task.token_ids
+            if isinstance(task, FlushTask):
+                self._token_ids[task.key] = task.token_ids
             end = TaskEnd(task=task)
         self._ended.append(end)
         self._on_progress()

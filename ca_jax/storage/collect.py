@@ -281,7 +281,7 @@ def _delete_unheld(
     unheld = [block for block in unheld if among is None or block in among]
     num_leftovers = None
     if not dry_run:
-        tier.delete_blocks(unheld).result()
+        tier.delete_blocks(unheld)
         num_leftovers = tier.sweep() if among is None else None
     num_bytes = len(unheld) * tier.stored_block_bytes
     return dataclasses.replace(garbage, num_blocks=len(unheld), num_bytes=num_bytes, num_leftovers=num_leftovers)

@@ -12,6 +12,7 @@ Not here: changing what is stored, forgetting what is damaged (collect).
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import enum
@@ -28,13 +29,12 @@ from ca_jax.storage.catalog.catalog import CatalogReader, namespaces
 from ca_jax.storage.catalog.file import CATALOG_NAME
 from ca_jax.storage.catalog.notes import LOG_NAME
 from ca_jax.storage.catalog.records import DamagedRecordError, Namespace, Problem, SessionRecord
-from ca_jax.storage.config import SSD_DRIVERS
-from ca_jax.storage.tiers.disk import DiskOptions, DiskTier
+from ca_jax.storage.records import BlockIoError
+from ca_jax.storage.tiers.disk import DiskTier
 from ca_jax.storage.tiers.dram import host_array
 from ca_jax.storage.tiers.formats import FORMATS, GROUP_BLOCKS
 
 _BLOCKS_NAME = re.compile(r"blocks-[0-9a-f]{16}")  # As Namespace.directory_name gives them.
-_CLOSE_TIMEOUT_S = 5.0  # For reads that a deadline has given up.
 _READ_BLOCKS = 8  # Blocks that are read at once.
 
 
@@ -62,7 +62,7 @@ class DamageReason(enum.StrEnum):
     MISSING = "missing"
     """Nothing is on disk for the block."""
     UNREADABLE = "unreadable"
-    """The device reports an error, or makes no progress."""
+    """The device reports an error."""
     CATALOG = "catalog"
     """What the catalog says about it does not pass its checksum."""
 
@@ -173,15 +173,10 @@ class StoreInspector:
     Raises:
       StoreDirectoryError: there is no such directory, or it is a file.
       CatalogError: there is no catalog in it, or it cannot be read; the kind says why.
-      ValueError: an unknown driver, or another than `zarr3` at a URL.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, url: str | None = None, driver: str | None = None):
         self.directory, self.url = Path(directory), url
-        if driver not in (None, *SSD_DRIVERS):
-            raise ValueError(f"driver must be one of {', '.join(SSD_DRIVERS)}; got {driver!r}")
-        if url is not None and driver not in (None, "zarr3"):
-            raise ValueError(f"blocks at a URL must be driver zarr3, got {driver}")
         if not self.directory.is_dir():
             found = "a file" if self.directory.exists() else "nothing there"
             raise StoreDirectoryError(f"{self.directory} must be a store's directory, got {found}")
@@ -274,9 +269,9 @@ class StoreInspector:
             return None
         layout, ids = namespace.layout, -(-num_blocks // GROUP_BLOCKS) * GROUP_BLOCKS  # In steps: it is rarely opened.
         tier = FORMATS[driver](
-            layout, self.block_location(namespace), ids * layout.stored_block_bytes, DiskOptions(only_existing=True)
+            layout, self.block_location(namespace), ids * layout.stored_block_bytes, only_existing=True
         )
-        self._opened.callback(tier.close, _CLOSE_TIMEOUT_S)
+        self._opened.callback(tier.close)
         self._tiers[namespace] = tier
         return tier
 
@@ -415,25 +410,23 @@ def _read_blocks(
     if tier is None:
         location = inspector.block_location(session.namespace)
         return [Damage(DamageReason.MISSING, f"{location} must hold its blocks, got none")]
-    damages, memory, block_ids = [], None, record.block_ids.tolist()
+    block_ids = record.block_ids.tolist()
     rows_of = {rows.index: rows for rows in record.places.by_block(layout.block_tokens)}
-    for first in range(0, len(block_ids), _READ_BLOCKS):
-        indices = range(first, min(first + _READ_BLOCKS, len(block_ids)))
-        if memory is None:
-            memory = host_array((len(indices), *layout.block_shape), layout.numpy_dtype)
-        handles = [
+    memory = list(host_array((min(_READ_BLOCKS, len(block_ids)), *layout.block_shape), layout.numpy_dtype))
+
+    def read(index: int) -> Damage | None:
+        block = memory.pop()
+        try:
             tier.read_blocks([block_ids[index]], [block], sums[index : index + 1])
-            for index, block in zip(indices, memory, strict=False)
-        ]
-        for index, handle, block in zip(indices, handles, memory, strict=False):
-            handle.wait()
-            if handle.error is not None:
-                known = handle.error.reason in set(DamageReason)
-                reason = DamageReason(handle.error.reason) if known else DamageReason.UNREADABLE
-                damages.append(Damage(reason, str(handle.error), index, block_ids[index]))
-            elif kv is not None and index in rows_of:
+            if kv is not None and index in rows_of:
                 rows = rows_of[index]
                 kv[:, :, rows.first_token : rows.first_token + rows.num_tokens] = block[:, :, rows.rows]
-        if not all(handle.settled for handle in handles):  # One that is late may write there yet.
-            memory = None
-    return damages
+        except BlockIoError as error:
+            reason = DamageReason(error.reason) if error.reason in set(DamageReason) else DamageReason.UNREADABLE
+            return Damage(reason, str(error), index, block_ids[index])
+        finally:
+            memory.append(block)
+        return None
+
+    with concurrent.futures.ThreadPoolExecutor(len(memory)) as threads:
+        return list(filter(None, threads.map(read, range(len(block_ids)))))

@@ -23,15 +23,15 @@ from ca_jax.storage.catalog.catalog import Catalog
 from ca_jax.storage.catalog.file import CatalogCorruptError, quarantine, set_aside
 from ca_jax.storage.catalog.records import Namespace, SessionRecord
 from ca_jax.storage.config import StoreConfig
+from ca_jax.storage.records import BlockIoError
 from ca_jax.storage.sessions import StoreParts
 from ca_jax.storage.ssd import SsdIndex
-from ca_jax.storage.tiers.disk import DiskOptions, DiskTier
+from ca_jax.storage.tiers.disk import DiskTier
 from ca_jax.storage.tiers.formats import FORMATS, Zarr3Tier
 from ca_jax.storage.tiers.mover import SsdWorker
 from ca_jax.storage.tiers.owner import claim_blocks
 
 _LOG = logging.getLogger(__name__)
-_DELETED_AT_ONCE = 1024  # Blocks. With the first that cannot be deleted the rest of its move never begins.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,11 +58,10 @@ class OpenedSsd:
         A catalog that knows no session, or took the place of one that was set aside, says nothing of whose the blocks
         are: then they are left, which is logged, until room is needed or `collect_garbage` removes them.
 
-        Blocks for as long as the disk takes, and beyond the deadline for what has begun: a block that is deleted late
-        could have been written by then. Never raises for what a disk does, which is logged.
+        Blocks for as long as the disk takes. Never raises for what a disk does, which is logged.
 
         Returns:
-          How many blocks were removed, at the least.
+          How many blocks were removed; 0 where not all could be.
         """
         try:
             if self.leaves is None:
@@ -76,18 +75,15 @@ class OpenedSsd:
                 gc_command = "`python -m ca_jax.launch.store gc` removes them"
                 _LOG.warning("%d blocks stay on disk, since %s; %s", len(orphans), self.leaves, gc_command)
             return 0
-        for first in range(0, len(orphans), _DELETED_AT_ONCE):
-            handle = self.tier.delete_blocks(orphans[first : first + _DELETED_AT_ONCE])
-            handle.wait()
-            handle.wait_settled()
-            if handle.error is not None:
-                num_left = len(orphans) - first
-                _LOG.warning("up to %d blocks that no session refers to stay on disk: %s", num_left, handle.error)
-                return first
+        try:
+            self.tier.delete_blocks(orphans)
+        except BlockIoError as error:
+            _LOG.warning("up to %d blocks that no session refers to stay on disk: %s", len(orphans), error)
+            return 0
         return len(orphans)
 
 
-def open_ssd(config: StoreConfig, namespace: Namespace, *, durable: bool = True) -> OpenedSsd:
+def open_ssd(config: StoreConfig, namespace: Namespace) -> OpenedSsd:
     """Opens a store's directory, and finds out which of its sessions can be served.
 
     The others are forgotten, durably, before their blocks may be used again: sessions whose row is damaged, that cannot
@@ -97,7 +93,6 @@ def open_ssd(config: StoreConfig, namespace: Namespace, *, durable: bool = True)
     Args:
       config: with an `ssd_dir`, which is made (mode 0700) if it is not there.
       namespace: whose sessions. Others are neither read nor changed, nor are their blocks.
-      durable: whether a write of blocks is done only when it would survive a loss of power.
 
     Raises:
       ValueError: no `ssd_dir`, a capacity that does not fit the disk, blocks of another layout.
@@ -115,10 +110,9 @@ def open_ssd(config: StoreConfig, namespace: Namespace, *, durable: bool = True)
             catalog = Catalog(directory, namespace)
             on_failure.callback(catalog.close)
             location = catalog.block_directory if url is None else f"{url.removesuffix('/')}/{namespace.directory_name}"
-            options = DiskOptions(
-                durable=durable, deadline_s=config.ssd_deadline_s, free_floor_bytes=config.ssd_free_floor_bytes
+            tier = FORMATS[config.ssd_driver](
+                namespace.layout, location, config.ssd_bytes, free_floor_bytes=config.ssd_free_floor_bytes
             )
-            tier = FORMATS[config.ssd_driver](namespace.layout, location, config.ssd_bytes, options)
             on_failure.callback(tier.close)
             if isinstance(tier, Zarr3Tier) and url is not None:
                 claim_blocks(tier.kvstore, directory, tier.stored_block_ids, knows_any=catalog.has_sessions)
@@ -192,7 +186,13 @@ def open_ssd_index(config: StoreConfig, namespace: Namespace, parts: StoreParts)
     """Opens the directory that the config names, as `open_ssd` does, and adds what is there to a store's index."""
     with _garbage_collector_paused():  # It would walk over all sessions again and again: 2 s of 4 for 100,000.
         opened = open_ssd(config, namespace)
-        mover = SsdWorker(opened.tier, opened.catalog, prepare=opened.reclaim, runtime=parts.runtime)
+        mover = SsdWorker(
+            opened.tier,
+            opened.catalog,
+            deadline_s=config.ssd_deadline_s,
+            prepare=opened.reclaim,
+            runtime=parts.runtime,
+        )
         return SsdIndex(mover, opened.records, opened.num_lost, config=config, parts=parts)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from sortedcontainers import SortedList
 
+from ca_jax.storage.catalog.records import SessionRecord
 from ca_jax.storage.placement.blocks import ChargedBlocks
 from ca_jax.storage.placement.orders import LookAhead, TierOrders
 from ca_jax.storage.placement.policy import EvictionPolicy, StoredEntry
@@ -21,7 +22,7 @@ from ca_jax.storage.placement.returns import ReturnTimes
 from ca_jax.storage.records import MissReason, Owner, Residency, StoreRuntime, StoreStats
 from ca_jax.storage.tickets import SaveTicket
 from ca_jax.storage.tiers.dram import DramTier
-from ca_jax.storage.tiers.mover import FetchTask, FlushTask
+from ca_jax.storage.tiers.tasks import FetchTask, FlushTask
 from ca_jax.storage.tokens import (
     HASH_BYTES,
     PLAIN,
@@ -91,6 +92,13 @@ class Entry:
     """A job of it would run if its KV were here: what is fetched stays until it does."""
     miss: MissReason | None = None
     """Why the last fetch failed: what the next load's miss is counted under."""
+
+    @classmethod
+    def of(cls, record: SessionRecord) -> Entry:
+        """Of a session that an earlier process published."""
+        owner = Owner(tenant=record.tenant, session_id=record.session_id, ttl_s=record.ttl_s)
+        used = {name: getattr(record, name) for name in ("key", "created_s", "last_used_s", "ttl_s", "pinned")}
+        return cls(owner=owner, ssd=record, **used)
 
     @property
     def num_tokens(self) -> int:

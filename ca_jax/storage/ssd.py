@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import time
 from collections.abc import Sequence
 
@@ -23,13 +24,12 @@ import numpy as np
 from ca_jax.storage.catalog.file import CatalogError, CatalogLateError
 from ca_jax.storage.catalog.records import SessionRecord
 from ca_jax.storage.config import StoreConfig
-from ca_jax.storage.flush import Cut, Move, entry_of, num_kept_blocks, record_of, shared_on_ssd
 from ca_jax.storage.placement.blocks import ChargedBlocks
 from ca_jax.storage.placement.policy import Room
 from ca_jax.storage.records import BlockIoError, FlushFailure, IoFailure, MissReason, Note, SsdStats
 from ca_jax.storage.sessions import Entry, StoreParts
-from ca_jax.storage.tiers.mover import Changed, FetchTask, FlushTask, SsdMover, TaskEnd
-from ca_jax.storage.tokens import Lineage
+from ca_jax.storage.tiers.tasks import Changed, Cut, FetchTask, FlushTask, SsdMover, Task, TaskEnd
+from ca_jax.storage.tokens import HASH_BYTES, Lineage, num_common, prefix_hashes
 
 _LATE_PAUSE_S = 30.0  # After a missed deadline nothing waits for SSD for so long: each job would wait as long again.
 _MAX_FLUSHES = 2  # Sessions written at once; each is many blocks.
@@ -68,21 +68,21 @@ class SsdIndex:
         self.room = Room(parts.policy, self._blocks, parts.index.on_ssd.view, self._blocks_on_ssd, parts.runtime.clock)
         """Who is evicted from SSD."""
         self._counters = SsdStats(num_lost_sessions=num_lost)
-        self._moves: dict[FetchTask | FlushTask, Move] = {}
+        self._tasks: dict[Task, None] = {}  # Not settled.
         self._failed: list[Entry] = []  # What could not be written since `poll` was called last.
         self._late_until_s = -np.inf
         self._blocks.adopt((record.tenant, record.block_ids) for record in records)
-        parts.index.adopt([entry_of(record) for record in records])
+        parts.index.adopt([Entry.of(record) for record in records])
 
     @property
     def can_flush(self) -> bool:
         """Whether another flush may begin now."""
-        return len(self._moves) - self.num_fetching < _MAX_FLUSHES
+        return len(self._tasks) - self.num_fetching < _MAX_FLUSHES
 
     @property
     def num_fetching(self) -> int:
         """Fetches that have not settled."""
-        return sum(isinstance(task, FetchTask) for task in self._moves)
+        return sum(isinstance(task, FetchTask) for task in self._tasks)
 
     @property
     def num_used_blocks(self) -> int:
@@ -92,16 +92,12 @@ class SsdIndex:
     @property
     def busy(self) -> bool:
         """Whether a task has not settled, or a change of the catalog has not been tried."""
-        return bool(self._moves or self._mover.num_changes)
+        return bool(self._tasks or self._mover.num_changes)
 
     @property
     def is_late(self) -> bool:
         """Whether a deadline was missed and the disk is not known to work again: nothing should wait for it."""
-        return (
-            time.monotonic() < self._late_until_s
-            or self._mover.is_late
-            or any(move.late for move in self._moves.values())
-        )
+        return time.monotonic() < self._late_until_s or self._mover.is_late
 
     def stats(self) -> SsdStats:
         """Sizes now, and counts since the store was made."""
@@ -115,17 +111,18 @@ class SsdIndex:
     # Moves.
 
     def fetch(self, entry: Entry) -> None:
-        """Begins to bring a session to DRAM, where there is room: into blocks that are the move's until it has settled.
-
-        Raises:
-          RuntimeError: it is not on SSD, or on its way already, or there is no room.
-        """
-        if entry.ssd is None or entry.fetch is not None:
-            raise RuntimeError(f"session {entry.key!r} was to be fetched, and is not on SSD or on its way already")
-        dram_block_ids = self._dram_blocks.alloc(entry.owner.tenant, entry.ssd.num_blocks)
-        into = [self._dram.slab[block] for block in dram_block_ids]
-        entry.fetch = FetchTask(key=entry.key, copy=entry.ssd, into=into)
-        self._begin(entry.fetch, Move(entry, dram_blocks=list(dram_block_ids)))
+        """Begins to bring a session from SSD to DRAM, where there is room: into blocks of the task's."""
+        if entry.ssd is None:
+            return
+        block_ids = self._dram_blocks.alloc(entry.owner.tenant, entry.ssd.num_blocks)
+        entry.fetch = FetchTask(
+            key=entry.key,
+            tenant=entry.owner.tenant,
+            dram_blocks=block_ids,
+            copy=entry.ssd,
+            into=[self._dram.slab[block] for block in block_ids],
+        )
+        self._begin(entry, entry.fetch)
 
     def flush(self, entry: Entry) -> bool:
         """Begins to write what of a session is not on SSD yet, evicting others where room lacks.
@@ -134,16 +131,15 @@ class SsdIndex:
           Whether that is decided: it has begun, or cannot, which is counted, and the session does not wait for it any
           more; `poll` says whether to try again. If not, room may come when other moves have settled.
         """
-        size, num_blocks = self._layout.block_tokens, self._layout.num_blocks(entry.places.num_places)
+        num_blocks = self._layout.num_blocks(entry.places.num_places)
         if not self._blocks.admits(entry.owner.tenant, num_blocks):
             return self._skip_flush(entry, FlushFailure.TOO_LARGE)
-        num_kept = num_kept_blocks(entry, size)
-        shared_ids = shared_on_ssd(entry, self._index.get, self._dram_blocks.is_shared, size)
+        num_kept, shared_ids = self._num_kept_blocks(entry), self._shared_blocks(entry)
         if shared_ids is None:
             return False
         self._blocks.share(shared_ids)  # First: the session that has them may be evicted for the others' room.
         failure = self._make_room(entry, num_blocks - num_kept - len(shared_ids))
-        if failure is not None and self._moves:
+        if failure is not None and self._tasks:
             self._blocks.free(entry.owner.tenant, shared_ids)
             return False
         if failure is FlushFailure.NO_ROOM and entry.ssd is not None:  # Rather its new state alone than its old one.
@@ -158,7 +154,11 @@ class SsdIndex:
         kept_ids = [] if entry.ssd is None else entry.ssd.block_ids[:num_kept].tolist()
         dram_ids = entry.block_ids[num_kept:num_blocks]
         entry.flush = FlushTask(
-            record=record_of(entry, kept_ids, [*shared_ids, *new_ids], size),
+            key=entry.key,
+            tenant=entry.owner.tenant,
+            dram_blocks=dram_ids,
+            ssd_blocks=[*shared_ids, *new_ids],
+            record=self._record_of(entry, [*kept_ids, *shared_ids, *new_ids]),
             token_ids=entry.token_ids,
             num_kept_blocks=num_kept,
             num_shared_blocks=len(shared_ids),
@@ -167,7 +167,7 @@ class SsdIndex:
         )
         entry.waits_for_flush = False
         self._dram_blocks.share(dram_ids)  # Nothing is written to a block with two holders: saves go on in a copy.
-        self._begin(entry.flush, Move(entry, dram_blocks=dram_ids, ssd_blocks=[*shared_ids, *new_ids]))
+        self._begin(entry, entry.flush)
         return True
 
     def poll(self) -> tuple[list[Entry], list[Entry]]:
@@ -191,23 +191,22 @@ class SsdIndex:
                 if entry.num_tokens:
                     lost.append(entry)
                 continue
-            move = self._moves.get(end.task)
-            if move is None:  # Settled already: reported twice, in the other order.
+            task = end.task
+            if task not in self._tasks:  # Settled already: reported twice, in the other order.
                 continue
-            if not move.ended:
-                move.ended = True
-                if end.error is not None and end.error.reason is IoFailure.DEADLINE:
-                    move.late = True
-                    self._missed_deadline()
-                if isinstance(end.task, FetchTask):
-                    self._end_fetch(move, end.task, end)
-                else:
-                    self._end_flush(move, end.task, end)
+            entry = self._index.get(task.key)
+            if entry is not None and task is entry.fetch:
+                self._end_fetch(entry, task, end)
+            elif entry is not None and task is entry.flush:
+                self._end_flush(entry, task, end)
+            if end.error is not None and end.error.reason is IoFailure.DEADLINE:
+                self._missed_deadline()
             if end.settled:
-                del self._moves[end.task]
-                self._dram_blocks.free(move.entry.owner.tenant, move.dram_blocks)
-                self._blocks.free(move.entry.owner.tenant, move.ssd_blocks)
-            self._index.place(move.entry)
+                del self._tasks[task]
+                self._dram_blocks.free(task.tenant, task.dram_blocks)
+                self._blocks.free(task.tenant, task.ssd_blocks)
+            if entry is not None:
+                self._index.place(entry)
         failed, self._failed = self._failed, []
         return lost, failed
 
@@ -228,9 +227,8 @@ class SsdIndex:
         if entry.fetch is not None and (lineage != entry.fetch.copy.lineage or not kept.all()):
             self._cancel_fetch(entry)
         if entry.flush is not None:
-            move = self._moves[entry.flush]
-            if not move.detached:
-                move.cuts.append(cut)
+            if not entry.flush.detached:
+                entry.flush.cuts.append(cut)
                 return
             self.cancel(entry)
         # What SSD has behind the tokens in DRAM, or instead of them, is of a state that was given up.
@@ -239,14 +237,13 @@ class SsdIndex:
     def detach(self, entry: Entry) -> None:
         """A session leaves DRAM and will be saved there anew: what a flush brings to SSD is another state of it."""
         if entry.flush is not None:
-            self._moves[entry.flush].detached = True
+            entry.flush.detached = True
 
     def cancel(self, entry: Entry) -> None:
         """Gives up what of a session is on its way. A flush may be too far for that: then SSD forgets the session."""
         self._cancel_fetch(entry)
         if entry.flush is not None:
             entry.flush.cancelled = True
-            self._moves[entry.flush].ended = True
             self._counters.failed_flushes[FlushFailure.CANCELLED] += 1
             entry.flush = None
             self._forget_copy(entry, published=True)
@@ -301,19 +298,16 @@ class SsdIndex:
     def _missed_deadline(self) -> None:
         self._late_until_s = time.monotonic() + _LATE_PAUSE_S
 
-    def _begin(self, task: FetchTask | FlushTask, move: Move) -> None:
-        self._moves[task] = move
-        self._index.place(move.entry)
+    def _begin(self, entry: Entry, task: Task) -> None:
+        self._tasks[task] = None
+        self._index.place(entry)
         self._mover.submit(task)
 
-    def _end_fetch(self, move: Move, task: FetchTask, end: TaskEnd) -> None:
-        entry = move.entry
-        if entry.fetch is not task:  # Given up meanwhile.
-            return
+    def _end_fetch(self, entry: Entry, task: FetchTask, end: TaskEnd) -> None:
         entry.fetch = None
         if end.error is None and end.contents is not None:
-            block_ids, move.dram_blocks = move.dram_blocks, []
-            entry.token_ids, entry.block_ids, entry.fetched = end.contents.token_ids, block_ids, True
+            block_ids, task.dram_blocks = task.dram_blocks, ()
+            entry.token_ids, entry.block_ids, entry.fetched = end.contents.token_ids, list(block_ids), True
             entry.places, entry.lineage = task.copy.places, task.copy.lineage
             entry.num_same_tokens = entry.num_tokens
             self._counters.num_fetches += 1
@@ -324,17 +318,11 @@ class SsdIndex:
         if reason in (IoFailure.CORRUPT, IoFailure.MISSING):
             self.forget(entry)
 
-    def _end_flush(self, move: Move, task: FlushTask, end: TaskEnd) -> None:
-        self._take_in_flush(move, task, end)
-        for cut in move.cuts:
-            self._cut_copy(move.entry, cut, move.entry.num_same_tokens)
-        if move.detached:
-            move.entry.num_same_tokens = 0
-
-    def _take_in_flush(self, move: Move, task: FlushTask, end: TaskEnd) -> None:
-        entry = move.entry
+    def _end_flush(self, entry: Entry, task: FlushTask, end: TaskEnd) -> None:
         entry.flush = None
-        if end.error is not None:
+        if end.error is None:
+            self._take_in_flush(entry, task)
+        else:
             reason = end.error.reason
             if reason is IoFailure.CORRUPT:  # What the catalog says of it: then it cannot be written on.
                 self.forget(entry)
@@ -342,7 +330,12 @@ class SsdIndex:
             self._failed.append(entry)
             known = reason in set(FlushFailure)
             self._counters.failed_flushes[FlushFailure(reason) if known else FlushFailure.DEVICE] += 1
-            return
+        for cut in task.cuts:
+            self._cut_copy(entry, cut, entry.num_same_tokens)
+        if task.detached:
+            entry.num_same_tokens = 0
+
+    def _take_in_flush(self, entry: Entry, task: FlushTask) -> None:
         old = np.zeros(0, np.int64) if entry.ssd is None else entry.ssd.block_ids
         self._blocks.free(entry.owner.tenant, old[task.num_kept_blocks :].tolist())
         entry.ssd = task.record
@@ -352,7 +345,7 @@ class SsdIndex:
             self.write_down(entry)
         self._counters.num_flushes += 1
         self._counters.flushed_bytes += task.num_moved_blocks * self._layout.block_bytes
-        move.ssd_blocks = []
+        task.ssd_blocks = ()
 
     def _take_in_note(self, entry: Entry, note: bytes | None, error: BlockIoError | None = None) -> None:
         """SSD keeps this with a session now, or could not. Its owner may want something else by now."""
@@ -364,6 +357,60 @@ class SsdIndex:
             entry.noted = note.generation if isinstance(note, Note) else 0
             if entry.note is note:
                 entry.note = None
+
+    def _num_kept_blocks(self, entry: Entry) -> int:
+        """How many leading blocks are on SSD as they should be: full ones, or all if only the note is new."""
+        if entry.ssd is None:
+            return 0
+        is_same = entry.num_same_tokens == entry.num_tokens == entry.ssd.num_tokens
+        if is_same and entry.num_same_rows == entry.places.num_places:
+            return entry.ssd.num_blocks
+        return entry.num_same_rows // self._layout.block_tokens
+
+    def _shared_blocks(self, entry: Entry) -> list[int] | None:
+        """Leading blocks of a session that is not on SSD, which are there as another's that shares them in DRAM.
+
+        Returns:
+          Their ids on SSD; None where more of them are on their way there.
+        """
+        found = list[int]()
+        if entry.ssd is not None or entry.share_group is None:
+            return found
+        size = self._layout.block_tokens
+        full = entry.block_ids[: entry.places.num_places // size]
+        shared = list(itertools.takewhile(self._dram_blocks.is_shared, full))
+        num_coming = 0
+        for other in filter(None, map(self._index.get, reversed(entry.share_group))):  # Of many, the last ones first.
+            if len(found) == len(shared):
+                break
+            if other is entry:
+                continue
+            num_alike = num_common(np.array(shared), np.array(other.block_ids))
+            if other.flush is not None:  # What it has there is not certain, cut as it may be when that has ended.
+                num_coming = max(num_coming, min(num_alike, other.flush.record.num_tokens // size))
+            elif other.ssd is not None and (num_alike := min(num_alike, other.num_same_rows // size)) > len(found):
+                found = other.ssd.block_ids[:num_alike].tolist()
+        return found if num_coming <= len(found) else None
+
+    def _record_of(self, entry: Entry, block_ids: Sequence[int]) -> SessionRecord:
+        """What the catalog is to say of a session in DRAM that has these blocks on SSD."""
+        size = self._layout.block_tokens
+        num_plain = entry.lineage.plain_tokens(entry.num_tokens)
+        num_known = min(entry.num_same_tokens, num_plain) // size
+        known = b"" if entry.ssd is None else entry.ssd.prefixes[: num_known * HASH_BYTES]
+        return SessionRecord(
+            key=entry.key,
+            tenant=entry.owner.tenant,
+            session_id=entry.owner.session_id,
+            block_ids=np.array(block_ids, np.int64),
+            places=entry.places,
+            lineage=entry.lineage,
+            prefixes=prefix_hashes(entry.token_ids[:num_plain], size, known),
+            created_s=entry.created_s,
+            last_used_s=entry.last_used_s,
+            pinned=entry.pinned,
+            ttl_s=entry.ttl_s,
+        )
 
     def _make_room(self, entry: Entry, num_blocks: int) -> FlushFailure | None:
         """Evicts from SSD until `num_blocks` more fit beside what `entry` has; or says why not, and evicts nothing."""

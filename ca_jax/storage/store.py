@@ -46,7 +46,7 @@ from ca_jax.storage.records import (
 from ca_jax.storage.sessions import Entry, SessionIndex, StoreParts
 from ca_jax.storage.ssd import SsdIndex
 from ca_jax.storage.tiering import Placement
-from ca_jax.storage.tiers.dram import DramTier
+from ca_jax.storage.tiers.dram import DramTier, touch
 from ca_jax.storage.transfers import Transfers
 from ca_jax.storage.truncation import Truncation
 
@@ -138,12 +138,12 @@ class AttentionStore:
         self._transfers = Transfers(parts, self._placement, self._truncation, ttl_s=config.ttl_s)
 
     def touch(self, stopped: Callable[[], bool] = lambda: False) -> float:
-        """Makes the DRAM tier's memory resident, so that saves do not pay for it; see `DramTier.touch`.
+        """Makes the DRAM tier's memory resident, so that saves do not pay for it; see `tiers.dram.touch`.
 
         The one method meant for another thread than the bookkeeping one. Ends early, without an error, when the store
         is closed.
         """
-        return self._dram.touch(stopped)
+        return touch(self._dram.slab, lambda: self._closed or stopped())
 
     # What is stored.
 

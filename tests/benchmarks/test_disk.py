@@ -17,7 +17,7 @@ def test_plain_reads_give_what_the_tier_wrote(tmp_path: Path, driver: str) -> No
     layout = KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, dtype="float32", block_tokens=32)
     tier = FORMATS[driver](layout, tmp_path, 12 * layout.stored_block_bytes)
     blocks = np.random.default_rng(0).standard_normal((11, *layout.block_shape)).astype(np.float32)
-    tier.write_blocks(range(11), blocks).result()
+    tier.write_blocks(range(11), blocks)
     extents = block_extents(tmp_path, layout.block_bytes, tier.stored_block_bytes, 11)
     into = np.zeros((11, layout.block_bytes), np.uint8)
     PlainDisk(3).read(extents, into)

@@ -18,7 +18,6 @@ import numpy as np
 
 from ca_jax.storage.catalog.catalog import CatalogReader, namespaces
 from ca_jax.storage.catalog.file import CATALOG_NAME, CatalogAccessError
-from ca_jax.storage.tiers.disk import DiskOptions
 from ca_jax.storage.tiers.formats import FORMATS
 from tests import engine_kit as kit
 from tests.reliability import workload
@@ -267,7 +266,7 @@ def _read_disk(directory: Path, driver: str) -> tuple[dict[str, Stored], set[int
         return found, set()
     layout = namespace.layout
     try:
-        tier = FORMATS[driver](layout, location, layout.stored_block_bytes, DiskOptions(only_existing=True))
+        tier = FORMATS[driver](layout, location, layout.stored_block_bytes, only_existing=True)
     except FileNotFoundError:
         return found, set()
     stored = set(tier.stored_block_ids())

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import hashlib
 import re
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,10 +84,8 @@ def ssd_of(engine: Engine) -> SsdIndex:
 
 
 def wait_for_reclaim(engine: Engine) -> None:
-    """Returns when what an earlier process left behind is removed: the writing thread's first step."""
-    done = threading.Event()
-    ssd_of(engine)._mover._writes.put(done.set)
-    assert done.wait(60), "the writing thread of the SSD tier does not answer"
+    """Returns when what an earlier process left behind is removed."""
+    ssd_of(engine)._mover._prepared.result(60)
 
 
 def reader_of(engine: Engine, directory: Path) -> CatalogReader:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +14,7 @@ from .store_helpers import GatedTier, Kept, fill, make_store, open_gated
 
 
 class OpenStore(Protocol):
-    """Opens a store; of the test's directory, if no other is named."""
+    """Opens a store; of the test's directory, if no other is named. What was open there is closed before."""
 
     def __call__(self, num_blocks: int = 6, **options: Any) -> AttentionStore: ...
 
@@ -59,11 +58,15 @@ def gates(monkeypatch: pytest.MonkeyPatch) -> list[GatedTier]:
 @pytest.fixture
 def open_store(ssd_driver: str, directory: Path) -> Iterator[OpenStore]:
     """Opens stores with an SSD, and closes them at the end."""
-    with contextlib.ExitStack() as at_the_end:
+    opened: dict[Path, AttentionStore] = {}
 
-        def open_it(num_blocks: int = 6, **options: Any) -> AttentionStore:
-            store = make_store(num_blocks, **{"ssd_dir": directory, "ssd_driver": ssd_driver, **options})
-            at_the_end.callback(store.close)
-            return store
+    def open_it(num_blocks: int = 6, **options: Any) -> AttentionStore:
+        options = {"ssd_dir": directory, "ssd_driver": ssd_driver, **options}
+        if (before := opened.get(options["ssd_dir"])) is not None:
+            before.close()
+        store = opened[options["ssd_dir"]] = make_store(num_blocks, **options)
+        return store
 
-        yield open_it
+    yield open_it
+    for store in opened.values():
+        store.close()

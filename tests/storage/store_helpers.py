@@ -28,9 +28,9 @@ from ca_jax.storage.layout import KVLayout, layer_sums
 from ca_jax.storage.opening import open_ssd
 from ca_jax.storage.records import EntryInfo, Owner, StoreRuntime
 from ca_jax.storage.store import AttentionStore
-from ca_jax.storage.tiers.disk import DiskOptions, DiskTier
+from ca_jax.storage.tiers.disk import DiskTier
 from ca_jax.storage.tiers.formats import RawTier, Zarr3Tier
-from ca_jax.storage.tiers.io import IoHandle, IoQueue
+from ca_jax.storage.tiers.mover import SsdWorker
 from ca_jax.storage.tokens import TokenPlaces
 from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
 
@@ -118,6 +118,11 @@ def as_bits(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).view(BITS[array.dtype.itemsize])
 
 
+def assert_same(found: np.ndarray, wanted: np.ndarray) -> None:
+    """Two arrays are the same, bit by bit."""
+    np.testing.assert_array_equal(as_bits(found), as_bits(wanted))
+
+
 def save(
     store: AttentionStore, key: str, token_ids, kv: np.ndarray, start_token: int = 0, owner: Owner | None = None
 ) -> bool:
@@ -200,7 +205,7 @@ def assert_loads(
     fetch(store, key)
     found = load(store, key, token_ids, num_dropped)
     assert found is not None, store.stats().misses
-    np.testing.assert_array_equal(as_bits(found), as_bits(kv))
+    assert_same(found, kv)
 
 
 def wait_until(store: AttentionStore, reached: Callable[[], object]) -> None:
@@ -226,15 +231,9 @@ def begin_flush(store: AttentionStore, tier: GatedTier) -> None:
 @contextlib.contextmanager
 def replaced(owner: object, name: str, value: Callable[..., object]) -> Iterator[None]:
     """Gives one object another method."""
-    its_own = vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, value)
         yield
-    finally:
-        if its_own is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, its_own)
 
 
 class Stall:
@@ -271,9 +270,9 @@ def stalled(*methods: tuple[object, str]) -> Iterator[Stall]:
 
 @contextlib.contextmanager
 def writer_stopped(store: AttentionStore) -> Iterator[Stall]:
-    """Keeps the thread that writes from going on with the catalog."""
+    """Keeps whoever writes from going on with the catalog."""
     stall = Stall()
-    store._ssd._mover._writes.put(stall)
+    store._ssd._mover._put_change(stall)
     assert stall.begun.wait(PATIENCE_S)
     try:
         yield stall
@@ -287,7 +286,7 @@ class Gate:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._is_closed = False
-        self._held: list[Callable[[], None]] = []
+        self._num_held = 0
 
     def close(self) -> None:
         with self._changed:
@@ -296,78 +295,55 @@ class Gate:
     def open(self) -> None:
         with self._changed:
             self._is_closed = False
-            held, self._held = self._held, []
-        for go_on in held:
-            go_on()
+            self._changed.notify_all()
 
     def wait_held(self, num_moves: int = 1) -> None:
         """Waits until so many moves stand before the gate."""
         with self._changed:
-            assert self._changed.wait_for(lambda: len(self._held) >= num_moves, PATIENCE_S), "no move came to the gate"
+            assert self._changed.wait_for(lambda: self._num_held >= num_moves, PATIENCE_S), "no move came to the gate"
 
-    def pass_through(self, go_on: Callable[[], None]) -> None:
+    def pass_through(self) -> None:
         with self._changed:
-            if self._is_closed:
-                self._held.append(go_on)
-                self._changed.notify_all()
-                return
-        go_on()
+            self._num_held += 1
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._is_closed)
+            self._num_held -= 1
 
 
 class GatedTier:
     """A DiskTier whose reads and writes stand before gates, and are late by a clock that a test moves."""
 
-    def __init__(self, tier: DiskTier, deadline_s: float):
-        self._tier = tier
-        self.now_s = 0.0
+    def __init__(self, tier: DiskTier, clock: StoppedClock):
+        self._tier, self._clock = tier, clock
         self.reads, self.writes = Gate(), Gate()
-        self._queue = IoQueue(max_in_flight=64, deadline_s=deadline_s, clock=lambda: self.now_s)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tier, name)
 
-    def read_blocks(self, *arguments: Any) -> IoHandle:
-        return self._gated(self.reads, functools.partial(self._tier.read_blocks, *arguments))
+    def read_blocks(self, *arguments: Any) -> None:
+        self.reads.pass_through()
+        self._tier.read_blocks(*arguments)
 
-    def write_blocks(self, *arguments: Any) -> IoHandle:
-        return self._gated(self.writes, functools.partial(self._tier.write_blocks, *arguments))
+    def write_blocks(self, *arguments: Any) -> None:
+        self.writes.pass_through()
+        self._tier.write_blocks(*arguments)
 
     def let_time_pass(self, seconds: float) -> None:
-        self.now_s += seconds
-        self._queue.poll()
-
-    def poll(self) -> None:
-        self._queue.poll()
-        self._tier.poll()
-
-    def close(self, timeout_s: float | None = None) -> bool:
-        self._queue.close()
-        return self._queue.wait_empty(timeout_s) and self._tier.close(timeout_s)
-
-    def _gated(self, gate: Gate, begin: Callable[[], IoHandle]) -> IoHandle:
-        passed = threading.Event()
-
-        def operation() -> None:
-            gate.pass_through(passed.set)
-            passed.wait()
-            handle = begin()
-            handle.wait_settled()
-            if handle.error is not None:
-                raise handle.error
-
-        return self._queue.submit([operation])
+        self._clock.now_s += seconds
 
 
-def open_gated(monkeypatch, deadline_s: float = 5.0) -> list[GatedTier]:
+def open_gated(monkeypatch) -> list[GatedTier]:
     """Has the stores made from now on get gated tiers, which are added to the list."""
     tiers: list[GatedTier] = []
+    clock = StoppedClock()
 
     def open_it(*args: Any, **options: Any):
         opened = open_ssd(*args, **options)
-        tiers.append(GatedTier(opened.tier, deadline_s))
+        tiers.append(GatedTier(opened.tier, clock))
         return dataclasses.replace(opened, tier=tiers[-1])
 
     monkeypatch.setattr(ssd_setup, "open_ssd", open_it)
+    monkeypatch.setattr(ssd_setup, "SsdWorker", functools.partial(SsdWorker, clock=clock))
     return tiers
 
 
@@ -386,12 +362,12 @@ class Disk:
 
     def open(self, layout: KVLayout = LAYOUT, num_blocks: int = 8, **options: Any) -> DiskTier:
         """A tier, with options of a disk."""
-        arguments = (num_blocks * layout.stored_block_bytes, DiskOptions(**options))
+        num_bytes = num_blocks * layout.stored_block_bytes
         if self.kind == "raw":
-            return RawTier(layout, self.path, *arguments)
+            return RawTier(layout, self.path, num_bytes, **options)
         if self.kind == "memory":
-            return Zarr3Tier(layout, "memory://kv", *arguments, context=self._context)
-        return Zarr3Tier(layout, self.path, *arguments)
+            return Zarr3Tier(layout, "memory://kv", num_bytes, context=self._context, **options)
+        return Zarr3Tier(layout, self.path, num_bytes, **options)
 
     def block_file(self, block: int) -> Path:
         """The file of a block of kind `zarr3`."""
@@ -412,7 +388,7 @@ def make_blocks(layout: KVLayout, num_blocks: int, seed: int = 0) -> np.ndarray:
 def read(tier: DiskTier, block_ids: list[int]) -> np.ndarray:
     """Reads whole blocks into memory full of other bits."""
     into = make_blocks(tier.layout, len(block_ids), seed=99)
-    tier.read_blocks(block_ids, into).result()
+    tier.read_blocks(block_ids, into)
     return into
 
 
@@ -496,7 +472,7 @@ def publish(
 ) -> Kept:
     """Writes a session's blocks, full ones if it is not said of how many tokens, and publishes it."""
     blocks = make_blocks(tier.layout, len(block_ids), seed=seed)
-    tier.write_blocks(block_ids, blocks).result()
+    tier.write_blocks(block_ids, blocks)
     num_tokens = len(block_ids) * tier.layout.block_tokens if num_tokens is None else num_tokens
     record = SessionRecord(
         key=key,

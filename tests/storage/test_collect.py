@@ -44,7 +44,7 @@ def reasons(garbage) -> dict[str, ForgetReason]:
 
 def test_expired_sessions_and_unheld_blocks_go(tmp_path, filled, driver):
     tier = open_tier(tmp_path, driver)
-    tier.write_blocks([9, 12], make_blocks(NAMESPACE.layout, 2)).result()
+    tier.write_blocks([9, 12], make_blocks(NAMESPACE.layout, 2))
     tier.close()
     garbage = collect(tmp_path)
     assert reasons(garbage) == {KEYS["second"]: ForgetReason.EXPIRED}

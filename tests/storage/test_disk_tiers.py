@@ -12,37 +12,26 @@ import tensorstore as ts
 
 from ca_jax.storage.layout import layer_sums
 from ca_jax.storage.records import BlockIoError, IoFailure
-from ca_jax.storage.tiers.disk import DiskOptions
 from ca_jax.storage.tiers.dram import DramTier
 from ca_jax.storage.tiers.formats import Zarr3Tier
 
-from .store_helpers import (
-    LAYOUT,
-    Disk,
-    as_bits,
-    make_blocks,
-    make_layout,
-    read,
-    unwritable,
-)
+from . import store_helpers as kit
 
 
 @pytest.fixture(params=["zarr3", "memory", "raw"])
-def disk(request, tmp_path) -> Disk:
-    return Disk(request.param, tmp_path / "kv")
+def disk(request, tmp_path) -> kit.Disk:
+    return kit.Disk(request.param, tmp_path / "kv")
 
 
 @pytest.fixture
-def local_disk(driver, tmp_path) -> Disk:
-    return Disk(driver, tmp_path / "kv")
+def local_disk(driver, tmp_path) -> kit.Disk:
+    return kit.Disk(driver, tmp_path / "kv")
 
 
-def reason(handle) -> IoFailure:
-    """Why a move failed."""
+def reason(move, *arguments: object) -> IoFailure:
+    """Why a move fails."""
     with pytest.raises(BlockIoError) as raised:
-        handle.result()
-    assert raised.value is handle.error
-    assert handle.wait_settled(60)
+        move(*arguments)
     return raised.value.reason
 
 
@@ -51,73 +40,71 @@ def reason(handle) -> IoFailure:
 
 def test_whole_pages_come_back_too(disk):
     # Such blocks, in page-aligned memory, go past the page cache where the disk is a raw file.
-    layout = dataclasses.replace(make_layout(), num_kv_heads=4, head_dim=256)
+    layout = dataclasses.replace(kit.make_layout(), num_kv_heads=4, head_dim=256)
     assert layout.stored_block_bytes == layout.block_bytes
     tier = disk.open(layout, num_blocks=4)
     dram = DramTier(layout, 4 * layout.block_bytes)
-    dram.slab[:2] = make_blocks(layout, 2)
-    tier.write_blocks([1, 0], dram.slab[:2]).result()
-    tier.read_blocks([1, 0], [dram.slab[3], dram.slab[2]]).result()
-    assert np.array_equal(as_bits(dram.slab[2:]), as_bits(dram.slab[1::-1]))
+    dram.slab[:2] = kit.make_blocks(layout, 2)
+    tier.write_blocks([1, 0], dram.slab[:2])
+    tier.read_blocks([1, 0], [dram.slab[3], dram.slab[2]])
+    kit.assert_same(dram.slab[2:], dram.slab[1::-1])
 
 
 def test_another_run_finds_the_same_blocks_and_a_smaller_one_can_delete_those_beyond_it(disk):
-    blocks = make_blocks(make_layout(), 2)
+    blocks = kit.make_blocks(kit.make_layout(), 2)
     first = disk.open()
-    first.write_blocks([1, 6], blocks).result()
-    assert first.close(60)
-    assert np.array_equal(as_bits(read(disk.open(num_blocks=16), [1, 6])), as_bits(blocks))
+    first.write_blocks([1, 6], blocks)
+    first.close()
+    kit.assert_same(kit.read(disk.open(num_blocks=16), [1, 6]), blocks)
     tier = disk.open(num_blocks=4)
     assert tier.stored_block_ids() == [1, 6]
-    tier.delete_blocks([6, 7, 1_000_000]).result()  # Those that are not there, too.
+    tier.delete_blocks([6, 7, 1_000_000])  # Those that are not there, too.
     assert tier.stored_block_ids() == [1]
     with pytest.raises(ValueError, match=r"a block id must be in \[0, 4\), got 6"):
-        read(tier, [6])
+        kit.read(tier, [6])
 
 
-@pytest.mark.parametrize("durable", [True, False])
-def test_a_write_is_done_only_after_its_bytes_and_name_are_synced(tmp_path, monkeypatch, durable):
-    raw, zarr3 = (Disk(kind, tmp_path).open(durable=durable) for kind in ("raw", "zarr3"))
+def test_a_write_is_done_only_after_its_bytes_and_name_are_synced(tmp_path, monkeypatch):
+    raw, zarr3 = (kit.Disk(kind, tmp_path).open() for kind in ("raw", "zarr3"))
     synced: list[object] = []
     monkeypatch.setattr("os.fdatasync", lambda file: synced.append(raw.stored_block_ids()))
     monkeypatch.setattr("os.fsync", lambda file: synced.append(Path(os.readlink(f"/proc/self/fd/{file}")).name))
-    raw.write_blocks([1, 2], make_blocks(raw.layout, 2)).result()
-    assert synced == ([[1, 2]] if durable else [])  # Once, after both.
+    raw.write_blocks([1, 2], kit.make_blocks(raw.layout, 2))
+    assert synced == [[1, 2]]  # Once, after both.
     synced.clear()
-    zarr3.write_blocks([1], make_blocks(zarr3.layout, 1)).result()
-    assert synced == (["c.1.0.0.0.0.0.__lock", "000000"] if durable else [])
-    assert zarr3._groups[0].spec(retain_context=True).to_json()["kvstore"]["file_io_sync"] is durable
+    zarr3.write_blocks([1], kit.make_blocks(zarr3.layout, 1))
+    assert synced == ["c.1.0.0.0.0.0.__lock", "000000"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_tensorstore_alone_reads_what_we_write_and_we_what_it_writes(tmp_path, dtype):
-    disk, layout = Disk("zarr3", tmp_path), make_layout(dtype)
+    disk, layout = kit.Disk("zarr3", tmp_path), kit.make_layout(dtype)
     tier = disk.open(layout, num_blocks=1030)
-    blocks = make_blocks(layout, 3)
-    tier.write_blocks([1023, 1024], blocks[:2]).result()
+    blocks = kit.make_blocks(layout, 3)
+    tier.write_blocks([1023, 1024], blocks[:2])
     groups = [
         ts.open({"driver": "zarr3", "kvstore": (tmp_path / "zarr3" / name).as_uri()}, context=ts.Context()).result()
         for name in ("000000", "000001")
     ]
     for block, wanted in zip([1023, 1024], blocks, strict=False):
         assert disk.block_file(block).read_bytes() == wanted.tobytes(), "side by side, and nothing else"
-        assert np.array_equal(as_bits(groups[block // 1024][block % 1024].read().result()), as_bits(wanted))
+        kit.assert_same(groups[block // 1024][block % 1024].read().result(), wanted)
     groups[0][4].write(blocks[2]).result()
-    assert np.array_equal(as_bits(read(tier, [4])[0]), as_bits(blocks[2]))
+    kit.assert_same(kit.read(tier, [4])[0], blocks[2])
 
 
 def test_a_write_that_fails_leaves_the_old_block_and_nothing_else(tmp_path, monkeypatch):
-    tier = Disk("zarr3", tmp_path).open()
-    blocks = make_blocks(tier.layout, 2)
-    tier.write_blocks([0], blocks[:1]).result()
+    tier = kit.Disk("zarr3", tmp_path).open()
+    blocks = kit.make_blocks(tier.layout, 2)
+    tier.write_blocks([0], blocks[:1])
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr("os.fsync", full)
-        assert reason(tier.write_blocks([0], blocks[1:])) is IoFailure.NO_SPACE
-    assert np.array_equal(as_bits(read(tier, [0])), as_bits(blocks[:1]))
+        assert reason(tier.write_blocks, [0], blocks[1:]) is IoFailure.NO_SPACE
+    kit.assert_same(kit.read(tier, [0]), blocks[:1])
     assert tier.sweep() == 0
 
 
@@ -128,63 +115,47 @@ def test_a_write_that_fails_leaves_the_old_block_and_nothing_else(tmp_path, monk
 def test_a_block_that_was_never_written_is_missing_and_zeros_are_not(disk):
     tier = disk.open()
     zeros = np.zeros((2, *tier.layout.block_shape), tier.layout.numpy_dtype)
-    tier.write_blocks([0, 2], zeros).result()
+    tier.write_blocks([0, 2], zeros)
     assert tier.stored_block_ids() == [0, 2]
-    assert reason(tier.read_blocks([0, 1, 2], make_blocks(tier.layout, 3))) is IoFailure.MISSING
-    assert np.array_equal(as_bits(read(tier, [0, 2])), as_bits(zeros))
+    assert reason(tier.read_blocks, [0, 1, 2], kit.make_blocks(tier.layout, 3)) is IoFailure.MISSING
+    kit.assert_same(kit.read(tier, [0, 2]), zeros)
 
 
 def stored(tier, block_ids: list[int], blocks: np.ndarray) -> np.ndarray:
     """Writes blocks and returns their checksums."""
     sums = np.zeros((len(blocks), tier.layout.num_layers), np.uint32)
-    tier.write_blocks(block_ids, blocks, sums).result()
+    tier.write_blocks(block_ids, blocks, sums)
     assert np.array_equal(sums, [layer_sums(block) for block in blocks])
     return sums
 
 
-def test_every_flipped_bit_is_found(local_disk):
-    tier = local_disk.open()
-    into = make_blocks(tier.layout, 1)
-    sums = stored(tier, [1], make_blocks(tier.layout, 1, seed=5))
-    path, start = local_disk.place(1)
-    with path.open("r+b", buffering=0) as file:
-        for position in range(start, start + tier.layout.block_bytes, 7):
-            byte = os.pread(file.fileno(), 1, position)
-            os.pwrite(file.fileno(), bytes([byte[0] ^ 1 << position % 8]), position)
-            assert reason(tier.read_blocks([1], into, sums)) is IoFailure.CORRUPT, position
-            os.pwrite(file.fileno(), byte, position)
-    tier.read_blocks([1], into, sums).result()
-
-
 def test_an_intact_block_that_is_another_one_is_found(disk):
     tier = disk.open()
-    old, new = make_blocks(tier.layout, 2, seed=1), make_blocks(tier.layout, 2, seed=2)
+    old, new = kit.make_blocks(tier.layout, 2, seed=1), kit.make_blocks(tier.layout, 2, seed=2)
     sums = stored(tier, [0, 1], old)
     stored(tier, [1, 0], old)
-    into = make_blocks(tier.layout, 2)
-    assert reason(tier.read_blocks([0, 1], into, sums)) is IoFailure.CORRUPT, "swapped"
+    into = kit.make_blocks(tier.layout, 2)
+    assert reason(tier.read_blocks, [0, 1], into, sums) is IoFailure.CORRUPT, "swapped"
     new_sums = stored(tier, [0, 1], new)
-    assert reason(tier.read_blocks([0, 1], into, sums)) is IoFailure.CORRUPT, "another version"
-    handle = tier.read_blocks([0], into[:1], new_sums[1:])
-    assert reason(handle) is IoFailure.CORRUPT
-    assert f"layer 0 of block 0 must have crc32c {new_sums[1, 0]:#010x}, got {new_sums[0, 0]:#010x}" in str(
-        handle.error
-    )
-    tier.read_blocks([0, 1], into, new_sums).result()
+    assert reason(tier.read_blocks, [0, 1], into, sums) is IoFailure.CORRUPT, "another version"
+    wanted = f"layer 0 of block 0 must have crc32c {new_sums[1, 0]:#010x}, got {new_sums[0, 0]:#010x}"
+    with pytest.raises(BlockIoError, match=wanted):
+        tier.read_blocks([0], into[:1], new_sums[1:])
+    tier.read_blocks([0, 1], into, new_sums)
 
 
 def test_a_file_of_any_other_length_is_found(local_disk):
     tier, is_raw = local_disk.open(), local_disk.kind == "raw"
-    tier.write_blocks([0], make_blocks(LAYOUT, 1)).result()
+    tier.write_blocks([0], kit.make_blocks(kit.LAYOUT, 1))
     path, _ = local_disk.place(0)
     intact = path.read_bytes()
-    for length in (0, 1, 100, LAYOUT.block_bytes - 1, len(intact) + 1):
+    for length in (0, 1, 100, kit.LAYOUT.block_bytes - 1, len(intact) + 1):
         if is_raw and length > len(intact):  # There is room behind each block.
             continue
         path.write_bytes((intact + b"?")[:length])
         reader = tier if is_raw else local_disk.open()
         wanted = IoFailure.MISSING if is_raw and not length else IoFailure.CORRUPT
-        assert reason(reader.read_blocks([0], make_blocks(LAYOUT, 1))) is wanted, length
+        assert reason(reader.read_blocks, [0], kit.make_blocks(kit.LAYOUT, 1)) is wanted, length
 
 
 # Space.
@@ -194,16 +165,16 @@ def test_writes_stop_at_the_floor_and_go_on_above_it(local_disk, monkeypatch):
     free_bytes = 100 * 4096
     monkeypatch.setattr("ca_jax.storage.tiers.disk.DiskTier._free_bytes", lambda self: free_bytes)
     tier = local_disk.open(num_blocks=4, free_floor_bytes=20 * 4096)
-    blocks = make_blocks(tier.layout, 2)
+    blocks = kit.make_blocks(tier.layout, 2)
     free_bytes = 20 * 4096 + tier.stored_block_bytes
-    tier.write_blocks([0], blocks[:1]).result()
-    handle = tier.write_blocks([0, 1], blocks)
-    assert reason(handle) is IoFailure.NO_SPACE
-    assert f"above a floor of {20 * 4096}" in str(handle.error)
+    tier.write_blocks([0], blocks[:1])
+    with pytest.raises(BlockIoError, match=f"above a floor of {20 * 4096}") as raised:
+        tier.write_blocks([0, 1], blocks)
+    assert raised.value.reason is IoFailure.NO_SPACE
     assert tier.stored_block_ids() == [0]
     free_bytes += tier.stored_block_bytes
-    tier.write_blocks([0, 1], blocks).result()
-    tier.write_blocks([0, 1], blocks).result()  # What had been spoken for was given back.
+    tier.write_blocks([0, 1], blocks)
+    tier.write_blocks([0, 1], blocks)  # What had been spoken for was given back.
 
 
 def test_a_cap_that_the_floor_leaves_no_room_for_is_refused_at_start(local_disk, monkeypatch):
@@ -213,7 +184,7 @@ def test_a_cap_that_the_floor_leaves_no_room_for_is_refused_at_start(local_disk,
     assert tier.num_blocks == 8
     capacity_bytes = 8 * tier.stored_block_bytes
     floor_bytes = free_bytes - capacity_bytes
-    tier.write_blocks(list(range(8)), make_blocks(tier.layout, 8)).result()
+    tier.write_blocks(list(range(8)), kit.make_blocks(tier.layout, 8))
     local_disk.open(num_blocks=8, free_floor_bytes=floor_bytes)
     free_bytes -= capacity_bytes  # What is stored already counts as room.
     local_disk.open(num_blocks=8, free_floor_bytes=floor_bytes)
@@ -225,8 +196,8 @@ def test_a_cap_that_the_floor_leaves_no_room_for_is_refused_at_start(local_disk,
 
 
 def test_directories_are_private_and_small(tmp_path):
-    tier = Zarr3Tier(make_layout(), tmp_path / "a" / "b", 2050 * 4096)
-    tier.write_blocks([0, 1023, 1024, 2049], make_blocks(tier.layout, 4)).result()
+    tier = Zarr3Tier(kit.make_layout(), tmp_path / "a" / "b", 2050 * 4096)
+    tier.write_blocks([0, 1023, 1024, 2049], kit.make_blocks(tier.layout, 4))
     assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
     assert (tmp_path / "a" / "b" / "zarr3").stat().st_mode & 0o777 == 0o700
     entries = {path.name: sorted(os.listdir(path)) for path in (tmp_path / "a" / "b" / "zarr3").iterdir()}
@@ -239,16 +210,16 @@ def test_directories_are_private_and_small(tmp_path):
 
 
 def test_what_a_crash_left_half_written_is_swept_and_stops_no_write(tmp_path):
-    disk = Disk("zarr3", tmp_path)
-    tier, blocks = disk.open(), make_blocks(LAYOUT, 1)
+    disk = kit.Disk("zarr3", tmp_path)
+    tier, blocks = disk.open(), kit.make_blocks(kit.LAYOUT, 1)
     leftover = disk.block_file(5).with_name("c.5.0.0.0.0.0.__lock")
     leftover.write_bytes(b"half")
     assert tier.stored_block_ids() == []
     assert tier.sweep() == 1
     assert not leftover.exists()
     leftover.write_bytes(b"half")
-    tier.write_blocks([5], blocks).result()
-    assert np.array_equal(as_bits(read(tier, [5])), as_bits(blocks))
+    tier.write_blocks([5], blocks)
+    kit.assert_same(kit.read(tier, [5]), blocks)
 
 
 @pytest.mark.parametrize(
@@ -256,30 +227,24 @@ def test_what_a_crash_left_half_written_is_swept_and_stops_no_write(tmp_path):
 )
 def test_a_store_of_another_layout_is_refused_and_left_alone(disk, change, named):
     tier = disk.open()
-    blocks = make_blocks(tier.layout, 1)
-    tier.write_blocks([0], blocks).result()
+    blocks = kit.make_blocks(tier.layout, 1)
+    tier.write_blocks([0], blocks)
     with pytest.raises(ValueError, match=rf"must be of .*\b{named}\b.*, got another layout"):
         disk.open(dataclasses.replace(tier.layout, **change))
-    assert np.array_equal(as_bits(read(disk.open(), [0])), as_bits(blocks))
+    kit.assert_same(kit.read(disk.open(), [0]), blocks)
 
 
-@pytest.mark.parametrize(
-    ("kind", "metadata", "message"),
-    [
-        ("zarr3", "zarr3/000000/zarr.json", r"000000/zarr\.json must be zarr3 metadata, got"),
-        ("raw", "raw/layout.json", r"layout\.json must be JSON, got"),
-    ],
-)
-def test_metadata_that_is_none_is_refused(tmp_path, kind, metadata, message):
-    Disk(kind, tmp_path).open()
-    (tmp_path / metadata).write_text("{")
-    with pytest.raises(ValueError, match=message):
-        Disk(kind, tmp_path).open()
+@pytest.mark.parametrize(("kind", "metadata"), [("zarr3", "000000/zarr.json"), ("raw", "layout.json")])
+def test_metadata_that_is_none_is_refused(tmp_path, kind, metadata):
+    kit.Disk(kind, tmp_path).open()
+    (tmp_path / kind / metadata).write_text("{")
+    with pytest.raises(ValueError, match=rf"{metadata} must be of .*, got another layout"):
+        kit.Disk(kind, tmp_path).open()
 
 
 def test_a_location_that_is_a_file_or_not_to_be_written_to_is_refused(local_disk):
     with (
-        unwritable(local_disk.path),
+        kit.unwritable(local_disk.path),
         pytest.raises(PermissionError, match=r"must be writable, got: .*(denied|Read-only)"),
     ):
         local_disk.open()
@@ -290,23 +255,21 @@ def test_a_location_that_is_a_file_or_not_to_be_written_to_is_refused(local_disk
 
 
 @pytest.mark.parametrize(
-    ("location", "capacity_bytes", "floor_bytes", "message"),
+    ("location", "capacity_bytes", "message"),
     [
-        ("", 4096, 0, "must be a directory or a TensorStore URL"),
-        ("nosuchscheme://x", 4096, 0, "nosuchscheme"),
-        ("memory://", 4096, 4096, "must be 0 without a local disk, got 4096"),
-        ("memory://", 4095, 0, r"at least one block of 4096 bytes \(4 tokens\), got 4095 bytes"),
+        ("nosuchscheme://x", 4096, "nosuchscheme"),
+        ("memory://", 4095, r"at least one block of 4096 bytes \(4 tokens\), got 4095 bytes"),
     ],
 )
-def test_a_place_for_blocks_that_cannot_be_is_refused(location, capacity_bytes, floor_bytes, message):
+def test_a_place_for_blocks_that_cannot_be_is_refused(location, capacity_bytes, message):
     with pytest.raises(ValueError, match=message):
-        Zarr3Tier(make_layout(), location, capacity_bytes, DiskOptions(free_floor_bytes=floor_bytes))
+        Zarr3Tier(kit.make_layout(), location, capacity_bytes)
 
 
 def test_a_file_url_is_a_directory(tmp_path):
-    blocks = make_blocks(make_layout(), 1)
-    Zarr3Tier(make_layout(), (tmp_path / "with space").as_uri(), 4096).write_blocks([0], blocks).result()
-    assert np.array_equal(as_bits(read(Zarr3Tier(make_layout(), tmp_path / "with space", 4096), [0])), as_bits(blocks))
+    blocks = kit.make_blocks(kit.make_layout(), 1)
+    Zarr3Tier(kit.make_layout(), (tmp_path / "with space").as_uri(), 4096).write_blocks([0], blocks)
+    kit.assert_same(kit.read(Zarr3Tier(kit.make_layout(), tmp_path / "with space", 4096), [0]), blocks)
 
 
 # Arguments.
@@ -314,21 +277,16 @@ def test_a_file_url_is_a_directory(tmp_path):
 
 def test_what_does_not_fit_is_refused(disk):
     tier = disk.open()
-    blocks = make_blocks(tier.layout, 2)
-    read_only = blocks[:1].copy()
-    read_only.flags.writeable = False
+    blocks = kit.make_blocks(tier.layout, 2)
     for move, block_ids, arrays, message in (
         (tier.write_blocks, [0, 8], blocks, r"block id must be in \[0, 8\), got 8"),
         (tier.read_blocks, [-1], blocks[:1], r"block id must be in \[0, 8\), got -1"),
         (tier.write_blocks, [3, 3], blocks, r"given once, got \[3, 3\]"),
         (tier.read_blocks, [0, 1, 2], blocks, "one array for each of 3 block ids, got 2"),
         (tier.read_blocks, [0], [blocks[0][:, :, :3]], r"float32\[3, 2, 4, 2, 5\], got float32\[3, 2, 3, 2, 5\]"),
-        (tier.write_blocks, [0], np.zeros(blocks[:1].shape, np.float16), r"must be float32.*, got float16"),
+        (tier.write_blocks, [0], np.zeros(blocks[:1].shape, np.float16), r"float32.*, got float16"),
         (tier.write_blocks, [0], [blocks[0][..., ::-1]], "C-contiguous"),
-        (tier.read_blocks, [0], read_only, r"writeable memory, got .* read-only"),
     ):
         with pytest.raises(ValueError, match=message):
             move(block_ids, arrays)
-    with pytest.raises(ValueError, match="at least 0, got -1"):
-        tier.delete_blocks([-1])
     assert tier.stored_block_ids() == []

@@ -24,21 +24,7 @@ from ca_jax.storage.inspector import (
 )
 from ca_jax.storage.tiers.formats import Zarr3Tier
 
-from .store_helpers import (
-    KEYS,
-    LAYOUT,
-    NAMESPACE,
-    OTHER_NAMESPACE,
-    Disk,
-    as_bits,
-    block_file,
-    files_of,
-    fill,
-    make_layout,
-    open_tier,
-    publish,
-    read,
-)
+from . import store_helpers as kit
 
 
 def damages(path: Path, **options) -> dict[str, list[tuple]]:
@@ -58,13 +44,13 @@ def test_a_session_is_found_by_id_key_or_beginning_of_its_key(tmp_path, filled):
     with StoreInspector(tmp_path) as inspector:
         for name, key in (
             ("notes", "second"),
-            (KEYS["third"], "third"),
+            (kit.KEYS["third"], "third"),
             ("b", "third"),
             ("c4", "other"),
             ("x", "other"),
         ):
-            assert inspector.find(name).record.key == KEYS[key]
-        assert inspector.find("chat", "bob").record.key == KEYS["third"]
+            assert inspector.find(name).record.key == kit.KEYS[key]
+        assert inspector.find("chat", "bob").record.key == kit.KEYS["third"]
         with pytest.raises(AmbiguousSessionError, match=r"(?s)got 2 for 'chat'.*a10.*'alice'.*b30.*'bob'"):
             inspector.find("chat")
         with pytest.raises(AmbiguousSessionError, match="got 2 for 'a'"):
@@ -86,10 +72,6 @@ def test_a_directory_without_a_store_is_refused(tmp_path):
     with pytest.raises(CatalogCorruptError, match="must be a catalog"):
         StoreInspector(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [CATALOG_NAME, "file"]
-    with pytest.raises(ValueError, match="driver must be one of zarr3, raw"):
-        StoreInspector(tmp_path, driver="tape")
-    with pytest.raises(ValueError, match="URL must be driver zarr3"):
-        StoreInspector(tmp_path, driver="raw", url="s3://bucket")
 
 
 # Whether it is sound.
@@ -97,21 +79,21 @@ def test_a_directory_without_a_store_is_refused(tmp_path):
 
 def test_many_blocks_are_read_in_order(tmp_path, driver):
     block_ids = [15, 3, 9, 0, 1, 12, 4, 14, 7, 2, 11, 5]
-    tier = open_tier(tmp_path, driver)
-    with Catalog(tmp_path, NAMESPACE) as catalog:
-        kept = publish(catalog, tier, KEYS["first"], block_ids, 4 * 11 + 1)
+    tier = kit.open_tier(tmp_path, driver)
+    with Catalog(tmp_path, kit.NAMESPACE) as catalog:
+        kept = kit.publish(catalog, tier, kit.KEYS["first"], block_ids, 4 * 11 + 1)
     with StoreInspector(tmp_path) as inspector:
         found = read_session(inspector, inspector.find("a"))
-        np.testing.assert_array_equal(as_bits(found.kv), as_bits(kept.kv))
-    tier.delete_blocks([11, 12]).result()
-    assert damages(tmp_path) == {KEYS["first"]: [(DamageReason.MISSING, 5, 12), (DamageReason.MISSING, 10, 11)]}
+        kit.assert_same(found.kv, kept.kv)
+    tier.delete_blocks([11, 12])
+    assert damages(tmp_path) == {kit.KEYS["first"]: [(DamageReason.MISSING, 5, 12), (DamageReason.MISSING, 10, 11)]}
     tier.close()
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut short", "swapped", "written over"])
 def test_damaged_blocks_are_found_and_placed(tmp_path, filled, driver, damage):
-    tier, corrupt = open_tier(tmp_path, driver), DamageReason.CORRUPT
-    (file, start), is_raw = Disk(driver, tmp_path / NAMESPACE.directory_name).place(6), driver == "raw"
+    tier, corrupt = kit.open_tier(tmp_path, driver), DamageReason.CORRUPT
+    (file, start), is_raw = kit.Disk(driver, tmp_path / kit.NAMESPACE.directory_name).place(6), driver == "raw"
     if damage == "flipped":
         data = bytearray(file.read_bytes())
         data[start + 100] ^= 0x40
@@ -121,91 +103,91 @@ def test_damaged_blocks_are_found_and_placed(tmp_path, filled, driver, damage):
         os.truncate(file, start + 700)
         expected = {"third": [(DamageReason.MISSING, 0, 7)] * is_raw + [(corrupt, 2, 6)]}
     elif damage == "swapped":
-        tier.write_blocks([7, 1], read(tier, [1, 7])).result()
+        tier.write_blocks([7, 1], kit.read(tier, [1, 7]))
         expected = {"first": [(corrupt, 1, 1)], "third": [(corrupt, 0, 7)]}
     else:
-        tier.write_blocks([3], np.zeros((1, *LAYOUT.block_shape), LAYOUT.numpy_dtype)).result()
+        tier.write_blocks([3], np.zeros((1, *kit.LAYOUT.block_shape), kit.LAYOUT.numpy_dtype))
         expected = {"second": [(corrupt, 0, 3)]}
     tier.close()
-    assert damages(tmp_path) == {KEYS[name]: found for name, found in expected.items()}
+    assert damages(tmp_path) == {kit.KEYS[name]: found for name, found in expected.items()}
     with StoreInspector(tmp_path) as inspector:
         for name, kept in filled.items():
-            session = next(each for each in inspector.sessions().sound if each.record.key == KEYS[name])
+            session = next(each for each in inspector.sessions().sound if each.record.key == kit.KEYS[name])
             if name in expected:
                 with pytest.raises(DamagedSessionError, match=rf"'{kept.record.session_id}': .* \((corrupt|missing)\)"):
                     read_session(inspector, session)
                 continue
             found = read_session(inspector, session)
             assert found.token_ids.tolist() == kept.token_ids.tolist()
-            np.testing.assert_array_equal(as_bits(found.kv), as_bits(kept.kv), strict=True)
+            np.testing.assert_array_equal(kit.as_bits(found.kv), kit.as_bits(kept.kv), strict=True)
 
 
 def test_missing_directories_are_found_and_not_made(tmp_path, filled, driver):
-    for namespace, name in ((NAMESPACE, "blocks moved"), (OTHER_NAMESPACE, "others moved")):
+    for namespace, name in ((kit.NAMESPACE, "blocks moved"), (kit.OTHER_NAMESPACE, "others moved")):
         (tmp_path / namespace.directory_name).rename(tmp_path / name)
-    assert damages(tmp_path) == {key: [(DamageReason.MISSING, None, None)] for key in KEYS.values()}
-    assert not (tmp_path / NAMESPACE.directory_name).exists()
+    assert damages(tmp_path) == {key: [(DamageReason.MISSING, None, None)] for key in kit.KEYS.values()}
+    assert not (tmp_path / kit.NAMESPACE.directory_name).exists()
 
 
 @pytest.mark.parametrize(("tenant", "found"), [("alice", "must have the checksums"), ("bob", "of another")])
 def test_a_block_that_two_sessions_hold_and_do_not_share_is_a_problem_of_the_catalog(tmp_path, tenant, found):
-    tier = open_tier(tmp_path, "zarr3")
-    with Catalog(tmp_path, NAMESPACE) as catalog:
-        publish(catalog, tier, KEYS["first"], [0, 1], 8)
-        publish(catalog, tier, KEYS["second"], [1], 4, seed=1, tenant=tenant)
+    tier = kit.open_tier(tmp_path, "zarr3")
+    with Catalog(tmp_path, kit.NAMESPACE) as catalog:
+        kit.publish(catalog, tier, kit.KEYS["first"], [0, 1], 8)
+        kit.publish(catalog, tier, kit.KEYS["second"], [1], 4, seed=1, tenant=tenant)
     tier.close()
     with StoreInspector(tmp_path) as inspector:
         (problem,) = catalog_problems(inspector)
-    assert f"session {KEYS['first']!r}" in problem.found
+    assert f"session {kit.KEYS['first']!r}" in problem.found
     assert found in problem.found
-    assert problem.key == KEYS["second"]
-    assert damages(tmp_path) == {KEYS["first"]: [(DamageReason.CORRUPT, 1, 1)]}
+    assert problem.key == kit.KEYS["second"]
+    assert damages(tmp_path) == {kit.KEYS["first"]: [(DamageReason.CORRUPT, 1, 1)]}
 
 
 # How blocks are kept.
 
 
 def test_a_group_without_metadata_is_read_and_one_of_another_layout_is_not(tmp_path):
-    fill(tmp_path, "zarr3")
-    metadata = block_file(tmp_path, 0).with_name("zarr.json")
+    kit.fill(tmp_path, "zarr3")
+    metadata = kit.block_file(tmp_path, 0).with_name("zarr.json")
     metadata.unlink()
     assert damages(tmp_path) == {}
     assert not metadata.exists()
-    Zarr3Tier(make_layout(block_tokens=8), tmp_path / "eight", 4096 * 4).close()
+    Zarr3Tier(kit.make_layout(block_tokens=8), tmp_path / "eight", 4096 * 4).close()
     metadata.write_bytes((tmp_path / "eight" / "zarr3" / "000000" / "zarr.json").read_bytes())
     assert damages(tmp_path) == {
-        KEYS[name]: [(DamageReason.CORRUPT, None, None)] for name in ("first", "second", "third")
+        kit.KEYS[name]: [(DamageReason.CORRUPT, None, None)] for name in ("first", "second", "third")
     }
 
 
 def test_a_tier_of_what_exists_writes_nothing(tmp_path, filled, driver):
-    before = files_of(tmp_path)
+    before = kit.files_of(tmp_path)
     with StoreInspector(tmp_path) as inspector:
-        tier = inspector.open_blocks(NAMESPACE)
+        tier = inspector.open_blocks(kit.NAMESPACE)
         assert set(tier.stored_block_ids()) == {0, 1, 2, 3, 5, 6, 7}
         with pytest.raises(ValueError, match="must have a tier that may write"):
-            tier.write_blocks([0], np.zeros((1, *LAYOUT.block_shape), LAYOUT.numpy_dtype))
-        assert files_of(tmp_path) == before
-        tier.delete_blocks([7, 3]).result()
+            tier.write_blocks([0], np.zeros((1, *kit.LAYOUT.block_shape), kit.LAYOUT.numpy_dtype))
+        assert kit.files_of(tmp_path) == before
+        tier.delete_blocks([7, 3])
         assert set(tier.stored_block_ids()) == {0, 1, 2, 5, 6}
 
 
 def test_blocks_of_both_drivers_want_to_be_told_apart(tmp_path):
-    fill(tmp_path, "zarr3")
-    open_tier(tmp_path, "raw").close()
+    kit.fill(tmp_path, "zarr3")
+    kit.open_tier(tmp_path, "raw").close()
     with pytest.raises(StoreDirectoryError, match="blocks of both drivers"):
         damages(tmp_path)
     assert damages(tmp_path, driver="zarr3") == {}
-    assert set(damages(tmp_path, driver="raw")) == set(KEYS.values())
+    assert set(damages(tmp_path, driver="raw")) == set(kit.KEYS.values())
 
 
 def test_blocks_are_read_from_a_url(tmp_path):
-    fill(tmp_path / "store", "zarr3")
-    for namespace in (NAMESPACE, OTHER_NAMESPACE):
+    kit.fill(tmp_path / "store", "zarr3")
+    for namespace in (kit.NAMESPACE, kit.OTHER_NAMESPACE):
         (tmp_path / "elsewhere").mkdir(exist_ok=True)
         directory = tmp_path / "store" / namespace.directory_name
         directory.rename(tmp_path / "elsewhere" / namespace.directory_name)
-    assert len(damages(tmp_path / "store")) == len(KEYS)
+    assert len(damages(tmp_path / "store")) == len(kit.KEYS)
     for url in (f"file://{tmp_path}/elsewhere", f"file://{tmp_path}/elsewhere/"):
         assert damages(tmp_path / "store", url=url) == {}
 
@@ -226,30 +208,34 @@ class DisturbedInspector(StoreInspector):
 
 
 def test_a_session_that_changes_meanwhile_is_read_again(tmp_path, filled, driver):
-    tier = open_tier(tmp_path, driver)
-    with Catalog(tmp_path, NAMESPACE) as catalog, DisturbedInspector(tmp_path) as inspector:
+    tier = kit.open_tier(tmp_path, driver)
+    with Catalog(tmp_path, kit.NAMESPACE) as catalog, DisturbedInspector(tmp_path) as inspector:
         moved = {}
 
         def move() -> None:
-            moved["kept"] = publish(catalog, tier, KEYS["first"], [8, 9, 10], 12, seed=7, session_id="chat")
-            publish(catalog, tier, 64 * "f", [0], 4, seed=8)
+            moved["kept"] = kit.publish(catalog, tier, kit.KEYS["first"], [8, 9, 10], 12, seed=7, session_id="chat")
+            kit.publish(catalog, tier, 64 * "f", [0], 4, seed=8)
 
         inspector.disturb = move
         session = inspector.find("a1")
         found = read_session(inspector, session)
-        np.testing.assert_array_equal(as_bits(found.kv), as_bits(moved["kept"].kv))
+        kit.assert_same(found.kv, moved["kept"].kv)
         assert (found.session.record.generation, session.record.generation) == (2, 1)
         assert verify_session(inspector, session).ok
 
 
 def test_a_session_that_is_forgotten_meanwhile_has_no_verdict(tmp_path, filled, driver):
-    tier = open_tier(tmp_path, driver)
-    with Catalog(tmp_path, NAMESPACE) as catalog, DisturbedInspector(tmp_path) as inspector:
+    tier = kit.open_tier(tmp_path, driver)
+    with Catalog(tmp_path, kit.NAMESPACE) as catalog, DisturbedInspector(tmp_path) as inspector:
 
         def forget() -> None:
-            catalog.forget([KEYS["first"]])
-            tier.delete_blocks([0, 1, 2]).result()
+            catalog.forget([kit.KEYS["first"]])
+            tier.delete_blocks([0, 1, 2])
 
         inspector.disturb = forget
-        assert [verdict.key for verdict in verify(inspector)] == [KEYS["second"], KEYS["third"], KEYS["other"]]
+        assert [verdict.key for verdict in verify(inspector)] == [
+            kit.KEYS["second"],
+            kit.KEYS["third"],
+            kit.KEYS["other"],
+        ]
         tier.close()

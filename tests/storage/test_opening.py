@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ca_jax.storage import opening
 from ca_jax.storage.catalog.catalog import Catalog
 from ca_jax.storage.catalog.file import (
     CATALOG_NAME,
@@ -42,7 +41,7 @@ def opened(ssd_driver, directory) -> Open:
     @contextlib.contextmanager
     def open_it(namespace: Namespace = NAMESPACE, num_blocks: int = NUM_BLOCKS, **fields: Any) -> Iterator[OpenedSsd]:
         config = ssd_config(directory, num_blocks, ssd_driver=ssd_driver, **fields)
-        ssd = open_ssd(config, namespace, durable=False)
+        ssd = open_ssd(config, namespace)
         try:
             yield ssd
         finally:
@@ -103,7 +102,7 @@ def test_blocks_of_nobody_are_reclaimed(opened, driver, directory):
     with opened() as ssd:
         publish(ssd.catalog, ssd.tier, "a", [3, 4])
         publish(ssd.catalog, ssd.tier, "gone", [5, 6])
-        ssd.tier.write_blocks([0, 15], make_blocks(LAYOUT, 2)).result()
+        ssd.tier.write_blocks([0, 15], make_blocks(LAYOUT, 2))
         ssd.catalog.forget(["gone"])
         assert ssd.tier.stored_block_ids() == [0, 3, 4, 5, 6, 15]
     with opened() as ssd:
@@ -114,7 +113,7 @@ def test_blocks_of_nobody_are_reclaimed(opened, driver, directory):
         assert ssd.tier.stored_block_ids() == [3, 4]
         assert ssd.reclaim() == 0
         assert not list(directory.rglob("*.__lock"))
-        ssd.tier.write_blocks([5], make_blocks(LAYOUT, 1)).result()
+        ssd.tier.write_blocks([5], make_blocks(LAYOUT, 1))
         assert np.array_equal(read(ssd.tier, [5]).view(np.uint32), make_blocks(LAYOUT, 1).view(np.uint32))
 
 
@@ -164,7 +163,7 @@ def test_under_a_smaller_cap_what_lies_beyond_it_goes(opened, driver, caplog):
         publish(ssd.catalog, ssd.tier, "within", [0, 3])
         publish(ssd.catalog, ssd.tier, "across", [1, 4])
         publish(ssd.catalog, ssd.tier, "beyond", [14, 15])
-        ssd.tier.write_blocks([12], make_blocks(LAYOUT, 1)).result()
+        ssd.tier.write_blocks([12], make_blocks(LAYOUT, 1))
     with opened(num_blocks=4) as ssd:
         assert (keys(ssd), ssd.num_lost) == (["within"], 2)
         assert ssd.reclaim() == 5
@@ -291,10 +290,9 @@ def test_blocks_that_cannot_be_listed_are_no_error(opened, directory, caplog):
 
 
 def test_reclaiming_ends_at_the_first_failure_with_nothing_under_way(opened, monkeypatch, caplog):
-    monkeypatch.setattr(opening, "_DELETED_AT_ONCE", 2)
     with opened() as ssd:
         publish(ssd.catalog, ssd.tier, "a", [9])
-        ssd.tier.write_blocks([*range(6)], make_blocks(LAYOUT, 6)).result()
+        ssd.tier.write_blocks([*range(6)], make_blocks(LAYOUT, 6))
     with opened() as ssd:
         delete, is_begun = ssd.tier._delete, threading.Event()
 
@@ -308,6 +306,8 @@ def test_reclaiming_ends_at_the_first_failure_with_nothing_under_way(opened, mon
             delete(block)
 
         monkeypatch.setattr(ssd.tier, "_delete", fail_or_be_slow)
-        assert ssd.reclaim() == 2
-        assert ssd.tier.stored_block_ids() == [2, 4, 5, 9]
-    assert "up to 4 blocks that no session refers to stay on disk" in warnings(caplog)
+        assert ssd.reclaim() == 0
+        stored = ssd.tier.stored_block_ids()
+        assert {2, 9} <= set(stored)
+        assert 3 not in stored
+    assert "up to 6 blocks that no session refers to stay on disk" in warnings(caplog)

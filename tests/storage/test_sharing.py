@@ -9,29 +9,7 @@ import numpy as np
 
 from ca_jax.storage.records import Owner, Residency, SkipReason
 
-from .store_helpers import (
-    LAYOUT,
-    PATIENCE_S,
-    SLOT_BYTES,
-    as_bits,
-    assert_loads,
-    begin_flush,
-    fetch,
-    ids,
-    info,
-    load,
-    make_kv,
-    make_store,
-    put,
-    save,
-    ssd_tokens,
-    used_blocks,
-    wait_until,
-)
-
-
-def assert_serves(store, key, token_ids, kv) -> None:
-    np.testing.assert_array_equal(as_bits(load(store, key, token_ids)), as_bits(kv))
+from . import store_helpers as kit
 
 
 def block_ids(store, key) -> list[int]:
@@ -46,18 +24,18 @@ def ssd_block_ids(store, key) -> list[int]:
 
 
 def test_a_tenant_pays_for_a_block_once():
-    store = make_store(8, quota_bytes=4 * LAYOUT.block_bytes, tenant_quotas={"bob": LAYOUT.block_bytes})
+    store = kit.make_store(8, quota_bytes=4 * kit.LAYOUT.block_bytes, tenant_quotas={"bob": kit.LAYOUT.block_bytes})
     alice, bob = Owner(tenant="alice"), Owner(tenant="bob")
-    save(store, "a", ids(12), make_kv(LAYOUT, 12), owner=alice)
+    kit.save(store, "a", kit.ids(12), kit.make_kv(kit.LAYOUT, 12), owner=alice)
     for key in "bcd":
-        assert store.copy_prefix("a", key, ids(12), alice) == 12
-    assert save(store, "b", ids(4, 700), make_kv(LAYOUT, 4), start_token=12)
-    assert [info(store, key) is not None for key in "abcd"] == [True] * 4, "four blocks in all"
-    assert save(store, "c", ids(4, 700), make_kv(LAYOUT, 4), start_token=12)
-    assert info(store, "b") is None, "one more than it may hold, and b's eviction frees one"
-    assert store.prepare_save("x", 0, ids(5), bob) is None
+        assert store.copy_prefix("a", key, kit.ids(12), alice) == 12
+    assert kit.save(store, "b", kit.ids(4, 700), kit.make_kv(kit.LAYOUT, 4), start_token=12)
+    assert [kit.info(store, key) is not None for key in "abcd"] == [True] * 4, "four blocks in all"
+    assert kit.save(store, "c", kit.ids(4, 700), kit.make_kv(kit.LAYOUT, 4), start_token=12)
+    assert kit.info(store, "b") is None, "one more than it may hold, and b's eviction frees one"
+    assert store.prepare_save("x", 0, kit.ids(5), bob) is None
     assert store.stats().skipped_saves[SkipReason.TOO_LARGE] == 1
-    assert save(store, "x", ids(4), make_kv(LAYOUT, 4), owner=bob)
+    assert kit.save(store, "x", kit.ids(4), kit.make_kv(kit.LAYOUT, 4), owner=bob)
 
 
 # On SSD.
@@ -65,134 +43,111 @@ def test_a_tenant_pays_for_a_block_once():
 
 def test_what_is_shared_is_written_once_and_read_by_all(open_store, driver):
     store = open_store(8)
-    kv = put(store, "a", 14)
-    store.copy_prefix("a", "b", [*ids(10), 7])
-    more = make_kv(LAYOUT, 5, seed=1)
-    save(store, "b", ids(5, 700), more, start_token=10)
+    kv = kit.put(store, "a", 14)
+    store.copy_prefix("a", "b", [*kit.ids(10), 7])
+    more = kit.make_kv(kit.LAYOUT, 5, seed=1)
+    kit.save(store, "b", kit.ids(5, 700), more, start_token=10)
     of_b = np.concatenate([kv[:, :, :10], more], axis=2)
     store.settle()
     assert ssd_block_ids(store, "a")[:2] == ssd_block_ids(store, "b")[:2]
-    assert store.stats().ssd.flushed_bytes == (4 + 2) * LAYOUT.block_bytes
-    assert store.stats().ssd.used_bytes == 6 * SLOT_BYTES
-    store.close()
+    assert store.stats().ssd.flushed_bytes == (4 + 2) * kit.LAYOUT.block_bytes
+    assert store.stats().ssd.used_bytes == 6 * kit.SLOT_BYTES
     store = open_store(8)
-    assert (store.stats().ssd.used_bytes, store.stats().ssd.num_lost_sessions) == (6 * SLOT_BYTES, 0)
-    assert_loads(store, "a", ids(14), kv)
+    assert (store.stats().ssd.used_bytes, store.stats().ssd.num_lost_sessions) == (6 * kit.SLOT_BYTES, 0)
+    kit.assert_loads(store, "a", kit.ids(14), kv)
     store.drop("a")
-    put(store, "c", 12, first=500, seed=2)  # Into what a alone held.
-    assert store.stats().ssd.used_bytes == (4 + 3) * SLOT_BYTES
-    assert_loads(store, "b", ids(10) + ids(5, 700), of_b)
+    kit.put(store, "c", 12, first=500, seed=2)  # Into what a alone held.
+    assert store.stats().ssd.used_bytes == (4 + 3) * kit.SLOT_BYTES
+    kit.assert_loads(store, "b", kit.ids(10) + kit.ids(5, 700), of_b)
     store.truncate("b", 6)
-    store.close()
     store = open_store(8)
-    assert_loads(store, "b", ids(10), of_b[:, :, :6])
+    kit.assert_loads(store, "b", kit.ids(10), of_b[:, :, :6])
 
 
 def test_a_branch_is_not_written_before_it_has_something_of_its_own(open_store):
     """A process may die before the branch's turn has ended: then there is no conversation that such KV is of."""
     store = open_store(8)
-    put(store, "a", 8)
-    store.copy_prefix("a", "b", ids(8), num_dropped=3)
-    assert store.settle(PATIENCE_S)
-    assert (ssd_tokens(store, "b"), info(store, "b").num_dropped) == (0, 3)
-    loading = store.prepare_load("b", ids(8), truncate=True, num_dropped=3)
-    assert store.settle(PATIENCE_S)
-    assert ssd_tokens(store, "b") == 0
+    kit.put(store, "a", 8)
+    store.copy_prefix("a", "b", kit.ids(8), num_dropped=3)
+    assert store.settle(kit.PATIENCE_S)
+    assert (kit.ssd_tokens(store, "b"), kit.info(store, "b").num_dropped) == (0, 3)
+    loading = store.prepare_load("b", kit.ids(8), truncate=True, num_dropped=3)
+    assert store.settle(kit.PATIENCE_S)
+    assert kit.ssd_tokens(store, "b") == 0
     store.complete_load(loading)
-    save(store, "b", [7], make_kv(LAYOUT, 1), start_token=8)
+    kit.save(store, "b", [7], kit.make_kv(kit.LAYOUT, 1), start_token=8)
     store.settle()
-    assert ssd_tokens(store, "b") == 9
+    assert kit.ssd_tokens(store, "b") == 9
 
 
 def test_a_branch_waits_for_what_its_source_is_writing(open_store, gates):
     store = open_store(8)
     gates[0].writes.close()
-    save(store, "a", ids(9), make_kv(LAYOUT, 9))
-    begin_flush(store, gates[0])
-    store.copy_prefix("a", "b", ids(8))
-    save(store, "b", [7], make_kv(LAYOUT, 1), start_token=8)
-    save(store, "c", ids(3, 500), make_kv(LAYOUT, 3))
+    kit.save(store, "a", kit.ids(9), kit.make_kv(kit.LAYOUT, 9))
+    kit.begin_flush(store, gates[0])
+    store.copy_prefix("a", "b", kit.ids(8))
+    kit.save(store, "b", [7], kit.make_kv(kit.LAYOUT, 1), start_token=8)
+    kit.save(store, "c", kit.ids(3, 500), kit.make_kv(kit.LAYOUT, 3))
     store.poll()
     assert [store._entries.get(key).flush is not None for key in "abc"] == [True, False, True]
     gates[0].writes.open()
-    assert store.settle(PATIENCE_S)
+    assert store.settle(kit.PATIENCE_S)
     assert ssd_block_ids(store, "b")[:2] == ssd_block_ids(store, "a")[:2]
-    assert store.stats().ssd.flushed_bytes == (3 + 1 + 1) * LAYOUT.block_bytes
+    assert store.stats().ssd.flushed_bytes == (3 + 1 + 1) * kit.LAYOUT.block_bytes
 
 
 def test_the_source_may_be_evicted_for_its_branch(open_store):
     """SSD has three blocks: what the branch shares of them stays, the rest of the source gives way."""
     store = open_store(8, ssd_blocks=3)
-    kv = put(store, "a", 12)
-    store.copy_prefix("a", "b", ids(8))
-    more = make_kv(LAYOUT, 4, seed=1)
-    save(store, "b", ids(4, 700), more, start_token=8)
+    kv = kit.put(store, "a", 12)
+    store.copy_prefix("a", "b", kit.ids(8))
+    more = kit.make_kv(kit.LAYOUT, 4, seed=1)
+    kit.save(store, "b", kit.ids(4, 700), more, start_token=8)
     store.settle()
-    assert (ssd_tokens(store, "a"), ssd_tokens(store, "b")) == (0, 12)
-    assert store.stats().ssd.flushed_bytes == 4 * LAYOUT.block_bytes
-    assert store.stats().ssd.evicted_bytes == SLOT_BYTES
+    assert (kit.ssd_tokens(store, "a"), kit.ssd_tokens(store, "b")) == (0, 12)
+    assert store.stats().ssd.flushed_bytes == 4 * kit.LAYOUT.block_bytes
+    assert store.stats().ssd.evicted_bytes == kit.SLOT_BYTES
     store.leave_dram("b")
-    assert_loads(store, "b", ids(8) + ids(4, 700), np.concatenate([kv[:, :, :8], more], axis=2))
+    kit.assert_loads(store, "b", kit.ids(8) + kit.ids(4, 700), np.concatenate([kv[:, :, :8], more], axis=2))
 
 
 def test_of_two_tiers_the_longer_prefix_counts_and_of_equals_that_in_dram(open_store):
     store = open_store(12)
-    put(store, "near", 9)
-    put(store, "far", 14)
+    kit.put(store, "near", 9)
+    kit.put(store, "far", 14)
     store.leave_dram("far")
     assert store.residency("far") is Residency.SSD
-    assert store.find_prefix("", ids(14)) == "far"
-    assert store.find_prefix("", ids(14), in_dram=True) == "near"
-    assert store.find_prefix("", ids(11)) == "near", "a part of a block is not worth a fetch"
-    fetch(store, "far")
-    assert store.find_prefix("", ids(11)) == "far"
+    assert store.find_prefix("", kit.ids(14)) == "far"
+    assert store.find_prefix("", kit.ids(14), in_dram=True) == "near"
+    assert store.find_prefix("", kit.ids(11)) == "near", "a part of a block is not worth a fetch"
+    kit.fetch(store, "far")
+    assert store.find_prefix("", kit.ids(11)) == "far"
     store.drop("far")
-    save(store, "far", ids(8) + ids(4, 700), make_kv(LAYOUT, 12))
+    kit.save(store, "far", kit.ids(8) + kit.ids(4, 700), kit.make_kv(kit.LAYOUT, 12))
     store.settle()
     store.leave_dram("far")
-    assert store.find_prefix("", ids(14)) == "near", "two blocks each"
+    assert store.find_prefix("", kit.ids(14)) == "near", "two blocks each"
 
 
 def test_cutting_a_source_whose_flush_is_under_way_mixes_nothing_up(open_store, gates):
     """Both lose their first block while SSD has the source as it was: the same blocks of DRAM stand elsewhere there."""
     store = open_store(12)
-    put(store, "a", 12)
-    store.copy_prefix("a", "b", ids(12))
-    kv, more = np.array(store._dram.slab[block_ids(store, "a")[1:]]), make_kv(LAYOUT, 4, seed=1)
+    kit.put(store, "a", 12)
+    store.copy_prefix("a", "b", kit.ids(12))
+    kv, more = np.array(store._dram.slab[block_ids(store, "a")[1:]]), kit.make_kv(kit.LAYOUT, 4, seed=1)
     store.pin("b")
-    save(store, "a", ids(4, 700), more, start_token=12)
+    kit.save(store, "a", kit.ids(4, 700), more, start_token=12)
     gates[0].writes.close()
-    begin_flush(store, gates[0])
+    kit.begin_flush(store, gates[0])
     first_block = np.arange(12) < 4
     store.discard("a", first_block)
     store.discard("b", first_block)
     store.unpin("b")
     store.poll()
     gates[0].writes.open()
-    assert store.settle(PATIENCE_S)
-    assert ssd_tokens(store, "b") == 8
+    assert store.settle(kit.PATIENCE_S)
+    assert kit.ssd_tokens(store, "b") == 8
     store.leave_dram("b")
     expected = np.concatenate(list(kv), axis=2)
-    wait_until(store, lambda: not store.request("b"))
-    np.testing.assert_array_equal(as_bits(load(store, "b", ids(8, 104), 4)), as_bits(expected))
-
-
-def test_nothing_is_written_to_a_block_that_another_holds():
-    """b is cut within a block that it shares, and goes on while it is still being loaded."""
-    store = make_store(8)
-    kv, more = make_kv(LAYOUT, 8), make_kv(LAYOUT, 5, seed=1)
-    save(store, "a", ids(8), kv)
-    store.copy_prefix("a", "b", ids(8))
-    loading = store.prepare_load("b", [*ids(6), 7], truncate=True)
-    assert save(store, "b", ids(5, 700), more, start_token=6)
-    assert block_ids(store, "a")[1] != block_ids(store, "b")[1]
-    store.drop("a")
-    assert save(store, "c", ids(8, 500), make_kv(LAYOUT, 8, seed=2)), "in what a alone held, if anything"
-    staging = np.zeros((2, 6, 2, 5), np.float32)
-    for layer in range(3):
-        loading.read(layer, staging).result()
-        np.testing.assert_array_equal(as_bits(staging), as_bits(kv[layer, :, :6]))
-    assert used_blocks(store) == 3 + 2 + 1, "what the load reads is held"
-    store.complete_load(loading)
-    assert used_blocks(store) == 3 + 2
-    assert_serves(store, "b", ids(6) + ids(5, 700), np.concatenate([kv[:, :, :6], more], axis=2))
+    kit.wait_until(store, lambda: not store.request("b"))
+    kit.assert_same(kit.load(store, "b", kit.ids(8, 104), 4), expected)

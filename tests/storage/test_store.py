@@ -11,20 +11,7 @@ from ca_jax.storage.config import StoreConfig
 from ca_jax.storage.records import MissReason, Residency, SkipReason, StoreClosedError
 from ca_jax.storage.store import AttentionStore
 
-from .store_helpers import (
-    BLOCK_TOKENS,
-    PATIENCE_S,
-    as_bits,
-    ids,
-    load,
-    make_kv,
-    make_layout,
-    make_store,
-    save,
-    stalled,
-    use,
-    used_blocks,
-)
+from . import store_helpers as kit
 
 
 def keys(store: AttentionStore) -> set[str]:
@@ -32,37 +19,37 @@ def keys(store: AttentionStore) -> set[str]:
 
 
 def test_a_save_may_be_written_layer_by_layer_and_in_pieces_of_any_strides():
-    store = make_store()
-    kv = make_kv(store.layout, 13)
-    ticket = store.prepare_save("a", 0, ids(13))
+    store = kit.make_store()
+    kv = kit.make_kv(store.layout, 13)
+    ticket = store.prepare_save("a", 0, kit.ids(13))
     for layer in (2, 0, 1):
         for start, stop in ((5, 13), (0, 5)):
             piece = np.asfortranarray(kv[layer, :, start:stop])
             assert ticket.write(layer, piece, token_offset=start)
     assert store.complete_save(ticket)
-    np.testing.assert_array_equal(as_bits(load(store, "a", ids(13))), as_bits(kv))
+    kit.assert_same(kit.load(store, "a", kit.ids(13)), kv)
 
 
 def test_partly_written_save_is_never_readable(store):
-    kv = make_kv(store.layout, 6)
-    ticket = store.prepare_save("a", 0, ids(6))
+    kv = kit.make_kv(store.layout, 6)
+    ticket = store.prepare_save("a", 0, kit.ids(6))
     assert store.residency("a") is Residency.PENDING
     assert store.num_readable("a") == 0
     ticket.write_all(kv)
-    assert store.prepare_load("a", ids(6)) is None  # Written, yet not published.
+    assert store.prepare_load("a", kit.ids(6)) is None  # Written, yet not published.
     assert store.stats().misses[MissReason.PENDING] == 1
     store.complete_save(ticket)
 
-    grown = store.prepare_save("a", 6, ids(9)[6:])
-    grown.write(0, make_kv(store.layout, 3)[0])
+    grown = store.prepare_save("a", 6, kit.ids(9)[6:])
+    grown.write(0, kit.make_kv(store.layout, 3)[0])
     assert store.num_readable("a") == 6
-    np.testing.assert_array_equal(as_bits(load(store, "a", ids(9))), as_bits(kv))
+    kit.assert_same(kit.load(store, "a", kit.ids(9)), kv)
     with pytest.raises(ValueError, match=r"of 3 tokens in 3 layers, got 6 \(layer, token\) pairs not written"):
         store.complete_save(grown)
     assert store.num_readable("a") == 6
     store.abort_save(grown)
     assert store.stats().num_aborted_saves == 1
-    np.testing.assert_array_equal(as_bits(load(store, "a", ids(9))), as_bits(kv))
+    kit.assert_same(kit.load(store, "a", kit.ids(9)), kv)
 
 
 def serve_turn(store, key: str, num_turn: int) -> None:
@@ -71,9 +58,9 @@ def serve_turn(store, key: str, num_turn: int) -> None:
     store.pin(key)
     store.dequeue((key, num_turn))
     if store.residency(key) is Residency.ABSENT:
-        save(store, key, ids(4), make_kv(store.layout, 4))
+        kit.save(store, key, kit.ids(4), kit.make_kv(store.layout, 4))
     else:
-        use(store, key)
+        kit.use(store, key)
     store.unpin(key)
 
 
@@ -82,7 +69,7 @@ def serve_turn(store, key: str, num_turn: int) -> None:
 )
 def test_return_aware_eviction_learns_who_comes_back(policy, kept):
     now_s = 0.0
-    store = make_store(2, eviction_policy=policy, clock=lambda: now_s)
+    store = kit.make_store(2, eviction_policy=policy, clock=lambda: now_s)
     for turn in range(103):  # Every fourth is of one session; those of the others are their only ones.
         now_s += 10.0
         serve_turn(store, f"s{turn}" if turn % 4 else "often", turn)
@@ -90,8 +77,8 @@ def test_return_aware_eviction_learns_who_comes_back(policy, kept):
 
 
 def test_an_aborted_load_is_a_miss(store):
-    save(store, "a", ids(5), make_kv(store.layout, 5))
-    ticket = store.prepare_load("a", ids(5))
+    kit.save(store, "a", kit.ids(5), kit.make_kv(store.layout, 5))
+    ticket = store.prepare_load("a", kit.ids(5))
     store.abort_load(ticket)
     stats = store.stats()
     assert (stats.num_hits, stats.misses[MissReason.ABORTED], stats.loaded_bytes) == (0, 1, 0)
@@ -102,10 +89,10 @@ def test_an_aborted_load_is_a_miss(store):
 
 
 def test_a_ticket_is_closed_once_and_by_its_own_store(store):
-    kv = make_kv(store.layout, 5)
-    ticket = store.prepare_save("a", 0, ids(5))
+    kv = kit.make_kv(store.layout, 5)
+    ticket = store.prepare_save("a", 0, kit.ids(5))
     ticket.write_all(kv)
-    stranger = make_store()
+    stranger = kit.make_store()
     with pytest.raises(ValueError, match="the save must be an open one of this store"):
         stranger.complete_save(ticket)
     assert store.complete_save(ticket)
@@ -119,26 +106,26 @@ def test_a_ticket_is_closed_once_and_by_its_own_store(store):
 
 def test_an_abort_waits_for_the_write_under_way(store):
     """Otherwise blocks that are free again, and soon another session's, would still be written to."""
-    kv = make_kv(store.layout, 8)
-    ticket = store.prepare_save("a", 0, ids(8))
-    with stalled((ticket, "_copy")) as copying:
+    kv = kit.make_kv(store.layout, 8)
+    ticket = store.prepare_save("a", 0, kit.ids(8))
+    with kit.stalled((ticket, "_copy")) as copying:
         writer = threading.Thread(target=ticket.write_all, args=(kv,))
         writer.start()
-        assert copying.begun.wait(PATIENCE_S)
+        assert copying.begun.wait(kit.PATIENCE_S)
         aborter = threading.Thread(target=store.abort_save, args=(ticket,))
         aborter.start()
         aborter.join(0.05)
         assert aborter.is_alive(), "the abort did not wait"
-        assert used_blocks(store) == 2
+        assert kit.used_blocks(store) == 2
     aborter.join()
     writer.join()
-    written = as_bits(store._dram.slab[:2, :, 0, 0])
-    np.testing.assert_array_equal(written, as_bits(kv[:, 0, ::4].swapaxes(0, 1)))
-    assert used_blocks(store) == 0
+    written = kit.as_bits(store._dram.slab[:2, :, 0, 0])
+    np.testing.assert_array_equal(written, kit.as_bits(kv[:, 0, ::4].swapaxes(0, 1)))
+    assert kit.used_blocks(store) == 0
 
 
 def test_a_write_or_read_that_does_not_fit_is_refused(store):
-    ticket = store.prepare_save("a", 0, ids(6))
+    ticket = store.prepare_save("a", 0, kit.ids(6))
     for layer, shape, dtype, token_offset, message in (
         (0, (2, 6, 2, 5), "float64", 0, r"kv must be float32\[1, 2, 6, 2, 5\], got float64\[1, 2, 6, 2, 5\]"),
         (0, (6, 2, 5), "float32", 0, r"kv must be float32\[1, 2, any, 2, 5\]"),
@@ -149,9 +136,9 @@ def test_a_write_or_read_that_does_not_fit_is_refused(store):
         with pytest.raises(ValueError, match=message):
             ticket.write(layer, np.zeros(shape, dtype), token_offset)
     assert ticket.num_missing == 18
-    ticket.write_all(make_kv(store.layout, 6))
+    ticket.write_all(kit.make_kv(store.layout, 6))
     store.complete_save(ticket)
-    ticket = store.prepare_load("a", ids(6))
+    ticket = store.prepare_load("a", kit.ids(6))
     read_only = np.zeros((2, 6, 2, 5), np.float32)
     read_only.flags.writeable = False
     for dst, message in (
@@ -174,38 +161,38 @@ def test_token_ids_must_be_int32(store, token_ids):
 
 
 def test_a_store_of_no_dram_skips_every_save():
-    store = make_store(num_blocks=0)
-    assert store.prepare_save("a", 0, ids(1)) is None
-    assert store.prepare_load("a", ids(1)) is None
+    store = kit.make_store(num_blocks=0)
+    assert store.prepare_save("a", 0, kit.ids(1)) is None
+    assert store.prepare_load("a", kit.ids(1)) is None
     assert store.stats().skipped_saves[SkipReason.STORE_OFF] == 1
     assert store.stats().capacity_bytes == 0
 
 
 def test_a_cap_under_one_block_is_named():
-    layout = make_layout()
+    layout = kit.make_layout()
     with pytest.raises(ValueError, match=f"at least one block of {layout.block_bytes} bytes"):
-        AttentionStore(layout, StoreConfig(dram_gib=1e-9 * 2, block_tokens=BLOCK_TOKENS))
+        AttentionStore(layout, StoreConfig(dram_gib=1e-9 * 2, block_tokens=kit.BLOCK_TOKENS))
     with pytest.raises(ValueError, match="blocks of 128 tokens, got 4"):
         AttentionStore(layout, StoreConfig())
 
 
 def test_after_close_every_call_is_refused(store):
-    save(store, "a", ids(4), make_kv(store.layout, 4))
-    reading = store.prepare_load("a", ids(4))
-    writing = store.prepare_save("b", 0, ids(4))
+    kit.save(store, "a", kit.ids(4), kit.make_kv(store.layout, 4))
+    reading = store.prepare_load("a", kit.ids(4))
+    writing = store.prepare_save("b", 0, kit.ids(4))
     staging = np.zeros((2, 4, 2, 5), np.float32)
     future = reading.read(0, staging)
     store.close()
     assert future.done()
     assert np.any(staging != 0)
-    assert not writing.write_all(make_kv(store.layout, 4))
+    assert not writing.write_all(kit.make_kv(store.layout, 4))
     for call in (
         lambda: store.list(),
         lambda: store.stats(),
         lambda: store.pin("a"),
         lambda: store.unpin("a"),
-        lambda: store.prepare_save("a", 0, ids(1)),
-        lambda: store.prepare_load("a", ids(1)),
+        lambda: store.prepare_save("a", 0, kit.ids(1)),
+        lambda: store.prepare_load("a", kit.ids(1)),
         lambda: store.complete_save(writing),
         lambda: store.abort_save(writing),
         lambda: store.complete_load(reading),

@@ -34,7 +34,7 @@ from ca_jax.storage.tickets import LoadTicket, SaveTicket
 from ca_jax.storage.tiers.mover import FlushTask
 from ca_jax.storage.tokens import PLAIN, Lineage, SsdCopy, TokenPlaces
 
-from .store_helpers import BLOCK_TOKENS, PATIENCE_S, Stall, StoppedClock, as_bits, load, make_store, open_gated
+from . import store_helpers as kit
 
 NUM_BLOCKS = 6
 AMPLE = 64  # Blocks of SSD that hold all there can be, old and new states together.
@@ -95,7 +95,7 @@ def num_common(a: list[int], b: list[int]) -> int:
 
 
 def num_blocks_of(num_tokens: int) -> int:
-    return -(-num_tokens // BLOCK_TOKENS)
+    return -(-num_tokens // kit.BLOCK_TOKENS)
 
 
 @dataclasses.dataclass
@@ -167,7 +167,7 @@ class StoreMachine(RuleBasedStateMachine):
     )
     def open_store(self, dtype, policy, ssd_blocks, free_fraction, seed, lengths):
         self.directory = Path(tempfile.mkdtemp()) if self.driver else None
-        self.clock = StoppedClock()
+        self.clock = kit.StoppedClock()
         self.ample = ssd_blocks == AMPLE and self.driver is not None
         self.options = {
             "dtype": dtype,
@@ -195,9 +195,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     def make_store(self):
         with pytest.MonkeyPatch.context() as patch:
-            self.gates = open_gated(patch)
-            self.store = make_store(NUM_BLOCKS, **self.options)
-        self.catalog: Stall | None = None
+            self.gates = kit.open_gated(patch)
+            self.store = kit.make_store(NUM_BLOCKS, **self.options)
+        self.catalog: kit.Stall | None = None
 
     def entry(self, key):
         return self.store._entries.get(key)
@@ -216,7 +216,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def holders(self) -> collections.Counter[int]:
         """How often each block of DRAM is held."""
-        moves = [] if self.store._ssd is None else self.store._ssd._moves.values()
+        moves = [] if self.store._ssd is None else self.store._ssd._tasks
         tables = [[*entry.block_ids, *entry.replaced_blocks] for entry in self.store._entries]
         return collections.Counter(itertools.chain(*tables, *(move.dram_blocks for move in moves)))
 
@@ -288,7 +288,7 @@ class StoreMachine(RuleBasedStateMachine):
             token_ids = [*ids_of(reference.ssd), *token_ids][:num_tokens]
         free, evictable = self.free_blocks(), self.evictable_blocks(key)
         table = self.entry(key).block_ids if self.entry(key) else []
-        would_write_to_others = reference.stop_place % BLOCK_TOKENS and self.holders()[table[-1]] > 1
+        would_write_to_others = reference.stop_place % kit.BLOCK_TOKENS and self.holders()[table[-1]] > 1
         held = len(table) - bool(would_write_to_others)
         in_dram = {name for name, other in self.reference.items() if other.tokens}
         ticket = self.store.prepare_save(key, start, token_ids, Owner(tenant=TENANTS[key]), num_dropped=num_dropped)
@@ -404,8 +404,8 @@ class StoreMachine(RuleBasedStateMachine):
         expected = min(num_tokens, len(tokens))
         if tokens:
             expected = self.reference[source].lineage.plain_tokens(expected)
-        assert num_copied == (expected if has_room else expected // BLOCK_TOKENS * BLOCK_TOKENS)
-        num_shared = num_copied // BLOCK_TOKENS
+        assert num_copied == (expected if has_room else expected // kit.BLOCK_TOKENS * kit.BLOCK_TOKENS)
+        num_shared = num_copied // kit.BLOCK_TOKENS
         if num_copied:
             assert self.entry(key).block_ids[:num_shared] == self.entry(source).block_ids[:num_shared]
         self.may_evict = True
@@ -451,7 +451,7 @@ class StoreMachine(RuleBasedStateMachine):
             if TENANTS[name] == TENANTS[key]
         }
         longest = max(common.values(), default=0)
-        assert (found is not None) == (longest >= BLOCK_TOKENS)
+        assert (found is not None) == (longest >= kit.BLOCK_TOKENS)
         assert found is None or common[found] == longest
 
     # Loads.
@@ -464,12 +464,12 @@ class StoreMachine(RuleBasedStateMachine):
         num_dropped = own if num_dropped is None else num_dropped
         kept = which % (len(reference.tokens) + 1)
         wanted = [*ids_of(reference.tokens[:kept]), *([-1] * (num_others if kept else 1))]
-        found = load(self.store, key, wanted, num_dropped)
+        found = kit.load(self.store, key, wanted, num_dropped)
         expected = reference.tokens[: kept if num_dropped == own else reference.lineage.plain_tokens(kept)]
         if not expected:
             assert found is None
             return
-        np.testing.assert_array_equal(as_bits(found), as_bits(kv_of(self.layout, expected)))
+        kit.assert_same(found, kv_of(self.layout, expected))
         if num_dropped != own:
             assert expected == tokens_of(ids_of(expected), []), "it has seen tokens that were dropped"
 
@@ -519,24 +519,24 @@ class StoreMachine(RuleBasedStateMachine):
             self.store_is_as_the_reference()
             if not (on_its_way and self.store._placement.busy):
                 break
-            assert self.store._progress.wait(PATIENCE_S), "waits for nothing"
+            assert self.store._progress.wait(kit.PATIENCE_S), "waits for nothing"
         reference = self.reference.get(key)
         if on_its_way:  # Whoever saves now will make room.
             assert any(other.saves and not self.pins[name] for name, other in self.reference.items())
         elif reference is not None and not reference.in_use:
             wanted, lineage = reference.readable()
             if self.entry(key).flush is not None and not reference.tokens:  # Another state of it is on its way to SSD.
-                assert load(self.store, key, ids_of(wanted), lineage.num_dropped) is None
+                assert kit.load(self.store, key, ids_of(wanted), lineage.num_dropped) is None
                 self.store.dequeue(self.jobs.pop()[0])
                 return
             missed = self.store.stats().misses[MissReason.NO_ROOM]
             free, evictable = self.free_blocks(), self.evictable_blocks(key)
-            found = load(self.store, key, ids_of(wanted), lineage.num_dropped)
+            found = kit.load(self.store, key, ids_of(wanted), lineage.num_dropped)
             if found is None:
                 assert self.store.stats().misses[MissReason.NO_ROOM] == missed + 1, self.store.stats().misses
                 assert len(reference.ssd_blocks) > free + evictable
             else:
-                np.testing.assert_array_equal(as_bits(found), as_bits(kv_of(self.layout, wanted)))
+                kit.assert_same(found, kv_of(self.layout, wanted))
         self.store.dequeue(self.jobs.pop()[0])
 
     @rule(key=KEYS)
@@ -562,7 +562,7 @@ class StoreMachine(RuleBasedStateMachine):
             kv = kv_of(self.layout, reference.tokens[: ticket.num_tokens])
             staging = np.zeros((2, ticket.num_tokens, *kv.shape[3:]), kv.dtype)
             ticket.read(1, staging).result()
-            np.testing.assert_array_equal(as_bits(staging), as_bits(kv[1]))
+            kit.assert_same(staging, kv[1])
             (self.store.complete_load if completed else self.store.abort_load)(ticket)
 
     # Forgetting and keeping.
@@ -633,7 +633,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert set(reference.ssd_blocks) <= set(before.block_ids.tolist())
             return
         reference.tokens, reference.lineage = left, lineage
-        reference.places = reference.places.keep(np.array(stays), BLOCK_TOKENS)[0]
+        reference.places = reference.places.keep(np.array(stays), kit.BLOCK_TOKENS)[0]
         if entry.flush is not None:
             num_left = sum(stays[: len(reference.flushed_left)])
             reference.flushed_left, reference.is_cut_after_flush = left[:num_left], True
@@ -723,8 +723,8 @@ class StoreMachine(RuleBasedStateMachine):
         if writes:
             self.gates[0].writes.close()
         if catalog and self.catalog is None:
-            self.catalog = Stall()
-            self.store._ssd._mover._writes.put(self.catalog)
+            self.catalog = kit.Stall()
+            self.store._ssd._mover._put_change(self.catalog)
 
     @rule()
     def go_on(self):
@@ -748,7 +748,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def settle(self):
         self.go_on()
-        self.step(lambda: self.store.settle(PATIENCE_S))
+        self.step(lambda: self.store.settle(kit.PATIENCE_S))
         assert not self.store._placement.busy
         self.store_is_as_the_reference()
         for key, reference in self.reference.items():
@@ -766,7 +766,7 @@ class StoreMachine(RuleBasedStateMachine):
             )
             for key, reference in self.reference.items():
                 on_ssd = ids_of((reference.ssd or [])[: reference.ssd_lineage.num_plain])
-                num_full = len(on_ssd) // BLOCK_TOKENS * BLOCK_TOKENS
+                num_full = len(on_ssd) // kit.BLOCK_TOKENS * kit.BLOCK_TOKENS
                 if num_full and is_one_state:
                     found = self.store.find_prefix(TENANTS[key], [*on_ssd, -1])
                     assert ids_of(self.reference[found].readable()[0])[:num_full] == on_ssd[:num_full]
@@ -810,7 +810,7 @@ class StoreMachine(RuleBasedStateMachine):
                     del self.reference[key]
         if crash:
             if self.store._ssd is not None:
-                assert self.store._ssd.close(PATIENCE_S)
+                assert self.store._ssd.close(kit.PATIENCE_S)
         else:
             self.pins.clear()
             self.step(self.store.close)
@@ -927,9 +927,9 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def books_are_exact(self):
         stats = self.store.stats()
-        moves = [] if self.store._ssd is None else list(self.store._ssd._moves.values())
+        moves = [] if self.store._ssd is None else list(self.store._ssd._tasks)
         tables = [(entry.owner.tenant, [*entry.block_ids, *entry.replaced_blocks]) for entry in self.store._entries]
-        tables += [(move.entry.owner.tenant, move.dram_blocks) for move in moves]
+        tables += [(move.tenant, move.dram_blocks) for move in moves]
         num_held = check_books(self.store._blocks, tables)
         assert stats.used_bytes == num_held * self.layout.block_bytes
         assert stats.used_bytes + stats.free_bytes == stats.capacity_bytes == NUM_BLOCKS * self.layout.block_bytes
@@ -937,7 +937,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         entries = [entry for entry in self.store._entries if entry.ssd is not None]
         tables = [(entry.owner.tenant, entry.ssd.block_ids.tolist()) for entry in entries]
-        tables += [(move.entry.owner.tenant, move.ssd_blocks) for move in moves]
+        tables += [(move.tenant, move.ssd_blocks) for move in moves]
         num_held = check_books(self.store._ssd._blocks, tables)
         assert stats.ssd.used_bytes == num_held * self.store._ssd.stored_block_bytes
         assert stats.ssd.used_bytes + stats.ssd.free_bytes == stats.ssd.capacity_bytes
@@ -960,7 +960,7 @@ class StoreMachine(RuleBasedStateMachine):
                 assert on_ssd == len(reference.ssd or [])
                 continue
             places = reference.places.append(sum(len(tokens) for _, tokens in reference.saves))
-            _, first, number = np.unique(places.to_array() // BLOCK_TOKENS, return_index=True, return_counts=True)
+            _, first, number = np.unique(places.to_array() // kit.BLOCK_TOKENS, return_index=True, return_counts=True)
             assert [(block.first_token, block.dram_tokens + block.saving_tokens) for block in told] == list(
                 zip(first, number, strict=True)
             )
@@ -973,10 +973,10 @@ class StoreMachine(RuleBasedStateMachine):
         """Whoever shares blocks with whom."""
         for key, reference in self.reference.items():
             if reference.tokens:
-                blocks, rows = np.divmod(reference.places.to_array(), BLOCK_TOKENS)
+                blocks, rows = np.divmod(reference.places.to_array(), kit.BLOCK_TOKENS)
                 found = self.store._dram.slab[np.array(self.entry(key).block_ids)[blocks], :, :, rows]
                 expected = kv_of(self.layout, reference.tokens)
-                np.testing.assert_array_equal(as_bits(np.moveaxis(found, 0, 2)), as_bits(expected))
+                kit.assert_same(np.moveaxis(found, 0, 2), expected)
 
     def teardown(self):
         if hasattr(self, "store"):

@@ -8,53 +8,38 @@ import pytest
 from ca_jax.storage import truncation
 from ca_jax.storage.records import MissReason
 
-from .store_helpers import (
-    LAYOUT,
-    PATIENCE_S,
-    as_bits,
-    ids,
-    info,
-    load,
-    make_kv,
-    make_store,
-    mask_of,
-    save,
-    stalled,
-    used_blocks,
-)
+from . import store_helpers as kit
 
 
 def assert_serves(store, key: str, token_ids, kv: np.ndarray, num_dropped: int) -> None:
     """These tokens are served with this KV, and what follows them is another's."""
-    found = load(store, key, [*token_ids, -1], num_dropped)
+    found = kit.load(store, key, [*token_ids, -1], num_dropped)
     assert found is not None, store.stats().misses
-    np.testing.assert_array_equal(as_bits(found), as_bits(kv))
+    kit.assert_same(found, kv)
 
 
 def test_a_shortened_load_of_a_cut_session():
-    store = make_store(6)
-    kv = make_kv(LAYOUT, 20)
-    save(store, "a", ids(20), kv)
+    store = kit.make_store(6)
+    kv = kit.make_kv(kit.LAYOUT, 20)
+    kit.save(store, "a", kit.ids(20), kv)
     kept = np.array([0, 1, 5, 7, 8, 9, 10, 11, 12, 13, 14, 15, 17, 19])
     store.discard("a", ~np.isin(np.arange(20), kept))
     for num_tokens in range(1, len(kept) + 1):
         ticket = store.prepare_load("a", 100 + kept, num_dropped=6)
         ticket.shorten(num_tokens)
-        staging = np.zeros((2, len(kept), LAYOUT.num_kv_heads, LAYOUT.head_dim), np.float32)
+        staging = np.zeros((2, len(kept), kit.LAYOUT.num_kv_heads, kit.LAYOUT.head_dim), np.float32)
         ticket.read(1, staging).result()
         store.complete_load(ticket)
-        np.testing.assert_array_equal(
-            as_bits(staging[:, :num_tokens]), as_bits(np.ascontiguousarray(kv[1][:, kept[:num_tokens]]))
-        )
+        kit.assert_same(staging[:, :num_tokens], np.ascontiguousarray(kv[1][:, kept[:num_tokens]]))
         assert not staging[:, num_tokens:].any()
 
 
 @pytest.mark.parametrize("wrong", [[0, 1], [[True]], True, np.zeros(3), "no", [True, None]])
 def test_a_mask_that_is_none_is_refused(store, wrong):
-    save(store, "a", ids(4), make_kv(LAYOUT, 4))
+    kit.save(store, "a", kit.ids(4), kit.make_kv(kit.LAYOUT, 4))
     with pytest.raises(ValueError, match=r"discarded must be bool\[T\], got"):
         store.discard("a", wrong)
-    assert info(store, "a").num_tokens == 4
+    assert kit.info(store, "a").num_tokens == 4
     with pytest.raises(ValueError, match="discarded must be"):
         store.discard("nobody", wrong)
 
@@ -63,116 +48,116 @@ def test_repeated_cuts_stay_within_the_blocks_their_tokens_need():
     """Of the oldest tokens nothing is ever copied; of scattered ones what is left is copied together."""
     rng = np.random.default_rng(1)
     for scattered in (False, True):
-        store = make_store(40)
+        store = kit.make_store(40)
         num_tokens, num_cuts, next_token = 0, 0, 0
-        kv = make_kv(LAYOUT, 16)
+        kv = kit.make_kv(kit.LAYOUT, 16)
         tokens: list[int] = []
         rows: list[np.ndarray] = []
         while num_cuts < 200:
             new = int(rng.integers(1, 16))
-            assert save(store, "a", range(next_token, next_token + new), kv[:, :, :new], start_token=num_tokens)
+            assert kit.save(store, "a", range(next_token, next_token + new), kv[:, :, :new], start_token=num_tokens)
             tokens += range(next_token, next_token + new)
             rows += [kv[:, :, i] for i in range(new)]
             next_token, num_tokens = next_token + new, num_tokens + new
             if num_tokens < 40:
                 continue
-            before = info(store, "a").num_blocks
-            mask = rng.random(num_tokens) < 0.3 if scattered else mask_of(num_tokens, range(4, 4 + num_tokens // 2))
+            before = kit.info(store, "a").num_blocks
+            mask = rng.random(num_tokens) < 0.3 if scattered else kit.mask_of(num_tokens, range(4, 4 + num_tokens // 2))
             mask[-1] = False
             num_tokens = store.discard("a", mask)
             num_cuts += 1
             tokens = [token for token, gone in zip(tokens, mask, strict=True) if not gone]
             rows = [row for row, gone in zip(rows, mask, strict=True) if not gone]
             store.settle()
-            held = info(store, "a").num_blocks
-            assert held <= LAYOUT.num_blocks(num_tokens) + 2
-            assert held == used_blocks(store) <= before
+            held = kit.info(store, "a").num_blocks
+            assert held <= kit.LAYOUT.num_blocks(num_tokens) + 2
+            assert held == kit.used_blocks(store) <= before
             assert len(store._entries.get("a").places.runs) <= (num_tokens if scattered else 2)
-        found = load(store, "a", tokens, info(store, "a").num_dropped)
-        np.testing.assert_array_equal(as_bits(found), as_bits(np.stack(rows, axis=2)))
+        found = kit.load(store, "a", tokens, kit.info(store, "a").num_dropped)
+        kit.assert_same(found, np.stack(rows, axis=2))
 
 
 def test_without_room_a_session_is_not_copied_together():
-    store = make_store(8)
-    kv = make_kv(LAYOUT, 32)
-    save(store, "a", ids(32), kv)
+    store = kit.make_store(8)
+    kv = kit.make_kv(kit.LAYOUT, 32)
+    kit.save(store, "a", kit.ids(32), kv)
     kept = np.arange(3, 32, 4)  # One token of each block.
     assert store.discard("a", ~np.isin(np.arange(32), kept)) == 8
     store.settle()
-    assert used_blocks(store) == 8
+    assert kit.used_blocks(store) == 8
     assert_serves(store, "a", 100 + kept, kv[:, :, kept], 24)
-    assert store.discard("a", mask_of(8, [5, 6])) == 6, "two are free now, which are enough"
+    assert store.discard("a", kit.mask_of(8, [5, 6])) == 6, "two are free now, which are enough"
     kept = np.delete(kept, [5, 6])
     store.settle()
-    assert used_blocks(store) == 2
+    assert kit.used_blocks(store) == 2
     assert_serves(store, "a", 100 + kept, kv[:, :, kept], 26)
 
 
 @pytest.mark.parametrize("change", ["nothing", "save", "open save", "open load", "cut", "drop", "begin anew"])
 def test_a_session_that_changes_while_it_is_copied_stays_as_it_is(change):
     """What is read meanwhile is not written, and in the end it is copied as it is then: nobody waits for that."""
-    store = make_store(30)
-    kv = make_kv(LAYOUT, 44)
-    save(store, "a", ids(40), kv[:, :, :40])
+    store = kit.make_store(30)
+    kv = kit.make_kv(kit.LAYOUT, 44)
+    kit.save(store, "a", kit.ids(40), kv[:, :, :40])
     kept = np.arange(3, 40, 4)
     store.discard("a", ~np.isin(np.arange(40), kept))
-    with stalled((truncation, "copy_together")) as copying:
+    with kit.stalled((truncation, "copy_together")) as copying:
         store.poll()
-        assert copying.begun.wait(PATIENCE_S)
+        assert copying.begun.wait(kit.PATIENCE_S)
         tokens, rows, num_dropped, ticket = 100 + kept, kv[:, :, kept], 30, None
-        assert (info(store, "a").num_blocks, used_blocks(store)) == (10, 13)
+        assert (kit.info(store, "a").num_blocks, kit.used_blocks(store)) == (10, 13)
         assert_serves(store, "a", tokens, rows, num_dropped)
         if change == "save":
-            assert save(store, "a", ids(4, 140), kv[:, :, 40:], start_token=10)
-            tokens, rows = np.append(tokens, ids(4, 140)), np.concatenate([rows, kv[:, :, 40:]], axis=2)
+            assert kit.save(store, "a", kit.ids(4, 140), kv[:, :, 40:], start_token=10)
+            tokens, rows = np.append(tokens, kit.ids(4, 140)), np.concatenate([rows, kv[:, :, 40:]], axis=2)
         elif change == "open save":
-            ticket = store.prepare_save("a", 10, ids(4, 140))
+            ticket = store.prepare_save("a", 10, kit.ids(4, 140))
         elif change == "open load":
             ticket = store.prepare_load("a", tokens, num_dropped=num_dropped)
         elif change == "cut":
-            store.discard("a", mask_of(10, [1]))
+            store.discard("a", kit.mask_of(10, [1]))
             tokens, rows, num_dropped = np.delete(tokens, 1), np.delete(rows, 1, axis=2), 31
         elif change != "nothing":
             store.drop("a")
             tokens, rows = np.array([], int), rows[:, :, :0]
         if change == "begin anew":
-            tokens, rows, num_dropped = ids(40), make_kv(LAYOUT, 40, seed=1), 0
-            assert save(store, "a", ids(10, 900), make_kv(LAYOUT, 10, seed=2))
+            tokens, rows, num_dropped = kit.ids(40), kit.make_kv(kit.LAYOUT, 40, seed=1), 0
+            assert kit.save(store, "a", kit.ids(10, 900), kit.make_kv(kit.LAYOUT, 10, seed=2))
             store.drop("a")
-            assert save(store, "a", tokens, rows)
+            assert kit.save(store, "a", tokens, rows)
     if ticket is not None:
         while store._truncation.busy:
-            store._progress.wait(PATIENCE_S)
+            store._progress.wait(kit.PATIENCE_S)
             store.poll()
-        assert info(store, "a").num_blocks >= 10
+        assert kit.info(store, "a").num_blocks >= 10
         if change == "open save":
             store.abort_save(ticket)
         else:
-            staging = np.zeros((2, 10, LAYOUT.num_kv_heads, LAYOUT.head_dim), np.float32)
+            staging = np.zeros((2, 10, kit.LAYOUT.num_kv_heads, kit.LAYOUT.head_dim), np.float32)
             ticket.read(1, staging).result()
-            np.testing.assert_array_equal(as_bits(staging), as_bits(np.ascontiguousarray(rows[1])))
+            kit.assert_same(staging, np.ascontiguousarray(rows[1]))
             store.complete_load(ticket)
     store.settle()
-    assert used_blocks(store) == -(-len(tokens) // 4)
+    assert kit.used_blocks(store) == -(-len(tokens) // 4)
     if len(tokens):
         assert_serves(store, "a", tokens, rows, num_dropped)
 
 
 def test_what_is_left_of_a_session_is_not_served_as_the_text_it_spells():
     """Its tokens repeat, so that only the lineage tells what they were computed behind."""
-    store = make_store(6)
-    kv = make_kv(LAYOUT, 15)
+    store = kit.make_store(6)
+    kv = kit.make_kv(kit.LAYOUT, 15)
     tokens = [7] * 12
-    save(store, "a", tokens, kv[:, :, :12])
-    store.discard("a", mask_of(12, range(5, 8)))
-    assert save(store, "a", [7] * 3, kv[:, :, 12:], start_token=9)
+    kit.save(store, "a", tokens, kv[:, :, :12])
+    store.discard("a", kit.mask_of(12, range(5, 8)))
+    assert kit.save(store, "a", [7] * 3, kv[:, :, 12:], start_token=9)
     kept = [*range(5), *range(8, 15)]
     assert_serves(store, "a", [7] * 12, kv[:, :, kept], 3)
     assert_serves(store, "a", [7] * 5, kv[:, :, :5], 3)
     for num_dropped in (0, 2, 4):
-        found = load(store, "a", [7] * 12, num_dropped)
-        np.testing.assert_array_equal(as_bits(found), as_bits(kv[:, :, :5]))
-    store.discard("a", mask_of(12, range(2)))
-    assert load(store, "a", [7] * 12) is None
+        found = kit.load(store, "a", [7] * 12, num_dropped)
+        kit.assert_same(found, kv[:, :, :5])
+    store.discard("a", kit.mask_of(12, range(2)))
+    assert kit.load(store, "a", [7] * 12) is None
     assert store.stats().misses[MissReason.MISMATCH] == 1
     assert_serves(store, "a", [7] * 10, kv[:, :, kept[2:]], 5)

@@ -13,118 +13,100 @@ from ca_jax.storage.records import FlushFailure, MissReason, Note, Residency, Sk
 from ca_jax.storage.store import AttentionStore
 from ca_jax.telemetry.timeline import Timeline
 
-from .store_helpers import (
-    LAYOUT,
-    PATIENCE_S,
-    SLOT_BYTES,
-    StoppedClock,
-    assert_loads,
-    begin_flush,
-    fetch,
-    ids,
-    info,
-    load,
-    make_kv,
-    put,
-    save,
-    ssd_tokens,
-    stalled,
-    used_blocks,
-    wait_until,
-)
+from . import store_helpers as kit
 
 # Flushing.
 
 
 def test_a_flush_writes_only_what_is_new(open_store, driver):
     store = open_store()
-    kv = make_kv(LAYOUT, 10)
-    save(store, "a", ids(6), kv[:, :, :6])
-    assert ssd_tokens(store, "a") == 0
+    kv = kit.make_kv(kit.LAYOUT, 10)
+    kit.save(store, "a", kit.ids(6), kv[:, :, :6])
+    assert kit.ssd_tokens(store, "a") == 0
     store.settle()
-    assert ssd_tokens(store, "a") == 6
-    assert store.stats().ssd.flushed_bytes == 2 * LAYOUT.block_bytes
-    save(store, "a", ids(10)[6:], kv[:, :, 6:], start_token=6)
+    assert kit.ssd_tokens(store, "a") == 6
+    assert store.stats().ssd.flushed_bytes == 2 * kit.LAYOUT.block_bytes
+    kit.save(store, "a", kit.ids(10)[6:], kv[:, :, 6:], start_token=6)
     store.settle()
     stats = store.stats().ssd
-    assert (stats.num_flushes, stats.flushed_bytes) == (2, 4 * LAYOUT.block_bytes), "the full block was written again"
-    assert stats.used_bytes == 3 * SLOT_BYTES
+    assert (stats.num_flushes, stats.flushed_bytes) == (2, 4 * kit.LAYOUT.block_bytes), (
+        "the full block was written again"
+    )
+    assert stats.used_bytes == 3 * kit.SLOT_BYTES
     store.settle()
     assert store.stats().ssd.num_flushes == 2
-    store.close()
     store = open_store()
-    assert_loads(store, "a", ids(10), kv)
-    save(store, "a", ids(13)[10:], make_kv(LAYOUT, 3, seed=1), start_token=10)
+    kit.assert_loads(store, "a", kit.ids(10), kv)
+    kit.save(store, "a", kit.ids(13)[10:], kit.make_kv(kit.LAYOUT, 3, seed=1), start_token=10)
     store.settle()
-    assert store.stats().ssd.flushed_bytes == 2 * LAYOUT.block_bytes, "full blocks stay over a restart too"
+    assert store.stats().ssd.flushed_bytes == 2 * kit.LAYOUT.block_bytes, "full blocks stay over a restart too"
 
 
 def test_a_session_leaves_dram_without_a_write_and_is_fetched_again(open_store, driver):
     store = open_store(4)
-    kv = put(store, "a", 7)
-    put(store, "b", 8, seed=1)
+    kv = kit.put(store, "a", 7)
+    kit.put(store, "b", 8, seed=1)
     written = store.stats().ssd.flushed_bytes
-    assert store.prepare_save("c", 0, ids(8)) is not None  # Makes room: a goes.
+    assert store.prepare_save("c", 0, kit.ids(8)) is not None  # Makes room: a goes.
     assert store.residency("a") is Residency.SSD
     assert store.num_readable("a") == 7
     assert store.stats().num_evictions == 1
     assert store.stats().ssd.flushed_bytes == written
-    assert load(store, "a", ids(7)) is None
+    assert kit.load(store, "a", kit.ids(7)) is None
     assert store.stats().misses[MissReason.PENDING] == 1
-    assert_loads(store, "a", ids(7), kv)
+    kit.assert_loads(store, "a", kit.ids(7), kv)
     stats = store.stats()
     assert (stats.num_hits, stats.num_hits_from_ssd, stats.ssd.num_fetches) == (1, 1, 1)
-    load(store, "a", ids(7))
+    kit.load(store, "a", kit.ids(7))
     assert store.stats().num_hits_from_ssd == 1, "the second load came from DRAM"
 
 
 def test_what_a_running_turn_pins_is_neither_flushed_nor_evicted(open_store):
     store = open_store(4)
     with store.pinned("a"):
-        save(store, "a", ids(12), make_kv(LAYOUT, 12))
-        assert store.settle(PATIENCE_S)
-        assert ssd_tokens(store, "a") == 0
-        assert store.prepare_save("b", 0, ids(8)) is None
+        kit.save(store, "a", kit.ids(12), kit.make_kv(kit.LAYOUT, 12))
+        assert store.settle(kit.PATIENCE_S)
+        assert kit.ssd_tokens(store, "a") == 0
+        assert store.prepare_save("b", 0, kit.ids(8)) is None
         assert store.stats().skipped_saves[SkipReason.NO_ROOM] == 1
-        assert info(store, "a").num_tokens == 12
-    assert store.settle(PATIENCE_S)
-    assert ssd_tokens(store, "a") == 12
-    assert save(store, "b", ids(8), make_kv(LAYOUT, 8))
+        assert kit.info(store, "a").num_tokens == 12
+    assert store.settle(kit.PATIENCE_S)
+    assert kit.ssd_tokens(store, "a") == 12
+    assert kit.save(store, "b", kit.ids(8), kit.make_kv(kit.LAYOUT, 8))
 
 
 def test_what_was_put_off_is_tried_once_more_at_the_end(open_store, monkeypatch):
-    store = open_store(clock=StoppedClock(1000.0))
+    store = open_store(clock=kit.StoppedClock(1000.0))
     with monkeypatch.context() as patch:
         patch.setattr(store._ssd._mover._catalog, "publish", lambda *_: (_ for _ in ()).throw(CatalogFullError("full")))
-        kv = put(store, "a", 8)
+        kv = kit.put(store, "a", 8)
         store.settle()
-        assert ssd_tokens(store, "a") == 0
+        assert kit.ssd_tokens(store, "a") == 0
     store.settle()
-    assert ssd_tokens(store, "a") == 0, "it is not its time"
-    store.close()
-    assert_loads(open_store(), "a", ids(8), kv)
+    assert kit.ssd_tokens(store, "a") == 0, "it is not its time"
+    kit.assert_loads(open_store(), "a", kit.ids(8), kv)
 
 
 def test_a_flush_waits_for_room_that_other_flushes_hold(open_store, gates):
     store = open_store(8, ssd_blocks=4)
-    put(store, "a", 8)
+    kit.put(store, "a", 8)
     gates[0].writes.close()
-    save(store, "a", ids(9)[8:], make_kv(LAYOUT, 1), start_token=8)
+    kit.save(store, "a", kit.ids(9)[8:], kit.make_kv(kit.LAYOUT, 1), start_token=8)
     store.poll()
     gates[0].writes.wait_held()  # a holds three blocks, and cannot be evicted now.
-    save(store, "b", ids(8), make_kv(LAYOUT, 8))
+    kit.save(store, "b", kit.ids(8), kit.make_kv(kit.LAYOUT, 8))
     store.poll()
     gates[0].writes.open()
     store.settle()
-    assert ssd_tokens(store, "b") == 8, "it could have been written once the other flush had ended"
+    assert kit.ssd_tokens(store, "b") == 8, "it could have been written once the other flush had ended"
 
 
 def test_a_flush_that_fails_is_tried_again_ever_later(open_store, driver, monkeypatch):
-    clock = StoppedClock(1000.0)
+    clock = kit.StoppedClock(1000.0)
     store = open_store(clock=clock)
     with monkeypatch.context() as patch:
         patch.setattr(store._ssd._mover._tier, "_free_bytes", lambda: 0)
-        save(store, "a", ids(5), make_kv(LAYOUT, 5))
+        kit.save(store, "a", kit.ids(5), kit.make_kv(kit.LAYOUT, 5))
         failed_s: list[float] = []
         while len(failed_s) < 9:
             store.settle()
@@ -132,22 +114,22 @@ def test_a_flush_that_fails_is_tried_again_ever_later(open_store, driver, monkey
             failed_s += [clock.now_s] * (num_failed - len(failed_s))
             clock.now_s += 1.0
     assert np.diff(failed_s).tolist() == [2, 4, 8, 16, 32, 64, 120, 120]
-    save(store, "b", ids(5), make_kv(LAYOUT, 5))
+    kit.save(store, "b", kit.ids(5), kit.make_kv(kit.LAYOUT, 5))
     store.settle()
-    assert (ssd_tokens(store, "a"), ssd_tokens(store, "b")) == (0, 5), "what is new does not wait"
+    assert (kit.ssd_tokens(store, "a"), kit.ssd_tokens(store, "b")) == (0, 5), "what is new does not wait"
     clock.now_s += 120.0
     store.settle()
-    assert ssd_tokens(store, "a") == 5
+    assert kit.ssd_tokens(store, "a") == 5
 
 
 @pytest.mark.parametrize("is_in_dram", [True, False])
 @pytest.mark.parametrize("change", ["set_pinned", "set_ttl", "set_note"])
 def test_what_cannot_be_written_down_is_later(open_store, directory, monkeypatch, change, is_in_dram):
-    clock = StoppedClock(1000.0)
+    clock = kit.StoppedClock(1000.0)
     store = open_store(4, clock=clock)
-    put(store, "a", 5)
+    kit.put(store, "a", 5)
     if not is_in_dram:
-        put(store, "b", 16)
+        kit.put(store, "b", 16)
         assert store.residency("a") is Residency.SSD
     value = {"set_pinned": True, "set_ttl": 1e9, "set_note": Note(b"note", 3)}[change]
     catalog = store._ssd._mover._catalog
@@ -173,15 +155,13 @@ def test_what_cannot_be_written_down_is_later(open_store, directory, monkeypatch
 @pytest.mark.parametrize("elsewhere", [{"ssd_url": "memory://kv"}, {"ssd_driver": "raw"}])
 def test_blocks_may_be_kept_elsewhere_and_those_that_were_there_are_not_harmed(open_store, elsewhere):
     store = open_store(ssd_blocks=3)
-    kv = put(store, "a", 12)
-    store.close()
+    kv = kit.put(store, "a", 12)
     store = open_store(ssd_blocks=3, **elsewhere)
     assert store.list() == ()
-    other_kv = put(store, "a", 12, seed=1)
+    other_kv = kit.put(store, "a", 12, seed=1)
     store.leave_dram("a")
-    assert_loads(store, "a", ids(12), other_kv)
-    store.close()
-    assert_loads(open_store(ssd_blocks=3), "a", ids(12), kv)
+    kit.assert_loads(store, "a", kit.ids(12), other_kv)
+    kit.assert_loads(open_store(ssd_blocks=3), "a", kit.ids(12), kv)
 
 
 # Faults.
@@ -199,28 +179,27 @@ def test_each_flush_and_each_fetch_is_told_of(open_store, monkeypatch):
         return [(span.track, dict(span.args)) for span in spans]
 
     store = open_store(timeline=timeline, on_fetch=lambda *moved: told.append(moved))
-    kv = put(store, "a session's key", 10)
-    put(store, "b", 1)
-    shown = {"key": "a session's ", "num_bytes": 3 * LAYOUT.block_bytes}
-    assert taken() == [("flush", shown), ("flush", {"key": "b", "num_bytes": LAYOUT.block_bytes})]
+    kv = kit.put(store, "a session's key", 10)
+    kit.put(store, "b", 1)
+    shown = {"key": "a session's ", "num_bytes": 3 * kit.LAYOUT.block_bytes}
+    assert taken() == [("flush", shown), ("flush", {"key": "b", "num_bytes": kit.LAYOUT.block_bytes})]
     store.leave_dram("a session's key")
-    assert_loads(store, "a session's key", ids(10), kv)
+    kit.assert_loads(store, "a session's key", kit.ids(10), kv)
     assert taken() == [("fetch", shown)]
     ((num_bytes, seconds),) = told
-    assert num_bytes == store.stats().ssd.fetched_bytes == 3 * LAYOUT.block_bytes
+    assert num_bytes == store.stats().ssd.fetched_bytes == 3 * kit.LAYOUT.block_bytes
     assert seconds > 0
     store.leave_dram("a session's key")
     monkeypatch.setattr(store._ssd._mover._tier, "_read", lambda *_: 1 / 0)
-    fetch(store, "a session's key")
+    kit.fetch(store, "a session's key")
     assert taken() == [("fetch", {**shown, "error": "device"})]
     assert len(told) == 1
 
 
 def test_a_late_read_is_a_miss_and_its_memory_stays_taken(open_store, gates):
     store = open_store(4)
-    kv = put(store, "a", 8)
-    other_kv = put(store, "b", 8, seed=1)
-    store.close()
+    kv = kit.put(store, "a", 8)
+    other_kv = kit.put(store, "b", 8, seed=1)
     store = open_store(4)
     tier = gates[1]
     tier.reads.close()
@@ -230,18 +209,18 @@ def test_a_late_read_is_a_miss_and_its_memory_stays_taken(open_store, gates):
     assert store.request("a")
     assert store.residency("a") is Residency.PENDING
     tier.let_time_pass(0.2)
-    wait_until(store, lambda: store.residency("a") is Residency.SSD)
-    assert used_blocks(store) == 2
-    assert load(store, "a", ids(8)) is None
+    kit.wait_until(store, lambda: store.residency("a") is Residency.SSD)
+    assert kit.used_blocks(store) == 2
+    assert kit.load(store, "a", kit.ids(8)) is None
     assert not store.request("b"), "the SSD has just been late"
-    assert load(store, "b", ids(8)) is None
+    assert kit.load(store, "b", kit.ids(8)) is None
     assert store.stats().misses[MissReason.DEADLINE] == sum(store.stats().misses.values()) == 2
     assert store._ssd.num_fetching == 1
     tier.reads.open()
-    wait_until(store, lambda: used_blocks(store) == 0)
+    kit.wait_until(store, lambda: kit.used_blocks(store) == 0)
     store._ssd._late_until_s = -np.inf  # The pause is over.
-    assert_loads(store, "b", ids(8), other_kv)
-    assert_loads(store, "a", ids(8), kv)
+    kit.assert_loads(store, "b", kit.ids(8), other_kv)
+    kit.assert_loads(store, "a", kit.ids(8), kv)
     assert not store.stats().ssd.num_lost_sessions
 
 
@@ -254,48 +233,48 @@ DEADLINE_S = 0.3
 def late_store(open_store) -> AttentionStore:
     """One whose sessions a and b are on SSD alone."""
     store = open_store(ssd_deadline_s=DEADLINE_S)
-    put(store, "a", 9, seed=1, first=100)
-    put(store, "b", 9, seed=2, first=200)
+    kit.put(store, "a", 9, seed=1, first=100)
+    kit.put(store, "b", 9, seed=2, first=200)
     store.close()
     return open_store(ssd_deadline_s=DEADLINE_S)
 
 
 def test_a_change_that_does_not_end_is_late_too(late_store, monkeypatch):
     store = late_store
-    with stalled((store._ssd._mover._catalog, "set_kept")):
+    with kit.stalled((store._ssd._mover._catalog, "set_kept")):
         store.set_pinned("a", True)
-        wait_until(store, lambda: store._ssd.is_late)
+        kit.wait_until(store, lambda: store._ssd.is_late)
         assert not store.request("b")
-        assert load(store, "b", ids(9, 200)) is None
-    wait_until(store, lambda: not store._ssd.busy and not store._ssd._mover.is_late)
+        assert kit.load(store, "b", kit.ids(9, 200)) is None
+    kit.wait_until(store, lambda: not store._ssd.busy and not store._ssd._mover.is_late)
     monkeypatch.setattr(store._ssd, "_late_until_s", 0.0)  # The pause is over.
-    fetch(store, "b")
+    kit.fetch(store, "b")
     assert store.residency("b") is Residency.DRAM
 
 
 def test_who_keeps_the_books_waits_once_and_no_longer(late_store):
     store = late_store
-    with stalled((store._ssd._mover._asked_reader, "contents")) as stall:
+    with kit.stalled((store._ssd._mover._asked_reader, "contents")) as stall:
         for _ in range(2):
             with pytest.raises(CatalogLateError):
                 store.note("a")
         assert stall.num_begun == 1, "no other question is asked before the first is answered"
         assert not store.request("a"), "nothing waits for an SSD that is late"
-    store._ssd._mover._asked.result(PATIENCE_S)
+    store._ssd._mover._asked.result(kit.PATIENCE_S)
     assert store.note("a") == b""
 
 
 def test_a_session_whose_note_cannot_be_read_in_time_does_not_leave_ssd(open_store):
     store = open_store(ssd_blocks=3, ssd_deadline_s=DEADLINE_S)
-    put(store, "a", 9, seed=1)
+    kit.put(store, "a", 9, seed=1)
     store.set_note("a", b"note of a")
-    assert store.settle(PATIENCE_S)
-    with stalled((store._ssd._mover._asked_reader, "contents")):
-        assert save(store, "b", ids(9, 200), make_kv(LAYOUT, 9, seed=2))
+    assert store.settle(kit.PATIENCE_S)
+    with kit.stalled((store._ssd._mover._asked_reader, "contents")):
+        assert kit.save(store, "b", kit.ids(9, 200), kit.make_kv(kit.LAYOUT, 9, seed=2))
         store.poll()
-        assert (ssd_tokens(store, "a"), ssd_tokens(store, "b")) == (9, 0)
+        assert (kit.ssd_tokens(store, "a"), kit.ssd_tokens(store, "b")) == (9, 0)
         assert store.stats().ssd.failed_flushes[FlushFailure.DEADLINE] == 1
-    store._ssd._mover._asked.result(PATIENCE_S)
+    store._ssd._mover._asked.result(kit.PATIENCE_S)
     assert store.note("a") == b"note of a"
 
 
@@ -304,89 +283,71 @@ def test_a_session_whose_note_cannot_be_read_in_time_does_not_leave_ssd(open_sto
 
 def test_looking_for_a_prefix_reads_no_file(open_store, monkeypatch):
     store = open_store(8)
-    put(store, "a", 10)
-    store.close()
+    kit.put(store, "a", 10)
     store = open_store(8)
     store.settle()
     for method in ("_one", "_all"):
         monkeypatch.setattr(CatalogReader, method, lambda *_: pytest.fail("the engine's thread reads the catalog"))
-    assert store.find_prefix("", [*ids(9), 7]) == "a"
-    assert store.find_prefix("", ids(10, 500)) is None
+    assert store.find_prefix("", [*kit.ids(9), 7]) == "a"
+    assert store.find_prefix("", kit.ids(10, 500)) is None
     monkeypatch.undo()
 
 
 def test_what_is_fetched_for_a_job_that_did_not_wait_does_not_come_between_its_load_and_its_save(open_store, gates):
     store = open_store(6)
-    put(store, "a", 7)
+    kit.put(store, "a", 7)
     store.settle()
     store.leave_dram("a")
     gates[0].reads.close()
     store.enqueue("job", "a")
     assert not store.ready("a", True)
     gates[0].reads.wait_held()
-    assert store.prepare_load("a", ids(7), truncate=True) is None
+    assert store.prepare_load("a", kit.ids(7), truncate=True) is None
     store.dequeue("job")
     gates[0].reads.open()
     store.settle()
-    kv = make_kv(LAYOUT, 9, seed=3)
-    assert save(store, "a", ids(9), kv)
-    assert_loads(store, "a", ids(9), kv)
+    kv = kit.make_kv(kit.LAYOUT, 9, seed=3)
+    assert kit.save(store, "a", kit.ids(9), kv)
+    kit.assert_loads(store, "a", kit.ids(9), kv)
 
 
 @pytest.mark.parametrize("is_known", [False, True], ids=["first flush", "later flush"])
 def test_a_truncation_while_a_flush_is_under_way(open_store, gates, driver, is_known):
     store = open_store(ssd_driver=driver)
-    kv, other = make_kv(LAYOUT, 12), make_kv(LAYOUT, 5, seed=1)
-    save(store, "a", ids(5), kv[:, :, :5])
+    kv, other = kit.make_kv(kit.LAYOUT, 12), kit.make_kv(kit.LAYOUT, 5, seed=1)
+    kit.save(store, "a", kit.ids(5), kv[:, :, :5])
     if is_known:
         store.settle()
     gates[0].writes.close()
-    save(store, "a", ids(12)[5:], kv[:, :, 5:], start_token=5)
-    begin_flush(store, gates[0])
+    kit.save(store, "a", kit.ids(12)[5:], kv[:, :, 5:], start_token=5)
+    kit.begin_flush(store, gates[0])
     assert store.truncate("a", 6) == 6
-    assert save(store, "a", ids(5, 900), other, start_token=6)
-    assert ssd_tokens(store, "a") == (5 if is_known else 0)
+    assert kit.save(store, "a", kit.ids(5, 900), other, start_token=6)
+    assert kit.ssd_tokens(store, "a") == (5 if is_known else 0)
     gates[0].writes.open()
     store.settle()
     assert set(store.stats().ssd.failed_flushes.values()) == {0}
-    assert store.stats().ssd.used_bytes == 3 * SLOT_BYTES
+    assert store.stats().ssd.used_bytes == 3 * kit.SLOT_BYTES
     store.close()
     wanted = np.concatenate([kv[:, :, :6], other], axis=2)
-    assert_loads(open_store(ssd_driver=driver), "a", ids(6) + ids(5, 900), wanted)
+    kit.assert_loads(open_store(ssd_driver=driver), "a", kit.ids(6) + kit.ids(5, 900), wanted)
 
 
 def test_blocks_of_a_dropped_flush_are_free_once_it_has_settled(open_store, gates):
     store = open_store(4)
     gates[0].writes.close()
-    save(store, "a", ids(16), make_kv(LAYOUT, 16))
-    begin_flush(store, gates[0])
+    kit.save(store, "a", kit.ids(16), kit.make_kv(kit.LAYOUT, 16))
+    kit.begin_flush(store, gates[0])
     assert store.drop("a")
-    assert info(store, "a") is None
-    assert used_blocks(store) == 4
-    assert store.prepare_save("b", 0, ids(1)) is None, "memory that is still being read was given away"
-    assert store.stats().ssd.used_bytes == 4 * SLOT_BYTES
+    assert kit.info(store, "a") is None
+    assert kit.used_blocks(store) == 4
+    assert store.prepare_save("b", 0, kit.ids(1)) is None, "memory that is still being read was given away"
+    assert store.stats().ssd.used_bytes == 4 * kit.SLOT_BYTES
     gates[0].writes.open()
-    wait_until(store, lambda: used_blocks(store) == 0)
+    kit.wait_until(store, lambda: kit.used_blocks(store) == 0)
     assert store.stats().ssd.used_bytes == 0
-    put(store, "b", 16)
-    assert ssd_tokens(store, "b") == 16
-
-
-def test_changes_while_flushes_are_under_way_are_not_lost(open_store, gates):
-    store = open_store()
-    gates[0].writes.close()
-    for key in "ab":
-        save(store, key, ids(5), make_kv(LAYOUT, 5))
-    store.poll()
-    gates[0].writes.wait_held(2)
-    store.set_pinned("a", True)
-    store.set_ttl("b", 1e6)
-    gates[0].writes.open()
-    store.close()
-    assert {each.key: (each.pinned, each.ttl_s) for each in open_store().list()} == {
-        "a": (True, None),
-        "b": (False, 1e6),
-    }
+    kit.put(store, "b", 16)
+    assert kit.ssd_tokens(store, "b") == 16
 
 
 @pytest.mark.parametrize("change", ["set_note", "discard", "truncate"])
@@ -394,11 +355,11 @@ def test_a_note_that_waits_is_the_last_that_was_given(open_store, gates, change)
     """For a pinned session that was dropped while it was flushed: the next one of its key has no older note."""
     store = open_store()
     store.pin("a")
-    save(store, "a", ids(5), make_kv(LAYOUT, 5))
+    kit.save(store, "a", kit.ids(5), kit.make_kv(kit.LAYOUT, 5))
     store.set_note("a", b"dropped")
     store.unpin("a")
     gates[0].writes.close()
-    begin_flush(store, gates[0])
+    kit.begin_flush(store, gates[0])
     store.pin("a")
     store.drop("a")
     assert store.note("a") == b""
@@ -410,9 +371,8 @@ def test_a_note_that_waits_is_the_last_that_was_given(open_store, gates, change)
     else:
         assert store.truncate("a", 3, b"last") == 0
     gates[0].writes.open()
-    save(store, "a", ids(6), make_kv(LAYOUT, 6))
+    kit.save(store, "a", kit.ids(6), kit.make_kv(kit.LAYOUT, 6))
     assert store.note("a") == b"last"
     store.unpin("a")
-    store.close()
     store = open_store()
-    assert (ssd_tokens(store, "a"), store.note("a")) == (6, b"last")
+    assert (kit.ssd_tokens(store, "a"), store.note("a")) == (6, b"last")

@@ -40,7 +40,6 @@ from ca_jax.storage.catalog.records import (
     session_from_row,
     session_to_row,
 )
-from ca_jax.storage.records import check_ttl
 from ca_jax.storage.tokens import Lineage
 
 _SESSION_MARKS = ", ".join("?" for _ in SESSION_COLUMNS.split(","))
@@ -314,12 +313,7 @@ class Catalog(CatalogReader):
             self._db.executemany("UPDATE sessions SET last_used_s = ? WHERE namespace = ? AND key = ?", rows)
 
     def set_kept(self, key: str, pinned: bool, ttl_s: float | None) -> bool:
-        """Says whether a session is pinned, and its time to live, in seconds. Durable. Returns whether it is stored.
-
-        Raises:
-          ValueError: ttl_s is negative or not finite.
-        """
-        check_ttl(ttl_s)
+        """Says whether a session is pinned, and its time to live, in seconds. Durable. Returns whether it is stored."""
         sql = "UPDATE sessions SET pinned = ?, ttl_s = ? WHERE namespace = ? AND key = ? RETURNING id"
         return bool(self._all(sql, int(pinned), ttl_s, self._namespace_id, key))
 
@@ -327,12 +321,7 @@ class Catalog(CatalogReader):
         """Forgets another namespace and all its sessions. Its blocks are the caller's to delete, afterwards. Durable.
 
         Returns how many sessions it had.
-
-        Raises:
-          ValueError: it is this catalog's own.
         """
-        if namespace == self.namespace:
-            raise ValueError("the namespace must be another than the one in use, got that one")
         with self.batch():
             dropped = self._all("DELETE FROM namespaces WHERE fingerprint = ? RETURNING id", namespace.fingerprint)
             sessions = self._all("SELECT id FROM sessions WHERE namespace = ?", *dropped[0]) if dropped else []

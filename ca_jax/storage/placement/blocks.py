@@ -34,9 +34,6 @@ class ChargedBlocks:
       quota_bytes: most that a tenant may hold that is not named; None for no limit. As many whole blocks as fit.
       of_tenants: most bytes of those that are named, in its place.
       block_bytes: bytes of a block.
-
-    Raises:
-      ValueError: a number or a quota is negative.
     """
 
     def __init__(
@@ -46,18 +43,12 @@ class ChargedBlocks:
         of_tenants: Mapping[str, int] | Iterable[tuple[str, int]] = (),
         block_bytes: int = 1,
     ) -> None:
-        if num_blocks < 0:
-            raise ValueError(f"num_blocks must be at least 0, got {num_blocks}")
-        quotas = dict(of_tenants)
-        for quota in (quota_bytes, *quotas.values()):
-            if quota is not None and quota < 0:
-                raise ValueError(f"quota must be a number of bytes >= 0, or None, got {quota}")
         self.num_blocks = num_blocks
         """Free and taken blocks together."""
         self.num_free = num_blocks
         """Free blocks."""
         self._quota_blocks = math.inf if quota_bytes is None else quota_bytes // block_bytes
-        self._of_tenants = {tenant: quota // block_bytes for tenant, quota in quotas.items()}
+        self._of_tenants = {tenant: quota // block_bytes for tenant, quota in dict(of_tenants).items()}
         self._used: collections.Counter[str] = collections.Counter()  # By tenant; those that hold none are left out.
         self._taken = bytearray(num_blocks)
         self._others: dict[int, int] = {}  # Of shared blocks: holders beside the first.
@@ -83,11 +74,8 @@ class ChargedBlocks:
           Their ids, in the order in which they should be filled.
 
         Raises:
-          ValueError: num_blocks is negative.
           RuntimeError: fewer are free, so what the caller counted is wrong: room is made first.
         """
-        if num_blocks < 0:
-            raise ValueError(f"num_blocks must be at least 0, got {num_blocks}")
         if num_blocks > self.num_free:
             raise RuntimeError(f"{num_blocks} blocks for {tenant!r} must be free, got {self.num_free}")
         ids = [heapq.heappop(self._returned) for _ in range(min(num_blocks, len(self._returned)))]
@@ -105,20 +93,12 @@ class ChargedBlocks:
 
         Args:
           tables: tenant and int64 `[n]` of each sequence. A block that is in several has so many holders.
-
-        Raises:
-          ValueError: an id that is out of range, or blocks are taken already.
         """
         tables = list(tables)
         ids = np.concatenate([np.zeros(0, np.int64), *(table for _, table in tables)])
         found, first, counts = np.unique(ids, return_index=True, return_counts=True)
         if not found.size:
             return
-        for end in (found[0], found[-1]):
-            if not 0 <= end < self.num_blocks:
-                raise ValueError(f"a block id must be in [0, {self.num_blocks}), got {end}")
-        if self.num_free < self.num_blocks:
-            raise ValueError(f"no block must be taken before, got {self.num_blocks - self.num_free} that are")
         np.frombuffer(self._taken, np.uint8)[found] = 1  # A view: what is set here is set there.
         is_shared = counts > 1
         self._others = dict(zip(found[is_shared].tolist(), (counts[is_shared] - 1).tolist(), strict=True))

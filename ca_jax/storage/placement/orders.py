@@ -142,13 +142,7 @@ class TierOrders(Generic[T]):
         return None if slot is None else slot.item
 
     def add(self, key: str, item: T, tenant: str = "") -> None:
-        """Adds a session, as the last created and the last used.
-
-        Raises:
-          ValueError: it is there already.
-        """
-        if key in self._slots:
-            raise ValueError(f"the key must be one that the tier does not hold, got {key!r}")
+        """Adds a session that is not there yet, as the last created and the last used."""
         of_tenant = self._of_tenant.setdefault(tenant, _Orders())
         slot = self._slots[key] = _Slot(key=key, item=item, tenant=tenant, orders=(self._all, of_tenant))
         for orders in slot.orders:

@@ -144,13 +144,7 @@ EVICTION_POLICIES: dict[str, type[SchedulerAwarePolicy | ReturnAwarePolicy | Lru
 
 
 def make_policy(name: str) -> EvictionPolicy:
-    """Makes the policy of that name.
-
-    Raises:
-      ValueError: no policy has that name.
-    """
-    if name not in EVICTION_POLICIES:
-        raise ValueError(f"eviction policy must be one of {', '.join(EVICTION_POLICIES)}; got {name!r}")
+    """Makes the policy of that name, one of `EVICTION_POLICIES`."""
     return EVICTION_POLICIES[name]()
 
 
@@ -304,14 +298,8 @@ def look_ahead_window(available_bytes: float, mean_session_bytes: float) -> int:
     Returns:
       The quotient rounded down, but 1 where anything is available; 0 where nothing is stored.
 
-    Raises:
-      ValueError: a size that is negative or not finite.
-
     Source: CachedAttention, sections 3.3.1 and 3.3.2.
     """
-    for name, size in (("available_bytes", available_bytes), ("mean_session_bytes", mean_session_bytes)):
-        if not (math.isfinite(size) and size >= 0):
-            raise ValueError(f"{name} must be a number of bytes >= 0, got {size}")
     if not available_bytes or not mean_session_bytes:
         return 0
     return max(1, int(available_bytes // mean_session_bytes))

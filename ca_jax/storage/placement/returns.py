@@ -41,13 +41,14 @@ _WIDTHS_S = np.subtract(_ENDS_S, _STARTS_S)
 _FIRST_CHANCE = 0.03  # Of a return within a bin, before anything is known: then longer waits are worth less.
 _BIN_WEIGHT = 16.0  # Sessions that the neighbour's chance counts for.
 _GROUP_WEIGHT = 8.0  # Returns that the factor 1 counts for.
-_REFIT_TURNS = 32
+_REFIT_TURNS = 32  # So many turns at the least are between two fits, and this share of the sessions known.
+_REFIT_SHARE = 16
 
 
 class ReturnTimes:
     """How soon sessions come back, and what that makes keeping them worth. Belongs to the bookkeeping thread.
 
-    A turn costs O(1); what is known of a session that has been away for 18 hours is forgotten.
+    A turn costs O(1) on average; what is known of a session that has been away for 18 hours is forgotten.
 
     Args:
       clock: seconds.
@@ -55,37 +56,33 @@ class ReturnTimes:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._last: dict[str, _Turn] = {}  # Of each session known.
-        self._by_bin: list[collections.deque[_Turn]] = [collections.deque() for _ in _STARTS_S]  # First ended first.
-        # By group and bin; lists, since single numbers of arrays are slow.
-        self._num_returns = _zeros()
-        self._exposure = _zeros()  # Of who waits no more in a bin, in widths of it.
-        self._num_waiting = _zeros()
-        self._sum_ended_s = _zeros()  # Of who waits in a bin now.
+        self._last: collections.OrderedDict[str, _Turn] = collections.OrderedDict()  # The one that ended first first.
+        # By group and bin.
+        self._num_returns = np.zeros((NUM_GROUPS, len(_STARTS_S)))
+        self._exposure = np.zeros_like(self._num_returns)  # Of who waits no more, in widths of the bin.
         self._num_turns = 0  # Since the rates were fitted.
         self._rates = self._fit().tolist()
 
     def came(self, key: str) -> None:
         """A turn of a session has come."""
-        self._advance()
+        now_s = self._clock()
+        while self._last and now_s - (oldest := next(iter(self._last.values()))).ended_s >= _ENDS_S[-1]:
+            self._last.popitem(last=False)
+            self._exposure[oldest.group] += oldest.waits
         turn = self._last.get(key)
-        if turn is None or not turn.is_last:
-            return
-        turn.is_last = False
-        self._num_returns[turn.group][turn.bin] += 1
-        in_bin_s = max(self._clock() - turn.ended_s - _STARTS_S[turn.bin], 0.0)
-        self._leave_bin(turn, in_bin_s / _WIDTHS_S[turn.bin])
+        if turn is not None and turn.waits:
+            turn.waits = False
+            self._exposure[turn.group] += _exposures(now_s - np.array([turn.ended_s]))[0]
+            self._num_returns[turn.group, _bin_of(now_s - turn.ended_s)] += 1
 
     def left(self, key: str) -> None:
         """A turn of a session has ended, whether its KV is stored or not. Without effect on one that has not come."""
-        self._advance()
         before = self._last.get(key)
-        if before is not None and before.is_last:
+        if before is not None and before.waits:
             return
         number = 1 if before is None else before.number + 1
-        turn = _Turn(key=key, number=number, ended_s=self._clock(), group=min(number, NUM_GROUPS) - 1)
-        self._last[key] = turn
-        self._enter_bin(turn, 0)
+        self._last[key] = _Turn(number=number, ended_s=self._clock())
+        self._last.move_to_end(key)
         self._num_turns += 1
 
     def group(self, key: str) -> int:
@@ -100,68 +97,49 @@ class ReturnTimes:
           group: whom it is like.
           since_s: when its last turn ended, by the clock.
         """
-        if self._num_turns >= _REFIT_TURNS:
-            self._advance()
+        if self._num_turns >= max(_REFIT_TURNS, len(self._last) // _REFIT_SHARE):
             self._rates, self._num_turns = self._fit().tolist(), 0
-        return float(self._rates[group][max(bisect.bisect(_STARTS_S, self._clock() - since_s) - 1, 0)])
-
-    # How.
-
-    def _advance(self) -> None:
-        """Moves on the turns that ended longer ago than their bin reaches."""
-        now_s = self._clock()
-        for i, (turns, end_s) in enumerate(zip(self._by_bin, _ENDS_S, strict=True)):
-            while turns and now_s - turns[0].ended_s >= end_s:
-                turn = turns.popleft()
-                if self._last.get(turn.key) is not turn:
-                    continue
-                if turn.is_last:
-                    self._leave_bin(turn, 1.0)
-                if i + 1 < len(self._by_bin):
-                    self._enter_bin(turn, i + 1)
-                else:
-                    del self._last[turn.key]
-
-    def _enter_bin(self, turn: _Turn, index: int) -> None:
-        turn.bin = index
-        self._by_bin[index].append(turn)
-        if turn.is_last:
-            self._num_waiting[turn.group][index] += 1
-            self._sum_ended_s[turn.group][index] += turn.ended_s
-
-    def _leave_bin(self, turn: _Turn, exposure: float) -> None:
-        self._exposure[turn.group][turn.bin] += exposure
-        self._num_waiting[turn.group][turn.bin] -= 1
-        self._sum_ended_s[turn.group][turn.bin] -= turn.ended_s
+        return float(self._rates[group][_bin_of(self._clock() - since_s)])
 
     def _fit(self) -> np.ndarray:
         """The rate by group and bin, from what was seen so far."""
-        num_returns = np.array(self._num_returns)
-        waited_s = np.array(self._num_waiting) * (self._clock() - np.array(_STARTS_S)) - self._sum_ended_s
-        exposure = self._exposure + np.maximum(waited_s, 0) / _WIDTHS_S
+        exposure = self._exposed()
         chance = _FIRST_CHANCE
         hazard = np.empty(len(_STARTS_S))
-        for i, (returned, exposed) in enumerate(zip(num_returns.sum(axis=0), exposure.sum(axis=0), strict=True)):
+        for i, (returned, exposed) in enumerate(zip(self._num_returns.sum(axis=0), exposure.sum(axis=0), strict=True)):
             chance = hazard[i] = (returned + _BIN_WEIGHT * chance) / (exposed + _BIN_WEIGHT)
         expected = exposure @ hazard
-        factor = (num_returns.sum(axis=1) + _GROUP_WEIGHT) / (expected + _GROUP_WEIGHT)
+        factor = (self._num_returns.sum(axis=1) + _GROUP_WEIGHT) / (expected + _GROUP_WEIGHT)
         return best_rates(factor[:, None] * hazard, _WIDTHS_S)
 
+    def _exposed(self) -> np.ndarray:
+        """The exposure by group and bin, of who still waits too."""
+        waiting = [turn for turn in self._last.values() if turn.waits]
+        exposure, groups = self._exposure.copy(), np.array([turn.group for turn in waiting], int)
+        np.add.at(exposure, groups, _exposures(self._clock() - np.array([turn.ended_s for turn in waiting])))
+        return exposure
 
-def _zeros() -> list[list[float]]:
-    return [[0.0] * len(_STARTS_S) for _ in range(NUM_GROUPS)]
+
+def _bin_of(waited_s: float) -> int:
+    return max(bisect.bisect(_STARTS_S, waited_s) - 1, 0)
+
+
+def _exposures(waited_s: np.ndarray) -> np.ndarray:
+    """How much of each bin a wait has passed: `[n, bins]` of `[n]` seconds."""
+    return np.clip((waited_s[:, None] - _STARTS_S) / _WIDTHS_S, 0, 1)
 
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
 class _Turn:
     """The last turn of a session that has ended."""
 
-    key: str
     number: int  # Counted from 1.
     ended_s: float
-    group: int
-    is_last: bool = True  # Whether no other has come.
-    bin: int = 0
+    waits: bool = True  # Whether no other has come.
+
+    @property
+    def group(self) -> int:
+        return min(self.number, NUM_GROUPS) - 1
 
 
 def best_rates(hazard: np.ndarray, widths_s: np.ndarray) -> np.ndarray:
@@ -187,7 +165,7 @@ def best_rates(hazard: np.ndarray, widths_s: np.ndarray) -> np.ndarray:
     return np.max(np.divide(-np.expm1(-to_end), wait_s, out=np.zeros_like(wait_s), where=later), axis=2)
 
 
-_MAX_KEYS = 10_000  # Sessions that are waited for: about 1 MB.
+_MAX_KEYS = 10_000  # Sessions that are waited for, the last to be evicted: about 1 MB.
 
 
 class ReuseGaps:
@@ -197,12 +175,10 @@ class ReuseGaps:
 
     Args:
       clock: seconds.
-      max_keys: most keys that are remembered; the one evicted first is forgotten first.
     """
 
-    def __init__(self, clock: Callable[[], float], max_keys: int = _MAX_KEYS) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._max_keys = max_keys
         self._evicted_s: collections.OrderedDict[str, float] = collections.OrderedDict()
         self._counts = [0] * (len(GAP_BOUNDS_S) + 1)
         self._sum_s = 0.0
@@ -211,7 +187,7 @@ class ReuseGaps:
         """A session was evicted from the tier."""
         self._evicted_s[key] = self._clock()
         self._evicted_s.move_to_end(key)
-        if len(self._evicted_s) > self._max_keys:
+        if len(self._evicted_s) > _MAX_KEYS:
             self._evicted_s.popitem(last=False)
 
     def wanted(self, key: str) -> None:

@@ -1,74 +1,73 @@
-"""What both formats of blocks on disk share: queues of moves, checksums, room on the disk.
+"""What both formats of blocks on disk share: threads that move blocks, checksums, room on the disk; and how long moves
+take that share a disk.
 
-Not here: the formats themselves (formats), whose a block is.
+Not here: the formats themselves (formats), whose a block is, deadlines (mover).
 """
 
 from __future__ import annotations
 
 import abc
-import dataclasses
+import concurrent.futures
+import errno
 import functools
+import itertools
+import math
+import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from ca_jax.storage.layout import KVLayout, layer_sums
 from ca_jax.storage.records import BlockIoError, IoFailure
-from ca_jax.storage.tiers.io import IoHandle, IoQueue
 
 Blocks = Sequence[np.ndarray] | np.ndarray
 """Memory of several blocks, `[L, 2, block_tokens, K, H]` each."""
 MAX_READS = 4
 """Blocks that are read at once, each by a thread of its own."""
 MAX_WRITES = 8
-"""Blocks that are written at once, in a queue of their own, so that no read waits for them."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DiskOptions:
-    """How a tier on disk is opened."""
-
-    durable: bool = True
-    """Whether a write is done only when it would survive a loss of power."""
-    deadline_s: float = 30.0
-    """Seconds without progress after which a move fails; see `IoQueue`."""
-    free_floor_bytes: int = 0
-    """Free space that stays on a local disk."""
-    clock: Callable[[], float] = time.monotonic
-    """Seconds, never decreasing."""
-    only_existing: bool = False
-    """Takes what is on disk as it stands, for tools, beside an engine or after one: makes nothing and checks no room.
-    Blocks are read and deleted, never written; the capacity says which ids may be named."""
-
-
-DEFAULT_OPTIONS = DiskOptions()
+"""Blocks that are written at once, by threads of their own, so that no read waits for them."""
+_MAX_QUEUED = 1024  # Blocks of one move that wait for a thread.
+_REASONS = {
+    "NOT_FOUND": IoFailure.MISSING,
+    "DATA_LOSS": IoFailure.CORRUPT,
+    "OUT_OF_RANGE": IoFailure.CORRUPT,
+    "RESOURCE_EXHAUSTED": IoFailure.NO_SPACE,
+}
 
 
 class DiskTier(abc.ABC):
     """Blocks that outlive the process.
 
-    Moves do not block and never raise for what a disk does: they give a handle, whose error has a reason. Memory and
-    blocks of a move belong to it until the handle has `settled`, after an error or a missed deadline too. Only whole
-    blocks are written. The tier does not know whose a block is: a write replaces what was there.
+    Moves block until nothing of them touches memory or disk any more, however they end, and raise a `BlockIoError` for
+    what a disk does. Several may run at once: blocks of the one that began first go first. Only whole blocks are
+    written. The tier does not know whose a block is: a write replaces what was there.
 
     Any thread may move blocks. L layers, K KV heads, H head dim.
 
     Args:
       layout: the shape of a block.
       capacity_bytes: cap of what is stored, in whole pages.
-      options: how it is opened.
+      free_floor_bytes: free space that stays on a local disk, >= 0.
+      only_existing: takes what is on disk as it stands, for tools, beside an engine or after one: makes nothing and
+        checks no room. Blocks are read and deleted, never written; the capacity says which ids may be named.
       directory: where its files are, on a local disk; None at a URL.
 
     Raises:
-      ValueError: a capacity under one block, a deadline or number that is not positive, a floor at a URL.
+      ValueError: a capacity under one block.
     """
 
     def __init__(
-        self, layout: KVLayout, capacity_bytes: int, options: DiskOptions, directory: Path | None = None
+        self,
+        layout: KVLayout,
+        capacity_bytes: int,
+        *,
+        free_floor_bytes: int,
+        only_existing: bool,
+        directory: Path | None,
     ) -> None:
         self.layout = layout
         self.stored_block_bytes = size = layout.stored_block_bytes
@@ -78,26 +77,25 @@ class DiskTier(abc.ABC):
                 f"SSD capacity must be at least one block of {size} bytes ({layout.block_tokens} tokens), "
                 f"got {capacity_bytes} bytes"
             )
-        if options.free_floor_bytes < 0:
-            raise ValueError(f"free_floor_bytes must be at least 0, got {options.free_floor_bytes}")
-        if options.free_floor_bytes and directory is None:
-            raise ValueError(
-                f"free_floor_bytes must be 0 without a local disk, got {options.free_floor_bytes} for blocks at a URL"
-            )
         self.num_blocks = capacity_bytes // size
-        self.deadline_s = options.deadline_s
-        self._options = options
+        self._free_floor_bytes = free_floor_bytes
+        self._only_existing = only_existing
         self._directory = directory
         # Writes under way count as if their bytes were still to come, those over other blocks too: a block is replaced
         # by a new file, and for a while there are both.
         self._reserved_bytes = 0
         self._lock = threading.Lock()
         self._reads, self._writes = (
-            IoQueue(max_in_flight=number, deadline_s=options.deadline_s, clock=options.clock)
-            for number in (MAX_READS, MAX_WRITES)
+            concurrent.futures.ThreadPoolExecutor(number, "ca_jax-ssd") for number in (MAX_READS, MAX_WRITES)
         )
 
-    def read_blocks(self, block_ids: Sequence[int], into: Blocks, sums: np.ndarray | None = None) -> IoHandle:
+    def read_blocks(
+        self,
+        block_ids: Sequence[int],
+        into: Blocks,
+        sums: np.ndarray | None = None,
+        on_step: Callable[[], None] = lambda: None,
+    ) -> None:
         """Reads whole blocks, and checks that they are those that were meant.
 
         Args:
@@ -105,11 +103,13 @@ class DiskTier(abc.ABC):
           into: one `[L, 2, block_tokens, K, H]` for each, C-contiguous, writeable: memory that is reused, such as
             blocks of the DRAM tier. After an error they hold anything.
           sums: what `layer_sums` gave of each, uint32 `[num_blocks, L]`; None: only its length is checked.
+          on_step: called before and after each block, by any thread; what it raises ends the move.
 
         Raises:
-          ValueError: an id, shape, dtype or number that does not fit, or memory that cannot be written.
+          BlockIoError: a block cannot be read, or is another one. Blocks that had not begun by then are left.
+          ValueError: an id, shape, dtype or number that does not fit.
         """
-        self._check_blocks("into", block_ids, into, sums, writeable=True)
+        self._check_blocks(block_ids, into)
 
         def read(block: int, dst: np.ndarray, wanted: np.ndarray | None) -> None:
             self._read(block, dst)
@@ -120,55 +120,61 @@ class DiskTier(abc.ABC):
                     f"layer {layer} of block {block} must have crc32c {wanted[layer]:#010x}, got {found[layer]:#010x}",
                 )
 
-        moves = zip(block_ids, into, [None] * len(block_ids) if sums is None else sums, strict=True)
-        return self._reads.submit([functools.partial(read, *move) for move in moves])
+        moves = zip(block_ids, into, itertools.repeat(None) if sums is None else sums, strict=False)
+        _run_all(self._reads, (functools.partial(read, *move) for move in moves), on_step)
 
-    def write_blocks(self, block_ids: Sequence[int], blocks: Blocks, sums: np.ndarray | None = None) -> IoHandle:
-        """Writes whole blocks, over whatever is there; durable, if the tier is, when the handle is done.
-
-        After an error each of the blocks is the old one, the new one, torn, or none.
+    def write_blocks(
+        self,
+        block_ids: Sequence[int],
+        blocks: Blocks,
+        sums: np.ndarray | None = None,
+        on_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Writes whole blocks, over whatever is there; they are durable when this returns.
 
         Args:
           block_ids: which, each once.
-          blocks: one `[L, 2, block_tokens, K, H]` for each, C-contiguous. They must stand still until it has settled.
+          blocks: one `[L, 2, block_tokens, K, H]` for each, C-contiguous.
           sums: uint32 `[num_blocks, L]`, which gets what `layer_sums` gives of each.
+          on_step: as for `read_blocks`.
 
         Raises:
+          BlockIoError: they are not written; each of the blocks is the old one, the new one, torn, or none.
           ValueError: an id, shape, dtype or number that does not fit, or a tier that is `only_existing`.
         """
-        if self._options.only_existing:
+        if self._only_existing:
             raise ValueError("write_blocks must have a tier that may write, got one opened with only_existing")
-        self._check_blocks("blocks", block_ids, blocks, sums)
+        self._check_blocks(block_ids, blocks)
         if len(set(block_ids)) < len(block_ids):
             raise ValueError(f"each block id must be given once, got {list(block_ids)}")
-        num_bytes = len(block_ids) * self.stored_block_bytes
-        error = self._reserve(num_bytes)
-        if error is not None:
-            return self._writes.failed(error)
 
         def write(index: int, block: int, src: np.ndarray) -> None:
             if sums is not None:
                 sums[index] = layer_sums(src)
             self._write(block, src)
 
-        handle = self._writes.submit(
-            [functools.partial(write, *each) for each in zip(range(len(block_ids)), block_ids, blocks, strict=True)],
-            last=functools.partial(self._sync, block_ids) if self._options.durable else None,
-        )
-        handle.add_settled_callback(lambda _: self._release(num_bytes))
-        return handle
+        num_bytes = len(block_ids) * self.stored_block_bytes
+        self._reserve(num_bytes)
+        try:
+            moves = zip(itertools.count(), block_ids, blocks, strict=False)
+            _run_all(self._writes, (functools.partial(write, *move) for move in moves), on_step)
+            on_step()
+            self._sync(block_ids)
+        except OSError as error:
+            raise describe(error) from error
+        finally:
+            with self._lock:
+                self._reserved_bytes -= num_bytes
 
-    def delete_blocks(self, block_ids: Sequence[int]) -> IoHandle:
+    def delete_blocks(self, block_ids: Sequence[int]) -> None:
         """Removes blocks from disk, also such that are not there, or lie beyond the cap (of an earlier, larger store).
 
         For tools: blocks that are reused need not be deleted.
 
         Raises:
-          ValueError: a negative id.
+          BlockIoError: a block cannot be removed; those that had not begun by then are left.
         """
-        if block_ids and min(block_ids) < 0:
-            raise ValueError(f"a block id must be at least 0, got {min(block_ids)}")
-        return self._writes.submit([functools.partial(self._delete, block) for block in block_ids])
+        _run_all(self._writes, (functools.partial(self._delete, block) for block in block_ids), lambda: None)
 
     @abc.abstractmethod
     def stored_block_ids(self) -> list[int]:
@@ -188,22 +194,10 @@ class DiskTier(abc.ABC):
         """
         return 0
 
-    def poll(self) -> None:
-        """Fails moves that are late. Never blocks; call it now and then."""
-        self._reads.poll()
-        self._writes.poll()
-
-    def close(self, timeout_s: float | None = None) -> bool:
-        """Refuses new moves, cancels those that have not begun, waits for the others.
-
-        Returns:
-          Whether all have settled within `timeout_s`. If not, the memory they move must stay.
-        """
-        give_up_s = None if timeout_s is None else time.monotonic() + timeout_s
-        queues = self._reads, self._writes
-        for each in queues:
-            each.close()
-        return all(each.wait_empty(None if give_up_s is None else give_up_s - time.monotonic()) for each in queues)
+    def close(self) -> None:
+        """Refuses new moves, and waits for those under way. May be called again."""
+        for threads in (self._reads, self._writes):
+            threads.shutdown()
 
     # One block each, on a thread of the tier: these block.
 
@@ -218,14 +212,14 @@ class DiskTier(abc.ABC):
 
     @abc.abstractmethod
     def _sync(self, block_ids: Sequence[int]) -> None:
-        """Ends a durable write of these blocks."""
+        """Ends a write of these blocks."""
 
     # Room on the disk.
 
     def _check_capacity(self, count_stored_bytes: Callable[[], int]) -> None:
         """Raises where the store may not grow to its cap. What it takes now is counted only if it matters."""
         free_bytes, capacity_bytes = self._free_bytes(), self.num_blocks * self.stored_block_bytes
-        floor_bytes = self._options.free_floor_bytes
+        floor_bytes = self._free_floor_bytes
         if free_bytes is None or free_bytes - capacity_bytes >= floor_bytes:
             return
         stored_bytes = count_stored_bytes()
@@ -236,49 +230,127 @@ class DiskTier(abc.ABC):
                 f"got {capacity_bytes}"
             )
 
-    def _reserve(self, num_bytes: int) -> BlockIoError | None:
-        """Takes room for a write that is about to begin, all or nothing; why not, where there is none."""
+    def _reserve(self, num_bytes: int) -> None:
+        """Takes room for a write that is about to begin.
+
+        Raises:
+          BlockIoError: there is not enough, or it cannot be told.
+        """
         try:
             free_bytes = self._free_bytes()
         except OSError as error:
-            return BlockIoError(IoFailure.DEVICE, f"free space of {self._directory} cannot be read: {error}")
-        floor_bytes = self._options.free_floor_bytes
+            found = f"free space of {self._directory} cannot be read: {error}"
+            raise BlockIoError(IoFailure.DEVICE, found) from error
+        floor_bytes = self._free_floor_bytes
         with self._lock:
             if free_bytes is not None and free_bytes - self._reserved_bytes - num_bytes < floor_bytes:
-                return BlockIoError(
+                raise BlockIoError(
                     IoFailure.NO_SPACE,
                     f"{self._directory} must have {num_bytes} bytes above a floor of {floor_bytes}, got "
                     f"{free_bytes} free and {self._reserved_bytes} of them spoken for",
                 )
             self._reserved_bytes += num_bytes
-        return None
-
-    def _release(self, num_bytes: int) -> None:
-        with self._lock:
-            self._reserved_bytes -= num_bytes
 
     def _free_bytes(self) -> int | None:
         return None if self._directory is None else shutil.disk_usage(self._directory).free
 
-    def _check_blocks(
-        self, name: str, block_ids: Sequence[int], blocks: Blocks, sums: np.ndarray | None, *, writeable: bool = False
-    ) -> None:
-        layout, num_blocks = self.layout, len(block_ids)
+    def _check_blocks(self, block_ids: Sequence[int], blocks: Blocks) -> None:
+        shape, dtype = self.layout.block_shape, self.layout.numpy_dtype
         for block_id in block_ids:
             if not 0 <= block_id < self.num_blocks:
                 raise ValueError(f"a block id must be in [0, {self.num_blocks}), got {block_id}")
-        if len(blocks) != num_blocks:
-            raise ValueError(f"{name} must be one array for each of {num_blocks} block ids, got {len(blocks)}")
+        if len(blocks) != len(block_ids):
+            raise ValueError(f"there must be one array for each of {len(block_ids)} block ids, got {len(blocks)}")
         for block in blocks:
-            if block.shape != layout.block_shape or block.dtype != layout.numpy_dtype:
-                wanted = f"{layout.numpy_dtype}{list(layout.block_shape)}"
-                raise ValueError(f"{name} must be {wanted}, got {block.dtype}{list(block.shape)}")
-            if not block.flags.c_contiguous or (writeable and not block.flags.writeable):
+            if block.shape != shape or block.dtype != dtype or not block.flags.c_contiguous:
                 raise ValueError(
-                    f"{name} must be C-contiguous{', writeable' if writeable else ''} memory, got strides "
-                    f"{block.strides}, {'writeable' if block.flags.writeable else 'read-only'}"
+                    f"a block must be C-contiguous {dtype}{list(shape)}, got {block.dtype}{list(block.shape)} of "
+                    f"strides {block.strides}"
                 )
-        if sums is not None and (sums.shape != (num_blocks, layout.num_layers) or sums.dtype != np.uint32):
-            raise ValueError(
-                f"sums must be uint32[{num_blocks}, {layout.num_layers}], got {sums.dtype}{list(sums.shape)}"
-            )
+
+
+def _run_all(
+    threads: concurrent.futures.Executor, operations: Iterable[Callable[[], object]], on_step: Callable[[], None]
+) -> None:
+    """Runs operations on threads, first come first served, and returns when none is under way any more.
+
+    Raises:
+      BlockIoError: what went wrong first; what had not begun by then never does.
+    """
+
+    errors: list[Exception] = []
+
+    def run(operation: Callable[[], object]) -> None:
+        try:
+            if not errors:
+                on_step()
+                operation()
+                on_step()
+        except Exception as error:
+            errors.append(error)
+
+    operations = iter(operations)
+    while queued := [threads.submit(run, each) for each in itertools.islice(operations, _MAX_QUEUED)]:
+        concurrent.futures.wait(queued)
+        if errors:
+            raise describe(errors[0]) from errors[0]
+
+
+def describe(error: BaseException) -> BlockIoError:
+    """Finds the reason in what an operation raised. TensorStore's is a ValueError that begins with its status."""
+    if isinstance(error, BlockIoError):
+        return error
+    message = str(error)
+    if isinstance(error, OSError):
+        is_full, message = error.errno in (errno.ENOSPC, errno.EDQUOT), f"{type(error).__name__}: {message}"
+    else:
+        is_full = re.search(r"os_error_code='(28|122)'", message) is not None  # ENOSPC, EDQUOT
+    reason = IoFailure.NO_SPACE if is_full else _REASONS.get(message.partition(":")[0], IoFailure.DEVICE)
+    return BlockIoError(reason, message)
+
+
+class BusyPeriods:
+    """Reports each period in which moves were under way, unless one of them failed. Any thread may call.
+
+    Of moves that run side by side each takes longer than it would alone, so the time of one says little:
+
+        move a     |==========|
+        move b          |============|            |====|
+        periods    |=================|            |====|
+
+    Args:
+      on_period: given the bytes that were moved and the seconds it took, on the thread that ended the last move.
+      clock: seconds.
+    """
+
+    def __init__(self, on_period: Callable[[int, float], None], clock: Callable[[], float] = time.perf_counter) -> None:
+        self._on_period = on_period
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._moving: set[Hashable] = set()
+        self._began_s = 0.0
+        self._num_bytes = 0.0  # NaN once a move of the period has failed.
+
+    def begin(self, move: Hashable) -> None:
+        """A move begins."""
+        with self._lock:
+            if not self._moving:
+                self._began_s, self._num_bytes = self._clock(), 0
+            self._moving.add(move)
+
+    def end(self, move: Hashable, num_bytes: int | None) -> None:
+        """A move has ended; of one that never began, or has ended before, nothing is noted.
+
+        Args:
+          move: as it began.
+          num_bytes: what it moved; None: it failed, so that its period says nothing.
+        """
+        with self._lock:
+            if move not in self._moving:
+                return
+            self._moving.remove(move)
+            self._num_bytes += math.nan if num_bytes is None else num_bytes
+            total_bytes, seconds = self._num_bytes, self._clock() - self._began_s
+            if self._moving or math.isnan(total_bytes):
+                return
+        self._on_period(int(total_bytes), seconds)

@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 import mmap
 import os
-import threading
 import time
 from collections.abc import Callable
 
@@ -28,13 +27,11 @@ class DramTier:
     """Blocks in host memory.
 
     Raises:
-      ValueError: a capacity that is negative, under one block (0 is none at all), or above the machine's memory.
+      ValueError: a capacity under one block (0 is none at all), or above the machine's memory.
       MemoryError: the system does not grant that much.
     """
 
     def __init__(self, layout: KVLayout, capacity_bytes: int):
-        if capacity_bytes < 0:
-            raise ValueError(f"DRAM capacity must not be negative, got {capacity_bytes} bytes")
         if 0 < capacity_bytes < layout.block_bytes:
             raise ValueError(
                 f"DRAM capacity must be at least one block of {layout.block_bytes} bytes ({layout.block_tokens} "
@@ -52,22 +49,9 @@ class DramTier:
         """`[num_blocks, L, 2, block_tokens, K, H]`: the slab itself. For parts of blocks."""
         self.blocks = ts.array(self.slab)
         """The same, as TensorStore sees it. For whole blocks."""
-        self._closed = threading.Event()
-
-    def touch(self, stopped: Callable[[], bool] = lambda: False) -> float:
-        """Makes the slab resident, keeping what it holds; meant for a background thread. Ends early on `close`.
-
-        Args:
-          stopped: asked now and then; True ends it early too.
-
-        Returns:
-          Seconds it took.
-        """
-        return touch(self.slab, stopped=lambda: self._closed.is_set() or stopped())
 
     def close(self) -> None:
         """Lets go of the slab. No copy may be under way."""
-        self._closed.set()
         self.slab = np.zeros((0, *self.layout.block_shape), self.layout.numpy_dtype)
         self.blocks = ts.array(self.slab)
 

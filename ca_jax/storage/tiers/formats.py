@@ -45,7 +45,7 @@ import tensorstore as ts
 from ca_jax.storage.catalog.file import make_directory, sync_directory, write_file
 from ca_jax.storage.layout import PAGE_BYTES, KVLayout, as_bytes
 from ca_jax.storage.records import BlockIoError, IoFailure
-from ca_jax.storage.tiers.disk import DEFAULT_OPTIONS, DiskOptions, DiskTier
+from ca_jax.storage.tiers.disk import DiskTier
 
 GROUP_BLOCKS = 1024
 """Files in one directory."""
@@ -74,14 +74,17 @@ class Zarr3Tier(DiskTier):
         layout: KVLayout,
         location: str | os.PathLike[str],
         capacity_bytes: int,
-        options: DiskOptions = DEFAULT_OPTIONS,
         *,
+        free_floor_bytes: int = 0,
+        only_existing: bool = False,
         context: ts.Context | None = None,
     ):
-        makes = not options.only_existing
+        makes = not only_existing
         url, directory = _resolve(location, make=makes)
-        super().__init__(layout, capacity_bytes, options, directory)
-        self._context = context or ts.Context({"cache_pool": {"total_bytes_limit": 0}, "file_io_sync": options.durable})
+        super().__init__(
+            layout, capacity_bytes, free_floor_bytes=free_floor_bytes, only_existing=only_existing, directory=directory
+        )
+        self._context = context or ts.Context({"cache_pool": {"total_bytes_limit": 0}})
         self.kvstore = ts.KvStore.open(url, context=self._context).result()
         """Where the files are."""
         if makes:
@@ -91,7 +94,7 @@ class Zarr3Tier(DiskTier):
             for group in range(-(-self.num_blocks // GROUP_BLOCKS))
         ]
         self._groups = [self._opened(group, future) for group, future in enumerate(opening)]
-        if directory is not None and options.durable and makes:
+        if directory is not None and makes:
             sync_directory(directory)
 
     def stored_block_ids(self) -> list[int]:
@@ -135,14 +138,12 @@ class Zarr3Tier(DiskTier):
             file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:  # The group's directory is gone: TensorStore makes it anew.
             self._write_by_tensorstore(block, src)
-            if self._options.durable:
-                sync_directory(self._directory)
+            sync_directory(self._directory)
             return
         try:
             with os.fdopen(file, "wb", 0):
                 _transfer(os.pwritev, file, src)
-                if self._options.durable:
-                    os.fsync(file)
+                os.fsync(file)
             temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -188,19 +189,10 @@ class Zarr3Tier(DiskTier):
         except ValueError as error:
             path = f"{_group_path(group)}zarr.json"
             text = self.kvstore.read(path).result().value
-            if not text and self._options.only_existing:  # What an engine would make: blocks may be there nevertheless.
+            if not text and self._only_existing:  # What an engine would make: blocks may be there nevertheless.
                 return ts.open(self._spec(group), open=True, assume_metadata=True, context=self._context).result()
-            try:
-                found = dict(json.loads(text))
-            except (TypeError, ValueError):
-                raise ValueError(f"{self.kvstore.url}{path} must be zarr3 metadata, got {error}") from error
-            for name, wanted in _metadata(self.layout).items():
-                if found.get(name) != wanted:
-                    raise ValueError(
-                        f"SSD store at {self.kvstore.url} must be of {name} {wanted}, got another layout: "
-                        f"{found.get(name)}"
-                    ) from error
-            raise
+            wanted = _metadata(self.layout)
+            raise ValueError(f"{self.kvstore.url}{path} must be of {wanted}, got another layout: {text!r}") from error
 
 
 class RawTier(DiskTier):
@@ -215,11 +207,15 @@ class RawTier(DiskTier):
         layout: KVLayout,
         location: str | os.PathLike[str],
         capacity_bytes: int,
-        options: DiskOptions = DEFAULT_OPTIONS,
+        *,
+        free_floor_bytes: int = 0,
+        only_existing: bool = False,
     ):
-        makes = not options.only_existing
+        makes = not only_existing
         directory = _prepare_directory(location, "raw") if makes else Path(location).absolute() / "raw"
-        super().__init__(layout, capacity_bytes, options, directory)
+        super().__init__(
+            layout, capacity_bytes, free_floor_bytes=free_floor_bytes, only_existing=only_existing, directory=directory
+        )
         _check_layout_file(directory, layout, make=makes)
         path = directory / "blocks"
         access = os.O_RDWR
@@ -228,15 +224,17 @@ class RawTier(DiskTier):
             access |= os.O_CREAT
         elif not os.access(path, os.W_OK):
             access = os.O_RDONLY
+        self._files = contextlib.ExitStack()
         self._file = os.open(path, access | os.O_CLOEXEC, 0o600)
+        self._files.callback(os.close, self._file)
         self._direct_file: int | None = None
         with contextlib.suppress(OSError, AttributeError):  # Not on this filesystem or system: the page cache serves.
             self._direct_file = os.open(path, access | os.O_DIRECT | os.O_CLOEXEC)
+            self._files.callback(os.close, self._direct_file)
         if makes:
             num_bytes = self.num_blocks * self.stored_block_bytes
             os.ftruncate(self._file, max(num_bytes, os.fstat(self._file).st_size))
-            if options.durable:
-                sync_directory(directory)
+            sync_directory(directory)
 
     def stored_block_ids(self) -> list[int]:
         """See `DiskTier`. Slots that hold any bytes, torn ones too."""
@@ -247,15 +245,10 @@ class RawTier(DiskTier):
             ids.update(range(start // slot_bytes, -(-stop // slot_bytes)))
         return sorted(ids)
 
-    def close(self, timeout_s: float | None = None) -> bool:
-        """See `DiskTier`. Until all has settled the file stays open."""
-        settled = super().close(timeout_s)
-        if settled and self._file >= 0:
-            os.close(self._file)
-            if self._direct_file is not None:
-                os.close(self._direct_file)
-            self._file, self._direct_file = -1, None
-        return settled
+    def close(self) -> None:
+        """See `DiskTier`."""
+        super().close()
+        self._files.close()
 
     def _read(self, block: int, dst: np.ndarray) -> None:
         start = block * self.stored_block_bytes
@@ -340,8 +333,6 @@ def _resolve(location: str | os.PathLike[str], *, make: bool) -> tuple[str, Path
     """The URL of a store's root, and its directory if it is local."""
     text = os.fspath(location)
     scheme = urlsplit(text).scheme if "://" in text else ""
-    if not text:
-        raise ValueError("SSD location must be a directory or a TensorStore URL, got none")
     if scheme not in ("", "file"):
         return text + ("zarr3/" if text.endswith("/") else "/zarr3/"), None
     parent = unquote(urlsplit(text).path) if scheme else text
@@ -363,15 +354,9 @@ def _metadata(layout: KVLayout) -> dict[str, Any]:
 
 def _check_layout_file(directory: Path, layout: KVLayout, *, make: bool) -> None:
     """Checks what a block is against what an earlier run wrote down; writes it down if none did and `make` is set."""
-    path = directory / "layout.json"
-    wanted = {"format": _RAW_FORMAT, **dataclasses.asdict(layout)}
+    path, wanted = directory / "layout.json", json.dumps({"format": _RAW_FORMAT, **dataclasses.asdict(layout)})
     if not path.exists():
         if make:
-            write_file(path, json.dumps(wanted))
-        return
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} must be JSON, got {error}") from error
-    if found != wanted:
-        raise ValueError(f"SSD store at {directory} must be of {wanted}, got another layout: {found}")
+            write_file(path, wanted)
+    elif (found := path.read_text(encoding="utf-8", errors="replace")) != wanted:
+        raise ValueError(f"{path} must be of {wanted}, got another layout: {found!r}")
