@@ -1,0 +1,145 @@
+"""Every jitted step of serving compiles for chips that are not there, and is what it should be.
+
+Its pages stay in place, byte for byte, and nothing as large as a layer of them is copied; the kernels that should be
+are called and spill nothing; what is sent between devices is two sums a layer, never KV; and what a model takes of a
+chip is what `launch.plan` says. Run by `make test-accelerators`; skipped where the compilers are not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import logging
+from collections.abc import Iterator
+from functools import cache
+
+import jax
+import pytest
+
+from ca_jax.launch.plan import make_plan
+from tests.accelerators import compiling
+from tests.accelerators.chips import A100, CHIPS, GIB, H100, V5E, V6E, Chip
+from tests.accelerators.known import defects
+from tests.accelerators.serving import DTYPE, Setup, Step
+
+if any(importlib.util.find_spec(name) is None for name in ("libtpu", "jax_cuda12_plugin")):
+    pytest.skip("there are no compilers: make test-accelerators", allow_module_level=True)
+
+_LOG = logging.getLogger(__name__)
+
+MOST_TEMPORARIES = 0.01
+"""Of a chip's memory: `plan` leaves activations unnamed."""
+PLAN_TOLERANCE = 0.02
+
+SETUPS = [
+    *(Setup(chip, "smollm2-135m") for chip in CHIPS),
+    *(Setup(chip, "llama3-8b") for chip in (H100, A100, V6E)),
+    Setup(V5E, "llama3-8b", 4),
+    *(Setup(chip, "llama2-70b", 4) for chip in (H100, A100)),
+    Setup(A100, "llama-65b", 4),
+    *(Setup(chip, preset, 4) for preset in ("mixtral-8x7b", "falcon-40b") for chip in (H100, A100, V6E)),
+]
+UNFIT = [
+    *((chip, preset, 1) for preset in ("llama2-70b", "llama-65b", "mixtral-8x7b", "falcon-40b") for chip in CHIPS),
+    (V5E, "llama3-8b", 1),
+    *((chip, preset, 4) for preset in ("llama2-70b", "llama-65b") for chip in (V5E, V6E)),
+    *((V5E, preset, 4) for preset in ("mixtral-8x7b", "falcon-40b")),
+]
+STEPS = [(setup, step) for setup in SETUPS for step in setup.steps()]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_cache() -> Iterator[None]:
+    """What is compiled for a device that is not there can be read, but not written down and read again."""
+    is_on = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    yield
+    jax.config.update("jax_enable_compilation_cache", is_on)
+
+
+@cache
+def figures(setup: Setup, name: str) -> compiling.Figures:
+    """Of a step by its name, compiled once."""
+    step = next(step for step in setup.steps() if step.name == name)
+    with compiling.as_on(setup.chip):
+        return compiling.figures(setup, step)
+
+
+def complaints(setup: Setup, step: Step, found: compiling.Figures) -> dict[str, str]:
+    """What is not as it should be, by the name of the check."""
+    wrong = {}
+    x_bytes = found.donated_bytes - setup.bytes_of([each for each in jax.tree.leaves(step.donated) if each.ndim == 5])
+    padding = x_bytes // 4 if setup.chip.platform == "tpu" else 0
+    if not found.donated_bytes <= found.alias_bytes <= found.donated_bytes + padding:
+        wrong["aliased"] = f"{found.alias_bytes:,} bytes are in place, of {found.donated_bytes:,} that were donated"
+    if found.num_pool_copies:
+        wrong["pool copied"] = f"{found.num_pool_copies} times, {found.pool_copy}"
+    most = int(MOST_TEMPORARIES * setup.chip.memory_bytes)
+    if found.temp_bytes > most:
+        wrong["temporaries"] = f"{found.temp_bytes:,} bytes, at most {most:,} should be"
+    sent = found.collectives
+    allowed = {"all-reduce": step.num_sums, "all-gather": step.num_gathers} if setup.num_devices > 1 else {}
+    if any(each.count > allowed.get(kind, 0) for kind, each in sent.items()):
+        counts = {kind: each.count for kind, each in sent.items()}
+        wrong["collectives"] = f"{counts}, at most {allowed} should be"
+    if too_large := [each for each in sent.values() if each.largest_bytes > step.sent_bytes]:
+        wrong["sent"] = f"{too_large[0].largest}, at most {step.sent_bytes:,} bytes should be"
+    if setup.chip.platform == "gpu":
+        if found.num_kernels != step.num_kernels:
+            wrong["kernels"] = f"{found.num_kernels} calls, {step.num_kernels} should be"
+        if found.kernel is not None and found.kernel.spilled_bytes:
+            wrong["spilled"] = f"{found.kernel.spilled_bytes} bytes a thread, {found.kernel.registers} registers"
+    return wrong
+
+
+def ids(value: object) -> str:
+    return value.name if isinstance(value, Step | Chip) else str(value)
+
+
+@pytest.mark.parametrize(("setup", "step"), STEPS, ids=ids)
+def test_step(setup, step, record_property):
+    found = figures(setup, step.name)
+    wrong, known = complaints(setup, step, found), defects(setup, step)
+    described = {"setup": str(setup), "chip": setup.chip.name, "preset": setup.preset, "devices": setup.num_devices}
+    described |= {"step": step.name, "flops": step.flops, "read_bytes": step.read_bytes, "wrong": wrong}
+    record_property("step", {**described, "figures": dataclasses.asdict(found)})
+    _LOG.info("%s, %s: %s", setup, step.name, found)
+    assert set(wrong) == {each.check for each in known}, wrong
+    if known:
+        pytest.xfail("; ".join(each.reason for each in known))
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_what_a_model_takes_is_what_is_planned(setup, record_property):
+    """By the arguments of the step that takes all of it, weights and pages; what else is planned fits beside them."""
+    plan = make_plan(setup.model, setup.engine, dtype=DTYPE, device_bytes=setup.chip.memory_bytes)
+    of_steps = {step.name: figures(setup, step.name) for step in setup.steps()}
+    decode = of_steps[f"decode, {setup.engine.max_batch_size} rows"]
+    planned = plan.parts["the weights"] + plan.parts["the pool of KV"]
+    largest = max(of_steps, key=lambda name: of_steps[name].temp_bytes)
+    temp_bytes = of_steps[largest].temp_bytes
+    described = {"setup": str(setup), "chip": setup.chip.name, "memory_bytes": setup.chip.memory_bytes}
+    described |= {"parts": dict(plan.parts), "argument_bytes": decode.argument_bytes}
+    record_property("fit", {**described, "temp_bytes": temp_bytes, "temp_step": largest})
+    record_property("versions", {setup.chip.name: compiling.compiler_version(setup.chip)})
+    _LOG.info(
+        "%s: %d bytes of arguments, %d planned, %d of temporaries", setup, decode.argument_bytes, planned, temp_bytes
+    )
+    assert decode.argument_bytes == pytest.approx(planned, rel=PLAN_TOLERANCE)
+    assert temp_bytes <= plan.left_bytes
+
+
+@pytest.mark.parametrize(("chip", "preset", "num_devices"), UNFIT, ids=ids)
+def test_what_does_not_fit_is_refused_before_it_is_compiled(chip, preset, num_devices, record_property):
+    setup = Setup(chip, preset, num_devices)
+    with pytest.raises(ValueError, match="a device's memory must be") as refusal:
+        make_plan(setup.model, setup.engine, dtype=DTYPE, device_bytes=chip.memory_bytes)
+    described = {"setup": str(setup), "chip": chip.name, "memory_bytes": chip.memory_bytes}
+    record_property("unfit", {**described, "said": str(refusal.value)})
+
+
+def test_the_compiler_refuses_it_too():
+    """The memory that it says is there is that of `chips`."""
+    setup = Setup(V5E, "llama3-8b")
+    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"exceeds available HBM \({V5E.memory_bytes / GIB:.2f}G\)"):
+        figures(setup, "decode, 8 rows")
