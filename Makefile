@@ -85,15 +85,17 @@ test: lint ## Lint, types and all tests but the long ones
 test-slow: setup ## The long forms of the tests
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
-# No platform but the CPU's is started, no metadata server of a TPU asked, and nothing compiled the quick way of tests.
+# No platform but the CPU's is started, no metadata server of a TPU asked, no TPU locked, and nothing compiled the quick
+# way of tests.
 COMPILING := PYTHONPATH=$(COMPILERS) JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 TF_CPP_MIN_LOG_LEVEL=3 XLA_FLAGS= \
+  ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
   $(BIN)/python -m pytest tests/accelerators
 
 test-accelerators: $(COMPILERS)/.setup ## Compile all steps for H100, A100, v5e and v6e, none of which is needed; fetches 436 MB
 	$(COMPILING) -o log_cli=true -o log_cli_level=INFO $(ARGS)
 
 accelerators: $(COMPILERS)/.setup ## The same, and redo results/accelerators.md of it
-	$(COMPILING) --figures_out=results/accelerators.json $(ARGS)
+	$(COMPILING) --figures_out=results/accelerators/steps.json $(ARGS)
 	$(BIN)/python -m tools.accelerators_page
 
 lint: setup ## Lint, format check and types, changing nothing

@@ -50,9 +50,10 @@ class Chip:
         """Of the compiler: no device is there to try variants of a kernel on."""
         return {"xla_gpu_autotune_level": 0} if self.platform == "gpu" else {}
 
-    def ideal_s(self, flops: float, num_bytes: float) -> float:
-        """The least that so much takes: its roofline."""
-        return max(flops / self.flops, num_bytes / self.bytes_per_s)
+    @property
+    def rates(self) -> dict[str, float]:
+        """Of its roofline."""
+        return {"flops": self.flops, "bytes_per_s": self.bytes_per_s}
 
 
 H100 = Chip(

@@ -60,17 +60,16 @@ class Instruction(NamedTuple):
     """Whether its result lies in memory: not within a fused computation, but for the last one there."""
 
     @property
-    def num_elements(self) -> int:
-        """Of its largest array."""
-        return max((math.prod(map(int, dims.split(","))) if dims else 1 for _, dims in self._arrays), default=0)
-
-    @property
     def num_bytes(self) -> int:
         """Of its largest array, without padding."""
-        return max(
-            (_width(kind) * (math.prod(map(int, dims.split(","))) if dims else 1) for kind, dims in self._arrays),
-            default=0,
-        )
+        sizes = (_width(kind) * math.prod(map(int, filter(None, dims.split(",")))) for kind, dims in self._arrays)
+        return max(sizes, default=0)
+
+    def is_of(self, pages: tuple[int, ...]) -> bool:
+        """Whether an array of its result is all pages `[P, 2, K, page, H]`, or their keys, however laid out."""
+        sizes = math.prod(pages), math.prod(pages) // pages[1]
+        shapes = [list(map(int, dims.split(","))) for _, dims in self._arrays if dims]
+        return any(math.prod(shape) in sizes and pages[0] in shape for shape in shapes)
 
     @property
     def _arrays(self) -> list[tuple[str, str]]:
@@ -194,7 +193,7 @@ def figures(setup: Setup, step: Step) -> Figures:
     pages = setup.pages.sharding.shard_shape(setup.pages.shape)
     moves = [each for each in instructions if each.opcode in _MOVES]
     copies = [each for each in moves if each.is_stored and each.num_bytes >= LARGE_BYTES and each.opcode != "convert"]
-    of_pool = [each for each in moves if each.num_elements in (math.prod(pages), math.prod(pages) // 2)]
+    of_pool = [each for each in moves if each.is_of(pages)]
     sent = collections.defaultdict(list)
     for each in instructions:
         if (kind := each.opcode.removesuffix("-start")) in _SENT:

@@ -1,4 +1,4 @@
-"""What tests of compiled steps leave: the figures of each, for results/accelerators.json."""
+"""What tests of compiled steps leave: the figures of each, for results/accelerators.md."""
 
 from __future__ import annotations
 
@@ -19,20 +19,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _Recorder:
-    """Collects what tests record as their properties."""
+    """Collects what tests record as their properties: of all of them anew, or of some in place of what was there."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._found: dict[str, Any] = {"versions": {}, "step": [], "fit": [], "unfit": []}
+        self._found: dict[str, dict[str, Any]] = {}
+        self._is_part = False
+
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
+        self._is_part = self._is_part or bool(items)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call":
             for name, value in report.user_properties:
-                if name == "versions":
-                    self._found[name].update(value)
-                else:
-                    self._found[name].append(value)
+                key = ", ".join(value[part] for part in ("setup", "step", "chip") if part in value)
+                self._found.setdefault(name, {})[key] = value
 
     def pytest_sessionfinish(self) -> None:
+        kept = json.loads(self._path.read_text(encoding="utf-8")) if self._is_part and self._path.exists() else {}
+        every = {name: {**kept.get(name, {}), **of_name} for name, of_name in self._found.items()}
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps(self._found, indent=1) + "\n", encoding="utf-8")
+        self._path.write_text(json.dumps({**kept, **every}, indent=1) + "\n", encoding="utf-8")

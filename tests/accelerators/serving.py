@@ -54,6 +54,8 @@ class Step:
     """By name."""
     donated: Any = ()
     """Shapes of those arguments that it gives back changed, in place."""
+    takes_everything: bool = False
+    """Whether it takes all weights and all pages, and next to nothing else."""
     num_kernels: int = 0
     """Times that attention over pages is in it."""
     num_sums: int = 0
@@ -183,6 +185,8 @@ class Setup:
         yield from self._passes()
         yield from self._decoding()
         yield from self._moves()
+        if self.chip.platform == "tpu":
+            yield from self._yardsticks()
 
     def _step(self, name: str, function: Callable[..., Any], *arguments: Any, **more: Any) -> Step:
         counts = {field.name: more.pop(field.name) for field in dataclasses.fields(Step) if field.name in more}
@@ -235,6 +239,7 @@ class Setup:
                     packs=packs,
                     sharding=sharding,
                     donated=pages,
+                    takes_everything=True,
                     num_kernels=model.num_layers,
                     num_sums=2 * model.num_layers + 1,
                     num_gathers=1,
@@ -281,6 +286,14 @@ class Setup:
         drift = self.shape(model.num_layers, 2, model.num_kv_heads, model.head_dim, dtype=jnp.float32)
         yield self._step("cut_pages, drift", steps.cut_pages, *arguments, drift, one, sharding, donated=pages)
         yield self._step("copy_page", steps.copy_page, pages, one, one, one, sharding, donated=pages)
+
+    def _yardsticks(self) -> Iterator[Step]:
+        """A product by one matrix and nothing else: what XLA estimates of that is no step's fault."""
+        model = self.model
+        matrix = self.shape(model.embed_dim, model.mlp_dim, dtype=jnp.bfloat16, axes=("embed", "mlp"))
+        for count in (self.engine.max_batch_size, self.engine.max_num_batched_tokens):
+            x = self.shape(count, model.embed_dim, dtype=jnp.bfloat16)
+            yield self._step(f"a product, {count} tokens", jax.jit(jnp.dot), x, matrix, **self._work(matrix, count))
 
     # Least that must be.
 
