@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ca_jax.launch.script import make_markdown
 from tools.pages import Report, assemble, read_json, read_notes, table, write_page
 
 _GIB = 1 << 30
@@ -43,7 +44,9 @@ def make_page(notes: Mapping[str, str], report: Report) -> str:
 
 
 def _of_versions(report: Report) -> Iterator[str]:
-    yield from table(("chip", "compiled by"), ((each["chip"], each["by"]) for each in report["versions"].values()))
+    yield from make_markdown(
+        ("chip", "compiled by"), ((each["chip"], each["by"]) for each in report["versions"].values())
+    )
 
 
 def _of_defects(report: Report) -> Iterator[str]:
@@ -57,12 +60,12 @@ def _of_defects(report: Report) -> Iterator[str]:
     ]
     total, wrong = len(report["step"]), sum(bool(step["wrong"]) for step in report["step"].values())
     yield from (f"{total} compiled steps, {total - wrong} of them as they should be.", "")
-    yield from table(("check", "step", "chip", "models", "for instance"), rows)
+    yield from make_markdown(("check", "step", "chip", "models", "for instance"), rows)
 
 
 def _step_of(pair: tuple[Any, str]) -> str:
     step, said = pair
-    return f"{step['preset']}, {step['step']}: {said}".replace("|", "\\|")
+    return f"{step['preset']}, {step['step']}: `{said}`"
 
 
 def _of_memory(report: Report) -> Iterator[str]:
@@ -89,7 +92,7 @@ def _of_memory(report: Report) -> Iterator[str]:
     yield from table((*headings, "left"), rows)
     yield ""
     unfit = [(each["setup"], f"{each['memory_bytes'] / _GIB:.2f}", each["said"]) for each in report["unfit"].values()]
-    yield from table(("does not fit, and is refused", "GiB there", "what `plan` says"), unfit)
+    yield from make_markdown(("does not fit, and is refused", ">GiB there", "what `plan` says"), unfit)
 
 
 def _of_copies(report: Report) -> Iterator[str]:

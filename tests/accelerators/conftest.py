@@ -39,4 +39,13 @@ class _Recorder:
         kept = json.loads(self._path.read_text(encoding="utf-8")) if self._is_part and self._path.exists() else {}
         every = {name: {**kept.get(name, {}), **of_name} for name, of_name in self._found.items()}
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps({**kept, **every}, indent=1) + "\n", encoding="utf-8")
+        self._path.write_text(_as_text({**kept, **every}), encoding="utf-8")
+
+
+def _as_text(found: dict[str, dict[str, Any]]) -> str:
+    """JSON with a line for each row."""
+    tables = []
+    for name, rows in found.items():
+        lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(row)}" for key, row in rows.items())
+        tables.append(f" {json.dumps(name)}: {{\n{lines}\n }}")
+    return "{\n" + ",\n".join(tables) + "\n}\n"

@@ -305,20 +305,15 @@ class Setup:
         return 4 * count * self.model.vocab_size
 
     def _work(self, params: Any, num_tokens: int) -> dict[str, float]:
-        """Products by all matrices, whichever experts tokens choose, but for the embedding's that is only looked up."""
-        table = self.params["params"]["embed"]["embedding"]
-        leaves = [leaf for leaf in jax.tree.leaves(params) if leaf is not table or self.model.tie_embeddings]
-        size = sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape))) for leaf in leaves if len(leaf.shape) > 1)
-        chosen = size * self._chosen_share(leaves)
-        return {"flops": 2.0 * chosen * num_tokens, "read_bytes": 2.0 * size}
-
-    def _chosen_share(self, leaves: list[jax.ShapeDtypeStruct]) -> float:
-        """Of all matrices, the share that one token is multiplied by: some of the experts."""
-        if not self.model.num_experts:
-            return 1.0
-        sizes = [
-            (int(np.prod(leaf.shape)), len(leaf.shape) == 3 and leaf.shape[0] == self.model.num_experts)
-            for leaf in leaves
-        ]
-        of_experts = sum(size for size, is_stacked in sizes if is_stacked) / sum(size for size, _ in sizes)
-        return 1 - of_experts * (1 - self.model.num_experts_per_token / self.model.num_experts)
+        """Of the matrices in them, but for embeddings that are only looked up: of experts those that tokens choose."""
+        table, num_experts = self.params["params"]["embed"]["embedding"], self.model.num_experts
+        flops = read_bytes = 0.0
+        for leaf in jax.tree.leaves(params):
+            if leaf.ndim < 2 or (leaf is table and not self.model.tie_embeddings):
+                continue
+            size = self.bytes_of(leaf) / leaf.dtype.itemsize
+            is_of_experts = num_experts and leaf.ndim == 3 and leaf.shape[0] == num_experts
+            chosen = self.model.num_experts_per_token / num_experts if is_of_experts else 1.0
+            flops += 2 * size * chosen * num_tokens
+            read_bytes += size * leaf.dtype.itemsize * min(chosen * num_tokens, 1)
+        return {"flops": flops, "read_bytes": read_bytes}
