@@ -10,6 +10,7 @@ import pytest
 
 from ca_jax.engine import Engine
 from ca_jax.overflow.config import OverflowConfig
+from ca_jax.storage import store
 from ca_jax.storage.tiers import dram
 from ca_jax.telemetry.metrics import CompileCounter
 from ca_jax.turns.requests import SamplingParams
@@ -50,9 +51,9 @@ def test_warming_up_measures_rates_through_the_wrapped_store_and_leaves_nothing_
         assert session.usage.num_cached_tokens > 0
 
 
-@pytest.mark.parametrize("store", [kit.STORE_OFF, kit.store_of(2)], ids=["off", "two blocks"])
-def test_without_room_in_the_store_there_are_no_rates_and_turns_run_all_the_same(store):
-    with kit.small_engine(store=store, max_tpot_ms=1.0, recompute_if_faster=True) as engine:
+@pytest.mark.parametrize("sized", [kit.STORE_OFF, kit.store_of(2)], ids=["off", "two blocks"])
+def test_without_room_in_the_store_there_are_no_rates_and_turns_run_all_the_same(sized):
+    with kit.small_engine(store=sized, max_tpot_ms=1.0, recompute_if_faster=True) as engine:
         warm_up(engine)
         assert engine.rates is None
         sessions = [engine.session() for _ in range(2)]
@@ -124,7 +125,7 @@ class Gate:
         self.stopped = lambda: False
         self._touch = dram.touch
 
-    def touch(self, array, *, stopped):
+    def touch(self, array, stopped):
         self.stopped = stopped
         self.begun.set()
         self.opened.wait()
@@ -136,7 +137,7 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch):
     gate = Gate()
-    monkeypatch.setattr(dram, "touch", gate.touch)
+    monkeypatch.setattr(store, "touch", gate.touch)
     yield gate
     gate.opened.set()
 

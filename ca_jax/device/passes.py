@@ -26,6 +26,22 @@ class LayerSource(Protocol):
         """Nothing reads what `layer` gave when `result` is ready."""
 
 
+class Joined(Protocol):
+    """A history that is mended together with new tokens behind it."""
+
+    num_chosen: int
+    """Tokens before the new ones in what is computed,"""
+
+    @property
+    def num_rows(self) -> int:
+        """and how many that are in all, padding too."""
+
+    @property
+    def joined(self) -> tuple[jax.Array, jax.Array]:
+        """Of the layer that was mended last, of all that is computed: what goes into the next layer `[D, T', F]`, and
+        unrotated KV `[2, D n, K, H]`."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Received:
     """Attention that a job's tokens received from the new ones of one pass, summed over layers and query heads."""
@@ -95,6 +111,8 @@ class PassPart:
     """Tokens before the one that is drawn behind this part, those that have left included; None: none is drawn."""
     mend: Callable[[int], None] = lambda layer: None
     """Called with each layer whose history was put into its pages, before it is read."""
+    joined: Joined | None = None
+    """What computes its tokens as it mends the history: the pass is its alone."""
     error: Exception | None = None
     """What broke of its history, or of taking its KV: nothing that was computed of it is sound."""
 

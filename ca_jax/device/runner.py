@@ -78,6 +78,11 @@ class _Step:
     first: dict[int, int]  # By slot, the first of its tokens there.
     last: dict[int, int]  # The last.
 
+    def behind(self, count: int, num_tokens: int) -> _Step:
+        """The same with so many others before a part's tokens, of so many in all."""
+        first, last = ({slot: at + count for slot, at in each.items()} for each in (self.first, self.last))
+        return dataclasses.replace(self, num_tokens=num_tokens, first=first, last=last)
+
     def kv_row(self, slot: int) -> int:
         """Which of all tokens, as their KV is handed out, is a slot's first."""
         return self.part[slot] * self.num_tokens + self.first[slot]
@@ -188,6 +193,9 @@ class Runner:
             self.pool.make_room(slot, start + len(new), start)
         step = self._laid_out(spans)
         self._ahead, x = None, self.embed(step.tokens)
+        joined = parts[0].joined if parts else None
+        if joined is not None:  # It is alone.
+            step = step.behind(joined.num_chosen, joined.num_rows)
         decoded: list[jax.Array] = []
         received: list[jax.Array] = []
         for i in range(self.config.num_layers):
@@ -196,9 +204,12 @@ class Runner:
                     self._bring(part, i)
                 if not jobs and all(part.error is not None for part in parts):
                     break
-                x, kv, first, *seen = self._layer(i, x, step)
-                decoded.append(first)
-                received += seen
+                if joined is not None:
+                    x, kv = joined.joined
+                else:
+                    x, kv, first, *seen = self._layer(i, x, step)
+                    decoded.append(first)
+                    received += seen
                 for part in parts:
                     part.take(i, kv, step.kv_row(part.prefill.slot))
         return self._passed(parts, jobs, step, x, decoded, received)

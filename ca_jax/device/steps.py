@@ -110,8 +110,21 @@ def unpack_kv(kv: jax.Array, dtype: str, sharding: ModelSharding | None = None) 
 
 @partial(jax.jit, static_argnames=("config", "sharding"))
 def embed(config: ModelConfig, params: Params, tokens: jax.Array, sharding: ModelSharding | None = None) -> jax.Array:
-    """i32 `[D, T]` to `[D, T, F]`."""
-    return constrain(apply(Transformer(config), params, tokens, method=Transformer.embed), sharding, ROWS)
+    """i32 `[D, T]` to `[D, T, F]`.
+
+    Each device looks up those that its part of the vocabulary has: left to itself XLA may gather the whole table.
+    """
+    if sharding is None or config.vocab_size % sharding.num_tensor:
+        return constrain(apply(Transformer(config), params, tokens, method=Transformer.embed), sharding, ROWS)
+
+    def look_up(table: jax.Array, ids: jax.Array, tokens: jax.Array) -> jax.Array:
+        places = tokens - ids[0]
+        is_own = (places >= 0) & (places < len(table))
+        return jnp.where(is_own[..., None], table.at[places].get(mode="clip"), 0)[None]
+
+    of_device = by_device(look_up, sharding, (("vocab", None), ("vocab",), ROWS), ("vocab", *ROWS))
+    found = of_device(params["params"]["embed"]["embedding"], jnp.arange(config.vocab_size), tokens)
+    return constrain(found.sum(0), sharding, ROWS)
 
 
 @partial(jax.jit, static_argnames=("config",))
@@ -410,11 +423,12 @@ def cut_pages(
         return paged.write_places(pages, kv, tables[1], jnp.int32(0), own)
 
     of_device = by_device(cut, sharding, (PAGES, (), (), (), (), (None, "kv_heads"), ()), PAGES)
-    drifts = [None] * len(pages) if drift is None else list(drift)
-    return [
-        of_device(of_layer, tables, part, places, count, each, drifts_from)
-        for of_layer, each in zip(pages, drifts, strict=True)
-    ]
+    drifts, moved = [None] * len(pages) if drift is None else list(drift), []
+    for of_layer, each in zip(pages, drifts, strict=True):
+        of_layer = of_device(of_layer, tables, part, places, count, each, drifts_from)
+        of_layer, places = lax.optimization_barrier((of_layer, places))  # One layer's KV is out of pages at a time.
+        moved.append(of_layer)
+    return moved
 
 
 @partial(jax.jit, static_argnames=("sharding",), donate_argnames=("pages",))

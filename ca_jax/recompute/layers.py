@@ -45,7 +45,7 @@ def recompute_layer(
     carried: tuple[jax.Array, ...] = (),
     window: int | None = None,
     sharding: ModelSharding | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes one layer of some tokens anew, over the KV of all. Donates `x` and the pages.
 
     Args:
@@ -57,9 +57,9 @@ def recompute_layer(
         empty: the others stay.
 
     Returns:
-      `x` for the next layer, and the pages, with the tokens' own KV in their places.
+      `x` for the next layer; the tokens' unrotated KV `[2, D n, K, H]`; and the pages, with that in their places.
     """
-    part, (_, _, pages) = through_layer(
+    part, (kv, _, pages) = through_layer(
         config,
         layer_params,
         x[:, :num_tokens],
@@ -74,7 +74,7 @@ def recompute_layer(
         move=carry_along if carried else None,
         moved=carried,
     )
-    return constrain(lax.dynamic_update_slice_in_dim(x, part, 0, 1), sharding, ROWS), pages
+    return constrain(lax.dynamic_update_slice_in_dim(x, part, 0, 1), sharding, ROWS), kv, pages
 
 
 def carry_along(pages: jax.Array, new: LayerKV, rows: paged.Rows, fitted: jax.Array, moves: jax.Array) -> jax.Array:

@@ -19,6 +19,7 @@ from typing import Protocol
 import jax
 import numpy as np
 
+from ca_jax.device import steps
 from ca_jax.device.passes import LayerSource
 from ca_jax.device.runner import Runner
 from ca_jax.device.steps import Params
@@ -29,7 +30,10 @@ from ca_jax.models.rope import Rotation
 from ca_jax.models.sharding import ModelSharding
 from ca_jax.recompute.drift import Drift, add_drift
 from ca_jax.recompute.layers import choose_deviating, recompute_layer
-from ca_jax.recompute.plan import Plan
+from ca_jax.recompute.plan import Plan, repaired_rows
+
+JOINED_TOKENS = 128
+"""Tokens, at most, of a history that are computed anew in one with new ones: more take long enough by themselves."""
 
 
 class Computer(Protocol):
@@ -65,6 +69,7 @@ class Recomputer:
       page_tokens: places of a page.
       part: that it is in.
       width: least T'.
+      behind: tokens behind it that are computed in one with those of the plan, which has as many in each layer.
 
     Raises:
       ValueError: fewer token ids than the plan has tokens.
@@ -80,6 +85,7 @@ class Recomputer:
         *,
         part: int = 0,
         width: int = 0,
+        behind: Sequence[int] = (),
     ) -> None:
         if len(token_ids) < plan.start + plan.num_tokens:
             raise ValueError(f"there must be ids of {plan.start + plan.num_tokens} tokens, got {len(token_ids)}")
@@ -89,12 +95,17 @@ class Recomputer:
         self._part = part
         self._num_parts = len(table)
         self._num_places = table.shape[1] * page_tokens
-        self._count = plan.counts[0]
+        self._count = plan.counts[0] + len(behind)
+        self._num_rows = (repaired_rows(self._count),) * plan.num_layers if behind else plan.rows
         chosen = plan.start + plan.first_rows
-        tokens, places = np.zeros((2, self._num_parts, max(width, plan.rows[0])), np.int32)
-        tokens[part, : self._count] = [token_ids[place] for place in chosen]
-        places[part, : self._count] = chosen
-        self._x = computer.embed(tokens)
+        new = np.arange(len(token_ids), len(token_ids) + len(behind))
+        tokens, places = np.zeros((2, self._num_parts, max(width, self._num_rows[0])), np.int32)
+        tokens[part, : self._count] = [*(token_ids[place] for place in chosen), *behind]
+        places[part, : self._count] = *chosen, *new
+        self.x = computer.embed(tokens)
+        """`[D, T', F]`, what goes into the next layer: of the plan's tokens, then of those behind."""
+        self.kv: jax.Array | None = None
+        """Unrotated KV of the same, `[2, D n, K, H]`, in the last layer that was computed."""
         self._rows = Rows(self._put(table), self._starts(), self._put(places.ravel()))
         self._always: jax.Array | None = None
         self._carried: tuple[jax.Array, ...] = ()
@@ -108,12 +119,12 @@ class Recomputer:
         count = plan.counts[layer]
         if not count:
             return pages
-        if count < self._count:
+        if count < plan.counts[max(layer - 1, 0)]:
             always = self._always_there()
             found = choose_deviating(
                 by.config,
                 by.layers[layer],
-                self._x,
+                self.x,
                 pages,
                 self._rows,
                 always,
@@ -122,15 +133,15 @@ class Recomputer:
                 by.sharding,
             )
             self._count = count
-            self._x, self._rows = found[0], self._rows._replace(starts=self._starts(), places=found[1])
-        self._x, pages = recompute_layer(
+            self.x, self._rows = found[0], self._rows._replace(starts=self._starts(), places=found[1])
+        self.x, self.kv, pages = recompute_layer(
             by.config,
             by.layers[layer],
-            self._x,
+            self.x,
             pages,
             self._rows,
             by.table,
-            plan.rows[layer],
+            self._num_rows[layer],
             self._carried_at(layer),
             by.config.window_of(layer),
             by.sharding,
@@ -153,7 +164,7 @@ class Recomputer:
         if plan.moves is None or plan.fitted is None or layer < plan.moves_from:
             return ()
         if not self._carried:
-            fitted = np.zeros((self._num_parts, plan.rows[0]), bool)
+            fitted = np.zeros((self._num_parts, self._num_rows[0]), bool)
             fitted[self._part, : plan.counts[0]] = plan.fitted[plan.first_rows]
             self._carried = self._put(fitted), self._put(self._of_places(plan.moves))
         return self._carried
@@ -215,6 +226,33 @@ class RecomputedHistory:
         self._runner = runner
         self._repair = repair
         self._recomputers: list[Recomputer] = []
+        self._behind: Sequence[int] = ()
+        is_alone = blend is None and len(self._plans) == 1 and not runner.with_attention
+        moves = is_alone and self._plans[0].moves is not None and not self._plans[0].moves_from
+        self.num_chosen = self._plans[0].counts[0] if moves else 0
+        """Tokens that are computed anew in each layer, where new ones may be with them; else 0."""
+
+    def may_join(self, num_new: int) -> bool:
+        """Whether so many new tokens behind it may be computed with those that are computed anew."""
+        return 0 < self.num_chosen <= JOINED_TOKENS - num_new
+
+    def join(self, token_ids: Sequence[int]) -> RecomputedHistory:
+        """Has new tokens behind it be computed with those that are computed anew, so that weights are read once."""
+        self._behind = token_ids
+        return self
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that are computed of both."""
+        return repaired_rows(self.num_chosen + len(self._behind))
+
+    @property
+    def joined(self) -> tuple[jax.Array, jax.Array]:
+        """Of the layer that was mended last: `Recomputer.x` and `kv`, new tokens' among it, from `num_chosen` on."""
+        [recomputer] = self._recomputers
+        if recomputer.kv is None:
+            raise RuntimeError("a layer must be mended before it is read, and none is")
+        return recomputer.x, recomputer.kv
 
     def computed(self, layer: int, result: jax.Array) -> None:
         """See `LayerSource`."""
@@ -233,18 +271,20 @@ class RecomputedHistory:
         """Computes a layer anew that is in its pages, as far as the plans say. In order of layers."""
         if not layer:
             self._recomputers = [
-                make_recomputer(self._runner, self._slot, each, self._token_ids) for each in self._plans
+                make_recomputer(self._runner, self._slot, each, self._token_ids, self._behind) for each in self._plans
             ]
         for recomputer in self._recomputers:
             buffers = self._runner.pool.buffers
             buffers[layer] = recomputer.layer(layer, buffers[layer])
 
 
-def make_recomputer(runner: Runner, slot: int, plan: Plan, token_ids: Sequence[int]) -> Recomputer:
+def make_recomputer(
+    runner: Runner, slot: int, plan: Plan, token_ids: Sequence[int], behind: Sequence[int]
+) -> Recomputer:
     """Has tokens of a history computed anew that lies in a slot's pages."""
     part, table = runner.pool.place(slot)
-    size = runner.pool.size
-    return Recomputer(runner, plan, token_ids, table, size.page_tokens, part=part, width=runner.step_tokens)
+    size, width = runner.pool.size, runner.step_tokens
+    return Recomputer(runner, plan, token_ids, table, size.page_tokens, part=part, width=width, behind=behind)
 
 
 def functions_of(shapes: Shapes, plan: Plan) -> list[Compile]:
@@ -255,7 +295,7 @@ def functions_of(shapes: Shapes, plan: Plan) -> list[Compile]:
 
     def recompute(layer: int) -> None:
         moves = plan.moves is not None and layer >= plan.moves_from
-        shapes.compiled(
+        _, kv, _ = shapes.compiled(
             recompute_layer,
             runner.config,
             shapes.layers[layer],
@@ -268,6 +308,8 @@ def functions_of(shapes: Shapes, plan: Plan) -> list[Compile]:
             runner.config.window_of(layer),
             runner.sharding,
         )
+        if runner.packs_kv:
+            shapes.compiled(steps.pack_kv, kv, runner.sharding)
 
     def choose(layer: int) -> None:
         x, rows = shapes.embedded(width), shapes.rows(shapes.num_parts, width)

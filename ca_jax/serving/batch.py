@@ -91,6 +91,11 @@ class Prefilling:
         is_there = load is None or self.prefill.num_done > 0 or load.num_issued == load.num_layers
         return all_agree(self._processes, "packs", is_there)
 
+    @property
+    def joins(self) -> bool:
+        """Whether its next pass is its alone: it computes tokens of its history anew, and its own, in one."""
+        return self._mended is not None and not self.prefill.num_done and self._mended.may_join(self.prefill.num_left)
+
     def part(self, num_tokens: int) -> PassPart:
         """Some of the tokens that are left, for a pass. Raises what breaks before that begins."""
         prefill, job = self.prefill, self.job
@@ -103,11 +108,11 @@ class Prefilling:
             self._kv.write_buffer.make_room(len(tokens))
             self.saver.begin_pass(tokens, prefill.start)
         self._layer_since_s = time.perf_counter()
-        draws = len(tokens) == prefill.num_left and job.chunk is None
-        behind = len(job.prompt_ids) + job.num_gone if draws else None
-        part = PassPart(prefill, len(tokens), history, self._take_layer, behind)
-        if history is not None and self._mended is not None:
-            part.mend = self._mended.mend
+        is_last = len(tokens) == prefill.num_left and job.chunk is None
+        behind = len(job.prompt_ids) + job.num_gone if is_last else None
+        part, mended = PassPart(prefill, len(tokens), history, self._take_layer, behind), self._mended
+        if history is not None and mended is not None:
+            part.mend, part.joined = mended.mend, mended.join(tokens) if self.joins else None
         return part
 
     def passed(self, part: PassPart, seconds: float, is_alone: bool) -> None:
@@ -242,13 +247,11 @@ class Batch:
         self._processes = runtime.processes
         self._scheduler = scheduler
         self._runner = runner
-        self._sampler = runner.sampler
         self._kv = kv
         self._max_tpot_ms = runtime.config.max_tpot_ms
         self._keeps_pages = runtime.config.keep_pages and runtime.config.kv_rest_dtype == "model"
         self._metrics = runtime.metrics
         self._timeline = runtime.timeline
-        self._window = runner.window
         self._truncator = truncator
         self._savers: dict[Job, TurnSaver] = {}
         self._prefilling: dict[Job, Prefilling] = {}
@@ -267,9 +270,10 @@ class Batch:
                 self._kv.histories.preload(plan.preload, plan.preload.session, self._kv.is_at_hand)
         jobs = self._with_room(list(plan.decode))
         prefilling = [self._prefilling[job] for job in plan.prefill if not job.done]
-        if not prefilling or self._runner.is_ahead(jobs):
+        is_apart = not prefilling or prefilling[0].joins
+        if is_apart or self._runner.is_ahead(jobs):
             self._decode(jobs)
-            jobs = self._with_room(jobs) if prefilling else []
+            jobs = [] if is_apart else self._with_room(jobs)
         if prefilling:
             self._run_pass(prefilling, [job for job in jobs if not job.done])
         return bool(plan.prefill) or bool(plan.decode)
@@ -297,7 +301,7 @@ class Batch:
         with self._ending(job):
             begun = self._prefilling[job] = Prefilling(job, self._runner, self._kv, self._truncator, self._runtime)
             self._runner.pool.begin(begun.prefill.slot, job.most_tokens)
-            self._sampler.set_slot(begun.prefill.slot, job.params, job.prompt_ids, job.stop_ids)
+            self._runner.sampler.set_slot(begun.prefill.slot, job.params, job.prompt_ids, job.stop_ids)
             begun.begin()
 
     def _run_pass(self, prefilling: list[Prefilling], jobs: list[Job]) -> None:
@@ -305,12 +309,12 @@ class Batch:
         num_left, packed = self._pass_tokens(prefilling[0].prefill, len(jobs)), list[tuple[Prefilling, PassPart]]()
         started_s = time.perf_counter()
         for each in prefilling:
-            if packed and (not num_left or not each.may_pack):
+            if (each.joins and (packed or jobs)) or (packed and not (num_left and each.may_pack)):
                 break
             with self._ending(each.job):
                 part = each.part(min(num_left, each.prefill.num_left))
                 packed.append((each, part))
-                num_left -= part.num_tokens
+                num_left = 0 if part.joined is not None else num_left - part.num_tokens
         if not packed:
             return
         self._kv.write_buffer.make_room(len(jobs))
@@ -380,7 +384,7 @@ class Batch:
     def _with_room(self, jobs: list[Job]) -> list[Job]:
         """Jobs that decode, the contexts of which have room for another token now."""
         for job in jobs:
-            if not job.done and job.num_tokens >= self._window:
+            if not job.done and job.num_tokens >= self._runner.window:
                 with self._ending(job):  # A discarder may be anybody's.
                     self._truncator.cut_running(job, self._savers.get(job))
         return [job for job in jobs if not job.done]
@@ -389,8 +393,8 @@ class Batch:
         """Decodes a token for each job."""
         if not jobs:
             return
-        num_left = min(min(job.params.max_tokens - len(job.output_ids), self._window - job.num_tokens) for job in jobs)
-        may_run_ahead = num_left > 1 and not self._scheduler.prefilling and not self._scheduler.may_take
+        left = [min(job.params.max_tokens - len(job.output_ids), self._runner.window - job.num_tokens) for job in jobs]
+        may_run_ahead = min(left) > 1 and not self._scheduler.prefilling and not self._scheduler.may_take
         self._kv.write_buffer.make_room(len(jobs))
         started_s = time.perf_counter()
         try:
@@ -425,12 +429,12 @@ class Batch:
         """Takes the token that was drawn for a row and ends the job if it is the last."""
         token = int(drawn.tokens[row])
         if job.slot is not None:
-            self._sampler.mark(job.slot, token)
+            self._runner.sampler.mark(job.slot, token)
         if (reason := job.take(token, drawn.logprob(row, job.params), self._is_full)) is not None:
             self._finish(job, reason)
 
     def _is_full(self, job: Job) -> bool:
-        return job.num_tokens >= self._window and not self._truncator.may_go_on(job)
+        return job.num_tokens >= self._runner.window and not self._truncator.may_go_on(job)
 
     def _finish(self, job: Job, reason: FinishReason) -> None:
         job.show_rest(job.output.finish())
@@ -482,7 +486,7 @@ class Batch:
             saver = prefilling.saver
             prefilling.release()
         if job.slot is not None:
-            self._sampler.free_slot(job.slot)
+            self._runner.sampler.free_slot(job.slot)
             if keeps_pages and job.session is not None and job.session.is_kept and self._keeps_pages:
                 session, tokens = job.session, np.fromiter(job.token_ids[:-1], np.int32)
                 state = (session.conversation.lineage, session.conversation.num_slid)

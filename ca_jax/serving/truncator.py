@@ -9,6 +9,7 @@ Source: CachedAttention (Gao et al., USENIX ATC 2024), section 3.4.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 
@@ -34,8 +35,8 @@ from ca_jax.overflow.config import (
     oldest_first,
 )
 from ca_jax.recompute.drift import Drift, add_drift
-from ca_jax.recompute.plan import Plan, blend_plan, repair_plan
-from ca_jax.recompute.recomputer import RecomputedHistory, Repair, functions_of
+from ca_jax.recompute.plan import Plan, blend_plan, repair_plan, repaired_rows
+from ca_jax.recompute.recomputer import JOINED_TOKENS, RecomputedHistory, Repair, functions_of
 from ca_jax.session import Job, Session
 from ca_jax.storage.records import Residency
 from ca_jax.telemetry.metrics import EngineMetrics
@@ -146,6 +147,10 @@ class Truncator:
             plan = self._plan(num_tokens)  # What is left may be of any length: of a discard by hand, too.
             if plan is not None:
                 plans.setdefault(plan.rows, plan)
+        sizes = sorted({repaired_rows(count) for count in range(1, JOINED_TOKENS + 1)})  # With new tokens.
+        for plan in [plan for plan in plans.values() if plan.moves is not None][:1]:
+            joined = (dataclasses.replace(plan, rows=(size,) * plan.num_layers) for size in sizes)
+            plans = {each.rows: each for each in joined} | plans
         for plan in plans.values():
             found += functions_of(shapes, plan)
         return found
