@@ -168,8 +168,7 @@ def as_on(chip: Chip) -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "default_backend", lambda: chip.platform)
-        for name in ("kernel_is_served", "flash_is_served"):
-            patch.setattr(gpu_attention, name, lambda dtype, head_dim: True)
+        patch.setattr(gpu_attention, "kernel_is_served", lambda dtype, head_dim: True)
         jax.clear_caches()  # What was traced for another kind must not be found.
         yield
         jax.clear_caches()

@@ -33,35 +33,18 @@ def _has_half_lanes(setup: Setup) -> bool:
     return _is_tpu(setup) and setup.model.head_dim < 128
 
 
-def _gathers_table(setup: Setup) -> bool:
-    return setup.chip.platform == "gpu" and setup.num_devices > 1
-
-
 def _one_of(*setups: str) -> Callable[[Setup], bool]:
     return lambda setup: str(setup) in setups
 
 
 _WRITES = "tokens are scattered over pages and places, for which XLA turns the whole pool of a layer, and back"
-_GATHERS = "one token is looked up in embeddings that all devices gather first"
 _HOLDS = "the KV of a whole context is held in all layers at once"
 
 DEFECTS = (
     Defect("pool copied", ("fill_pages", "cut_pages"), _is_tpu, _WRITES),
     Defect("pool copied", ("layer_step", "decode, 8"), _has_half_lanes, _WRITES),
-    Defect("collectives", ("decode, 1 ",), _gathers_table, _GATHERS),
-    Defect("sent", ("decode, 1 ",), _gathers_table, _GATHERS),
-    Defect("temporaries", ("decode, 1 ",), _gathers_table, _GATHERS),
     Defect("temporaries", ("fill_pages",), _one_of("llama3-8b on one TPU v6e"), _WRITES),
-    Defect(
-        "temporaries",
-        ("cut_pages",),
-        _one_of(
-            *(f"llama3-8b on one {name}" for name in ("H100 SXM 80", "A100 SXM 80", "TPU v6e")),
-            "llama-65b on 4 A100 SXM 80",
-        ),
-        _HOLDS,
-    ),
-    Defect("temporaries", ("cut_pages, drift",), _one_of("smollm2-135m on one TPU v6e"), _HOLDS),
+    Defect("temporaries", ("cut_pages",), _one_of("llama3-8b on one TPU v6e"), _HOLDS),
     Defect(
         "spilled",
         ("layer_step",),
