@@ -3,8 +3,7 @@
 One turn: `submit_turn` queues a job; each `step` takes in what was saved and has the batch do what the scheduler plans.
 The thread that iterates an answer runs the engine, one at a time.
 
-Not here: what a step does (batch), who runs (scheduler), device state (runner), loading and saving (kv), text to tokens
-(prompts).
+Not here: what a step does (batch), who runs (scheduler), device state (runner), loads and saves (kv), tokens (prompts).
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ class Engine:
     ) -> Engine:
         """Loads a model and makes an engine for it; see `load_model` for what `model` may be and what is raised.
 
-        With `warm` what turns may need is compiled in a thread from then on, so that few wait for it; see `warmup`.
+        With `warm` a thread compiles what turns may need, so that few wait for it; see `warmup`.
         """
         config = config or EngineConfig()
         enable_compile_cache(config.compile_cache_dir)

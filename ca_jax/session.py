@@ -283,7 +283,7 @@ class Session:
         self.ttl_s = ttl_s
         """How long its KV is kept after its last use, seconds; None: as the store's config says."""
         self.is_noted = is_noted
-        """Whether the conversation is kept with its KV; else that is there for whoever begins like it."""
+        """Whether the conversation is kept with its KV; else its KV serves prompts that begin like it."""
         self.is_kept = is_kept
         """Whether its turns are stored and it is found by its name. Else stored KV is read for it, and none written."""
         self.usage: Usage | None = None

@@ -164,7 +164,7 @@ class Background:
         def run() -> None:
             try:
                 compile_all(functions, stopped=closed.is_set)
-            except Exception:  # Whoever calls such a function is told.
+            except Exception:  # A turn that needs the function raises it again.
                 _LOG.warning("what serving needs could not be compiled ahead", exc_info=True)
             atexit.unregister(end)
 
