@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ca_jax import backend
 from ca_jax.device.steps import Params
 from ca_jax.device.transfer import leaf_to_device, params_to_device, to_device, to_host
 from ca_jax.errors import InvalidRequestError, UnknownModelError
@@ -121,7 +122,8 @@ def load_model(
         sharding = None if layout is None else layout(config)
         return lambda leaf: leaf_to_device(leaf.read(), None if sharding is None else sharding.of_slot(leaf.slot))
 
-    checkpoint = load_checkpoint(model, dtype=dtype or _default_dtype(), progress=progress, destinations=destinations)
+    dtype = dtype or backend.here().dtype
+    checkpoint = load_checkpoint(model, dtype=dtype, progress=progress, destinations=destinations)
     load_s = time.perf_counter() - started_s
     return LoadedModel(**vars(checkpoint), model=Transformer(checkpoint.config), load_s=load_s, sharding=sharding)
 
@@ -146,7 +148,7 @@ def random_model(preset: str, *, dtype: str | None = None, seed: int = 0, layout
     if preset not in PRESETS:
         raise UnknownModelError(f"the preset must be one of {', '.join(sorted(PRESETS))}; got {preset!r}")
     config = PRESETS[preset]
-    dtype = dtype or _default_dtype()
+    dtype = dtype or backend.here().dtype
     sharding = None if layout is None else layout(config)
     params = jax.block_until_ready(random_params(config, dtype=dtype, seed=seed, sharding=sharding))
     return LoadedModel(
@@ -159,8 +161,3 @@ def random_model(preset: str, *, dtype: str | None = None, seed: int = 0, layout
         load_s=time.perf_counter() - started_s,
         sharding=sharding,
     )
-
-
-def _default_dtype() -> str:
-    """float32 on CPU, where bfloat16 is slower."""
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"

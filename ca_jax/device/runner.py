@@ -19,6 +19,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from ca_jax import backend
 from ca_jax.device import steps
 from ca_jax.device.buckets import batch_buckets, history_buckets, pad_to, token_buckets
 from ca_jax.device.pages import PagePool, PoolSize
@@ -129,7 +130,7 @@ class Runner:
         self.step_tokens = sizes.chunk_tokens + self._num_slots
         """Places for tokens of each part of a step."""
         self._num_parts = sizes.pool.num_parts
-        is_coarse = jax.default_backend() != "cpu" or self.window > _FINE_WINDOW
+        is_coarse = backend.here().coarse_steps or self.window > _FINE_WINDOW
         self.token_buckets = token_buckets(sizes.chunk_tokens, coarse=is_coarse)
         self.history_buckets = history_buckets(self.window)
         self.batch_buckets = batch_buckets(self._num_slots // self._num_parts)

@@ -158,12 +158,14 @@ def through_layer(
     one_each: bool,
     with_attention: bool,
     sharding: ModelSharding | None,
+    has_gaps: bool = False,
     move: Move | None = None,
     moved: tuple[jax.Array, ...] = (),
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """`x [D, T, F]` through a layer; its new KV, that of each part's first tokens, pages, and what places received.
 
     Args:
+      has_gaps: whether places of a row's tokens may have gaps.
       move: changes the pages before the tokens' KV is put into them, given `moved`, whose first axis is of the parts.
     """
 
@@ -178,7 +180,7 @@ def through_layer(
         own = paged.Rows(*rows)
         if move is not None:
             pages = move(pages, new, own, *(each[0] for each in moved))
-        out, pages = paged.attend_pages(q[0], new, pages, own, table, window, one_each=one_each)
+        out, pages = paged.attend_pages(q[0], new, pages, own, table, window, one_each=one_each, has_gaps=has_gaps)
         kv = jnp.concatenate([new.k, new.v], axis=0)
         given = (out[None], kv, kv[:, :num_first], pages)
         if not with_attention:

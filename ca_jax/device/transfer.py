@@ -20,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import NamedSharding
 
+from ca_jax import backend
+
 PINNED_HOST = "pinned_host"
 """The memory kind that a device reaches by DMA."""
 
@@ -150,7 +152,7 @@ def to_host_memory(array: jax.Array, memory_kind: str | None = None) -> jax.Arra
     """
     array = own_part(array)
     if memory_kind is None:
-        if next(iter(array.devices())).platform == "cpu" or array.sharding.memory_kind == PINNED_HOST:
+        if backend.here().shares_memory or array.sharding.memory_kind == PINNED_HOST:
             return array
         memory_kind = PINNED_HOST
     return jax.device_put(array, array.sharding.with_memory_kind(memory_kind))
@@ -207,7 +209,7 @@ def unpin_host_memory(memory: np.ndarray) -> None:
 def device_memory_bytes() -> int | None:
     """Memory of the first local device, or of the machine where the device has none of its own; None if unknown."""
     device = jax.local_devices()[0]
-    stats = device.memory_stats() if device.platform != "cpu" else None
+    stats = None if backend.here().shares_memory else device.memory_stats()
     if stats:
         return stats.get("bytes_limit")
     try:

@@ -27,6 +27,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ca_jax import backend
 from ca_jax.device import transfer
 from ca_jax.kv.chunk_kv import FusedTicket
 from ca_jax.kv.layout import EXECUTION_REGIONS
@@ -85,9 +86,6 @@ def _aligned(num_bytes: int) -> int:
 _LOOK_S = 5e-3
 """While waiting for a copy, how often to look whether the device computes still. Stalls are known to that, a layer; on
 CPU each look takes a core from what computes."""
-_DEVICE_AHEAD = 1
-"""Copies to an accelerator that are issued before the layer in front of them is dispatched: a copy into a new buffer
-waits for whatever was dispatched before that buffer was allocated."""
 
 
 class LoadError(RuntimeError):
@@ -327,7 +325,7 @@ class LayerLoader:
         self.sharding = sharding
         self.heads = heads
         self.timeline = timeline
-        self.device_ahead = 0 if jax.default_backend() == "cpu" else _DEVICE_AHEAD
+        self.device_ahead = backend.here().layers_ahead
         self.staged: collections.deque[_Stage] = collections.deque()  # All that hold a region.
         self._loads: list[LayerLoad] = []
         self._is_pinned = False

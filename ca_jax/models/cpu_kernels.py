@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ca_jax import backend
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import LayerKV
 
@@ -71,12 +72,12 @@ def kind() -> str | None:
     None: everything is computed by XLA.
     """
     lib = library()
-    return None if lib is None or jax.default_backend() != "cpu" else lib.ca_kind().decode()
+    return None if lib is None or backend.here().kernel != "cpu" else lib.ca_kind().decode()
 
 
 def serves_attention(dtype: Any, head_dim: int) -> bool:
     """Whether attention over heads of this kind is computed by the library on the default backend."""
-    return head_dim % 4 == 0 and dtype == jnp.float32 and jax.default_backend() == "cpu" and library() is not None
+    return head_dim % 4 == 0 and dtype == jnp.float32 and backend.here().kernel == "cpu" and library() is not None
 
 
 def attend_pages(
@@ -161,7 +162,7 @@ def pack_params(config: ModelConfig, params: Mapping[str, Any]) -> dict[str, Any
     """
     embedding = params["embed"]["embedding"]
     is_plain = len(embedding.sharding.device_set) == 1 and embedding.dtype == jnp.float32
-    if not is_plain or jax.default_backend() != "cpu" or library() is None:
+    if not is_plain or backend.here().kernel != "cpu" or library() is None:
         return {}
     host = np.asarray
     wanted: dict[tuple[str, ...], list[np.ndarray]] = {}

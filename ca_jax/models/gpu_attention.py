@@ -43,6 +43,8 @@ def attend_pages_kernel(
     rows: tuple[jax.Array, ...],
     rotation: tuple[jax.Array, jax.Array],
     window: int | None = None,
+    cap: float | None = None,
+    sinks: jax.Array | None = None,
     *,
     one_each: bool = False,
     interpret: bool = False,
@@ -69,7 +71,14 @@ def attend_pages_kernel(
     num_splits = _num_splits(blocks.shape[1] * num_kv, -(-most_keys // _key_block(pages)))
     shares = (num_splits, num_tokens, num_heads)
     out, weight = pl.pallas_call(
-        functools.partial(_kernel, num_queries=_padded(block * groups), num_splits=num_splits, window=window),
+        functools.partial(
+            _kernel,
+            num_queries=_padded(block * groups),
+            num_splits=num_splits,
+            window=window,
+            cap=cap,
+            has_sinks=sinks is not None,
+        ),
         grid=(blocks.shape[1], num_kv, num_splits),
         out_shape=[
             jax.ShapeDtypeStruct((*shares, head_dim), q.dtype if num_splits == 1 else jnp.float32),
@@ -78,7 +87,7 @@ def attend_pages_kernel(
         compiler_params=triton.CompilerParams(num_warps=4 if one_each else 8, num_stages=5 if one_each else 3),
         interpret=interpret,
         name="attend_pages",
-    )(blocks, places, rows[0], *rotation, q, pages)
+    )(blocks, places, rows[0], *rotation, q, pages, *([] if sinks is None else [sinks.astype(jnp.float32)]))
     if num_splits == 1:
         return out[0]
     return (out * jax.nn.softmax(weight, axis=0)[..., None]).sum(0).astype(q.dtype)
@@ -126,17 +135,18 @@ def _kernel(
     sin: Any,
     q: Any,
     pages: Any,
-    out: Any,
-    weight: Any,
-    *,
+    *refs: Any,
     num_queries: int,
     num_splits: int,
     window: int | None,
+    cap: float | None,
+    has_sinks: bool,
 ) -> None:
     """A block's tokens over a share of the keys that they see: `out [S, T, N, H]`, and its logarithmic `weight`."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
+    *sinks, out, weight = refs
     head_dim, half = q.shape[2], cos.shape[1]
     page, groups, size = pages.shape[3], q.shape[1] // pages.shape[2], _key_block(pages)
     block, kv_head, split = (pl.program_id(axis) for axis in range(3))
@@ -178,7 +188,8 @@ def _kernel(
         seen = (at[None, :] <= own) & is_own
         if window is not None:
             seen &= at[None, :] > own - window
-        scores = jnp.where(seen, sum(more, scores), _MASKED)
+        scores = sum(more, scores)
+        scores = jnp.where(seen, scores if cap is None else cap * jnp.tanh(scores / cap), _MASKED)
         new_top = jnp.maximum(top, scores.max(-1))
         weights = jnp.exp(scores - new_top[:, None])
         rescale = jnp.exp(top - new_top)
@@ -189,12 +200,12 @@ def _kernel(
     stop = (num_keys + size - 1) // size
     share = (stop - first + num_splits - 1) // num_splits
     first += split * share
-    nothing = (
-        jnp.full((num_queries,), _MASKED, jnp.float32),
-        jnp.zeros((num_queries,), jnp.float32),
-        jnp.zeros((num_queries, _padded(head_dim)), jnp.float32),
-    )
-    top, total, result = lax.fori_loop(first, jnp.minimum(first + share, stop), body, nothing)
+    top, total = jnp.full((num_queries,), _MASKED, jnp.float32), jnp.zeros((num_queries,), jnp.float32)
+    if has_sinks:
+        top = jnp.where(split == 0, triton.load(sinks[0].at[head], mask=offset < count, other=0), top)
+        total = jnp.where(split == 0, jnp.ones_like(total), total)
+    result = jnp.zeros((num_queries, _padded(head_dim)), jnp.float32)
+    top, total, result = lax.fori_loop(first, jnp.minimum(first + share, stop), body, (top, total, result))
     total = jnp.maximum(total, 1e-30)
     column, mask = tile_of(0, head_dim, is_own)
     at = split, (token + offset)[:, None], head[:, None]

@@ -14,7 +14,7 @@ Shapes: T tokens of all rows (padded), n rows, P pages of so many tokens, M page
 heads, G = N / K, H head dim, C = M pages' tokens.
 
 Not here: which pages are whose (device.pages), attention over one array (attention), kernels (gpu_attention,
-cpu_kernels).
+tpu_attention, cpu_kernels).
 Source: paged attention is vLLM's (Kwon et al., SOSP 2023).
 """
 
@@ -27,13 +27,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ca_jax.models import cpu_kernels, gpu_attention, rope
+from ca_jax import backend
+from ca_jax.models import cpu_kernels, gpu_attention, rope, tpu_attention
 from ca_jax.models.attention import MASKED, accumulated, dot, nothing
 from ca_jax.models.kv import LayerKV
 
-PagedAttention = Literal["blocks", "kernel", "cpu"]
-"""How `attend_pages` is computed. `blocks`: queries in blocks, a page at a time, on any backend. `kernel` and `cpu`: a
-kernel of ours for a GPU, and for a CPU."""
+PagedAttention = Literal["blocks"] | backend.Kernel
+"""How `attend_pages` is computed. `blocks`: queries in blocks, a page at a time, on any backend; else a kernel."""
 
 QUERY_BLOCK = 64
 """Queries of a row that are computed together."""
@@ -60,6 +60,9 @@ def attend_pages(
     implementation: PagedAttention | None = None,
     *,
     one_each: bool = False,
+    has_gaps: bool = False,
+    cap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Puts new tokens' KV into the pages, and has each token attend to its row up to itself.
 
@@ -72,18 +75,26 @@ def attend_pages(
       window: how many tokens a token sees, the last ones, itself among them; None: all.
       implementation: None: the backend's.
       one_each: static: whether each row has one token at most, its own number among them.
+      has_gaps: static: whether places of a row's tokens may have gaps.
+      cap: static: scores are `cap * tanh(score / cap)`, as in Gemma 2; None: as they are.
+      sinks: f32 `[N]`, a score of each head beside those of keys, that weighs on no value, as in gpt-oss; None: none.
 
     Returns:
       `[T, N, H]` in q's dtype, padding anything finite; and the pages.
     """
     implementation = implementation or paged_attention(pages)
-    if implementation == "cpu":
+    if implementation == "cpu" and cap is None and sinks is None:
         return cpu_kernels.attend_pages(q, new, pages, tuple(rows), rotation, window)
-    pages = write_rows(pages, new, rows)
-    if implementation == "kernel":
-        return gpu_attention.attend_pages_kernel(q, pages, rows, rotation, window, one_each=one_each), pages
-    out, _ = _by_blocks(q, pages, rows, rotation, window, 1 if one_each else QUERY_BLOCK, receives=False)
-    return out, pages
+    pages = write_rows(pages, new, rows, one_each=one_each, has_gaps=has_gaps)
+    if implementation == "triton":
+        given = gpu_attention.attend_pages_kernel(q, pages, rows, rotation, window, cap, sinks, one_each=one_each)
+        return given, pages
+    blocks = _blocks_of(q, pages, rows, rotation, 1 if one_each else _block_tokens(q, pages, implementation))
+    if implementation == "mosaic":
+        out = _by_kernel(blocks, pages, rows, rotation, window, cap, sinks)
+    else:
+        out, _ = _by_pages(blocks, pages, rows, rotation, window, cap, sinks, receives=False)
+    return blocks.taken_apart(out, q), pages
 
 
 def attention_received(
@@ -94,6 +105,8 @@ def attention_received(
     window: int | None = None,
     *,
     one_each: bool = False,
+    cap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """The attention that each place receives in `attend_pages`, summed over query heads and the row's new tokens.
 
@@ -102,26 +115,55 @@ def attention_received(
     Returns:
       f32 `[n, C]`, 0 behind each row's last token.
     """
-    return _by_blocks(q, pages, rows, rotation, window, 1 if one_each else QUERY_BLOCK, receives=True)[1]
+    blocks = _blocks_of(q, pages, rows, rotation, 1 if one_each else QUERY_BLOCK)
+    return _by_pages(blocks, pages, rows, rotation, window, cap, sinks, receives=True)[1]
 
 
 def paged_attention(pages: jax.Array | jax.ShapeDtypeStruct) -> PagedAttention:
     """What `attend_pages` is computed with on this backend, for pages of this kind on a device."""
-    if cpu_kernels.serves_attention(pages.dtype, pages.shape[-1]):
-        return "cpu"
-    if jax.default_backend() != "gpu" or not gpu_attention.fits_kernel(pages):
-        return "blocks"
-    is_served = gpu_attention.kernel_is_served(jnp.dtype(pages.dtype), pages.shape[-1])
-    return "kernel" if is_served else "blocks"
+    kernel = backend.here().kernel
+    dtype, head_dim = jnp.dtype(pages.dtype), pages.shape[-1]
+    if kernel == "cpu":
+        is_served = cpu_kernels.serves_attention(dtype, head_dim)
+    elif kernel == "triton":
+        is_served = gpu_attention.fits_kernel(pages) and gpu_attention.kernel_is_served(dtype, head_dim)
+    else:
+        is_served = kernel == "mosaic" and tpu_attention.fits_kernel(pages)
+    return kernel if is_served and kernel is not None else "blocks"
 
 
-def write_rows(pages: jax.Array, new: LayerKV, rows: Rows) -> jax.Array:
-    """Puts new tokens' KV `[1, T, K, H]` into the pages `[P, 2, K, page, H]` of their rows; padding goes nowhere."""
-    token = jnp.arange(new.k.shape[1])
-    row = jnp.searchsorted(rows.starts, token, side="right", method="compare_all") - 1
-    row, place = jnp.clip(row, 0, len(rows.table) - 1), rows.places[: len(token)]
-    number = rows.table.at[row, place // pages.shape[3]].get(mode="clip")
-    return _put(pages, new, number, place, token < rows.starts[-1])
+def write_rows(
+    pages: jax.Array, new: LayerKV, rows: Rows, *, one_each: bool = False, has_gaps: bool = False
+) -> jax.Array:
+    """Puts new tokens' KV `[1, T, K, H]` into the pages `[P, 2, K, page, H]` of their rows; padding goes nowhere.
+
+    The rest is as in `attend_pages`.
+    """
+    num_tokens, size = new.k.shape[1], pages.shape[3]
+    token = jnp.arange(num_tokens)
+    row = jnp.clip(jnp.searchsorted(rows.starts, token, side="right", method="compare_all") - 1, 0, len(rows.table) - 1)
+    place = rows.places[:num_tokens]
+    number = rows.table.at[row, place // size].get(mode="clip")
+    is_there = token < rows.starts[-1]
+    if not backend.here().writes_whole_pages:
+        return _put(pages, new, number, place, is_there)
+    # Whole pages: of one that several tokens are of, the first one's row of the update has them all.
+    kv = jnp.stack([new.k[0], new.v[0]], axis=1).astype(pages.dtype)  # [T, 2, K, H]
+    number = jnp.where(is_there, number, len(pages))
+    if one_each:
+        source = jnp.where((jnp.arange(size) == (place % size)[:, None]) & is_there[:, None], token[:, None], -1)
+    else:
+        slot = jnp.cumsum(jnp.append(True, number[1:] != number[:-1])) - 1  # Tokens of a page follow one another.
+        num_rows, most_pages = rows.table.shape
+        num_pages = num_rows * most_pages + 1 if has_gaps else num_tokens // size + 2 * num_rows
+        num_pages = min(num_pages, num_tokens)
+        source = (
+            jnp.full((num_pages, size), -1)
+            .at[jnp.where(is_there, slot, num_pages), place % size]
+            .set(token, mode="drop", unique_indices=True)
+        )
+        number = jnp.full(num_pages, len(pages)).at[slot].set(number, mode="drop")
+    return _mixed(pages, kv, number, source)
 
 
 def write_places(pages: jax.Array, kv: jax.Array, table: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
@@ -135,14 +177,24 @@ def write_places(pages: jax.Array, kv: jax.Array, table: jax.Array, start: jax.A
     kv = kv.astype(pages.dtype)
     if paged_attention(pages) == "cpu":
         return cpu_kernels.write_pages(kv, pages, table, start, count)
+    size = pages.shape[3]
+    if backend.here().writes_whole_pages:
+        index = start // size + jnp.arange(-(-kv.shape[1] // size) + 1)
+        token = index[:, None] * size + jnp.arange(size) - start
+        source = jnp.where((token >= 0) & (token < count), token, -1)
+        number = jnp.where((source >= 0).any(1), table.at[index].get(mode="clip"), len(pages))
+        return _mixed(pages, kv.swapaxes(0, 1), number, source)
     token = jnp.arange(kv.shape[1])
-    number = table.at[(start + token) // pages.shape[3]].get(mode="clip")
+    number = table.at[(start + token) // size].get(mode="clip")
     return _put(pages, LayerKV(kv[:1], kv[1:]), number, start + token, token < count)
 
 
 def read_places(pages: jax.Array, table: jax.Array, places: jax.Array) -> jax.Array:
     """The KV `[2, S, K, H]` at places i32 `[S]` of the row that `table`, i32 `[M]`, says the pages of."""
     size = pages.shape[3]
+    if backend.here().writes_whole_pages:
+        kv = pages.at[table].get(mode="clip").transpose(1, 0, 3, 2, 4)
+        return kv.reshape(2, -1, *kv.shape[3:]).at[:, places].get(mode="clip")
     return pages.at[table[places // size], :, :, places % size].get(mode="clip").swapaxes(0, 1)
 
 
@@ -152,24 +204,67 @@ def _put(pages: jax.Array, new: LayerKV, numbers: jax.Array, places: jax.Array, 
     return pages.at[numbers, :, :, places % pages.shape[3]].set(kv, mode="drop", unique_indices=True)
 
 
-def _by_blocks(
-    q: jax.Array,
-    pages: jax.Array,
-    rows: Rows,
-    rotation: rope.Rotation,
-    window: int | None,
-    block: int,
-    *,
-    receives: bool,
-) -> tuple[jax.Array, jax.Array]:
-    """What attention gives `[T, N, H]`, and, if that is wanted, what each place receives of it f32 `[n, C]`.
+def _mixed(pages: jax.Array, kv: jax.Array, numbers: jax.Array, source: jax.Array) -> jax.Array:
+    """Pages `[P, 2, K, page, H]` with some of them mixed: of KV `[T, 2, K, H]` those that `source` says.
 
-    Each block is of one row, and reads that row's pages one after the other, with a running softmax; blocks of one
-    token all at once.
+    Args:
+      numbers: i32 `[m]`, which pages; out of range: nowhere.
+      source: i32 `[m, page]`, a token of `kv` for each place, -1 where what is there stays.
     """
-    num_tokens, num_heads, head_dim = q.shape
-    num_kv, size = pages.shape[2:4]
-    num_rows, capacity = len(rows.table), rows.table.shape[1] * size
+    is_new = (source >= 0)[:, None, None, :, None]
+    new = kv.at[jnp.maximum(source, 0)].get(mode="clip").transpose(0, 2, 3, 1, 4)
+    mixed = jnp.where(is_new, new, pages.at[numbers].get(mode="clip"))
+    return pages.at[numbers].set(mixed, mode="drop", unique_indices=True)
+
+
+class _Blocks(NamedTuple):
+    """Queries in blocks, each of one row."""
+
+    queries: jax.Array
+    """`[b, K, G, block, H]`, rotated and scaled, in the pages' dtype."""
+    row: jax.Array
+    """i32 `[b]`."""
+    place: jax.Array
+    """i32 `[b, block]`, -1 of padding."""
+    token: jax.Array
+    """i32 `[b, block]`, among all; out of range of padding."""
+
+    @property
+    def is_own(self) -> jax.Array:
+        """Which are no padding."""
+        return self.place >= 0
+
+    def own(self) -> jax.Array:
+        """Places of queries in their order with heads, i32 `[b, G block]`."""
+        return jnp.tile(self.place, (1, self.queries.shape[2]))
+
+    def first_page(self, size: int, window: int | None) -> jax.Array:
+        """The first page that any of a block sees, i32 `[b]`."""
+        if window is None:
+            return jnp.zeros_like(self.row)
+        first = jnp.where(self.is_own, self.place, jnp.iinfo(jnp.int32).max).min(1)
+        return jnp.maximum(first - window + 1, 0) // size
+
+    def of_heads(self, sinks: jax.Array) -> jax.Array:
+        """What is of each head, `[N]`, for each query, `[K, G block]`."""
+        num_kv, groups, block = self.queries.shape[1:4]
+        return jnp.repeat(sinks.reshape(num_kv, groups), block, axis=1)
+
+    def taken_apart(self, out: jax.Array, q: jax.Array) -> jax.Array:
+        """What came out, `[b, K, G block, H]`, as `[T, N, H]` like q."""
+        b, num_kv, groups, block, head_dim = self.queries.shape
+        out = out.reshape(b, num_kv, groups, block, head_dim).transpose(0, 3, 1, 2, 4).reshape(b, block, -1, head_dim)
+        return jnp.zeros_like(q).at[self.token].set(out.astype(q.dtype), mode="drop", unique_indices=True)
+
+
+def _block_tokens(q: jax.Array, pages: jax.Array, implementation: PagedAttention) -> int:
+    groups = q.shape[1] // pages.shape[2]
+    return max(tpu_attention.MOST_QUERIES // groups, 1) if implementation == "mosaic" else QUERY_BLOCK
+
+
+def _blocks_of(q: jax.Array, pages: jax.Array, rows: Rows, rotation: rope.Rotation, block: int) -> _Blocks:
+    num_tokens, _, head_dim = q.shape
+    num_rows = len(rows.table)
     num_blocks = num_tokens if block == 1 else min(num_tokens // block + num_rows, num_tokens)
     per_row = (rows.starts[1:] - rows.starts[:-1] + block - 1) // block
     ends = jnp.cumsum(per_row)
@@ -181,16 +276,55 @@ def _by_blocks(
     token, place = jnp.where(is_own, token, num_tokens), jnp.where(is_own, rows.places.at[token].get(mode="clip"), -1)
     turned = rope.rotate(q.at[token].get(mode="clip"), _at(rotation, place))
     scaled = (turned.astype(jnp.float32) / math.sqrt(head_dim)).astype(pages.dtype)
-    heads = scaled.reshape(num_blocks, block, num_kv, -1, head_dim).transpose(0, 2, 3, 1, 4)
+    queries = scaled.reshape(num_blocks, block, pages.shape[2], -1, head_dim).transpose(0, 2, 3, 1, 4)
+    return _Blocks(queries, row, place, token)
 
-    def attend(heads: jax.Array, row: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Blocks `[b, K, G, block, H]` of rows `[b]`, their tokens at places `[b, block]`, -1 for padding."""
-        groups = heads.shape[2]
-        queries = heads.reshape(len(row), num_kv, groups * block, head_dim)
-        own = jnp.tile(place, (1, groups))[:, None, :, None]  # [b, 1, R, 1]
-        last, first_page = place.max(1), jnp.zeros_like(row)
-        if window is not None:
-            first_page = jnp.maximum(jnp.where(place < 0, capacity, place).min(1) - window + 1, 0) // size
+
+def _by_kernel(
+    blocks: _Blocks,
+    pages: jax.Array,
+    rows: Rows,
+    rotation: rope.Rotation,
+    window: int | None,
+    cap: float | None,
+    sinks: jax.Array | None,
+) -> jax.Array:
+    """As a TPU is best at it: `[b, K, G block, H]`."""
+    b, num_kv, *of_block, head_dim = blocks.queries.shape
+    size, num_queries = pages.shape[3], math.prod(of_block)
+    more = -num_queries % tpu_attention.LEAST_QUERIES
+    queries = jnp.pad(blocks.queries.reshape(b, num_kv, num_queries, head_dim), ((0, 0), (0, 0), (0, more), (0, 0)))
+    own = jnp.pad(blocks.own(), ((0, 0), (0, more)), constant_values=-1)
+    of_heads = None if sinks is None else jnp.pad(blocks.of_heads(sinks), ((0, 0), (0, more)))
+    last = blocks.place.max(1)
+    bounds = jnp.stack([blocks.row, blocks.first_page(size, window), jnp.where(last < 0, 0, last // size + 1)])
+    out = tpu_attention.attend_blocks(queries, own, bounds, rows.table, pages, rotation, window, cap, of_heads)
+    return out[:, :, :num_queries]
+
+
+def _by_pages(
+    blocks: _Blocks,
+    pages: jax.Array,
+    rows: Rows,
+    rotation: rope.Rotation,
+    window: int | None,
+    cap: float | None,
+    sinks: jax.Array | None,
+    *,
+    receives: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """What attention gives `[b, K, G block, H]`, and, if that is wanted, what each place receives of it f32 `[n, C]`.
+
+    Each block reads its row's pages one after the other, with a running softmax; blocks of one token all at once.
+    """
+    size, block = pages.shape[3], blocks.queries.shape[3]
+    num_rows, capacity = len(rows.table), rows.table.shape[1] * size
+
+    def attend(
+        queries: jax.Array, row: jax.Array, own: jax.Array, first_page: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Blocks `[b, K, R, H]` of rows `[b]`, their queries' places `[b, R]`."""
+        last, own = own.max(1), own[:, None, :, None]  # [b, 1, R, 1]
         num_pages = jnp.where(last < 0, 0, last // size + 1 - first_page).max()
 
         def scores_of(i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -203,34 +337,42 @@ def _by_blocks(
             seen = where[:, None, None, :] <= own
             if window is not None:
                 seen &= where[:, None, None, :] > own - window
-            scores = jnp.where(seen, dot(queries, keys, (3, 3), 2), MASKED)
+            scores = dot(queries, keys, (3, 3), 2)
+            scores = jnp.where(seen, scores if cap is None else cap * jnp.tanh(scores / cap), MASKED)
             return scores, jnp.where(is_there, kv[:, 1], 0), where
 
         def body(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             scores, values, _ = scores_of(i)
             return accumulated(carry, scores, lambda weights: dot(weights.astype(values.dtype), values, (3, 2), 2))
 
-        top, total, out = lax.fori_loop(0, num_pages, body, nothing(queries.shape))
+        top, total, out = nothing(queries.shape)
+        if sinks is not None:
+            top, total = jnp.broadcast_to(blocks.of_heads(sinks), top.shape), jnp.ones_like(total)
+        top, total, out = lax.fori_loop(0, num_pages, body, (top, total, out))
         total = jnp.maximum(total, 1e-30)[..., None]
-        given = (out / total).reshape(heads.shape)
         if not receives:
-            return given, jnp.zeros((len(row), 0))
+            return out / total, jnp.zeros((len(row), 0))
 
         def share(i: jax.Array, received: jax.Array) -> jax.Array:
             scores, _, where = scores_of(i)
             weights = jnp.where((own >= 0) & (scores > MASKED), jnp.exp(scores - top[..., None]) / total, 0)
             return received.at[jnp.arange(len(row))[:, None], where].add(weights.sum((1, 2)), mode="drop")
 
-        return given, lax.fori_loop(0, num_pages, share, jnp.zeros((len(row), capacity)))
+        return out / total, lax.fori_loop(0, num_pages, share, jnp.zeros((len(row), capacity)))
 
+    b, num_kv, *_, head_dim = blocks.queries.shape
+    args = (
+        blocks.queries.reshape(b, num_kv, -1, head_dim),
+        blocks.row,
+        blocks.own(),
+        blocks.first_page(size, window),
+    )
     if block == 1:
-        out, received = attend(heads, row, place)
+        out, received = attend(*args)
     else:
-        one = (part[:, None] for part in (heads, row, place))
-        out, received = (part[:, 0] for part in lax.map(lambda args: attend(*args), tuple(one)))
-    out = out.transpose(0, 3, 1, 2, 4).reshape(num_blocks, block, num_heads, head_dim).astype(q.dtype)
-    out = jnp.zeros_like(q).at[token].set(out, mode="drop", unique_indices=True)
-    return out, jax.ops.segment_sum(received, jnp.where(is_own[:, 0], row, num_rows), num_rows)
+        one = tuple(part[:, None] for part in args)
+        out, received = (part[:, 0] for part in lax.map(lambda args: attend(*args), one))
+    return out, jax.ops.segment_sum(received, jnp.where(blocks.is_own[:, 0], blocks.row, num_rows), num_rows)
 
 
 def _at(rotation: rope.Rotation, places: jax.Array) -> rope.Rotation:

@@ -71,6 +71,7 @@ def recompute_layer(
         one_each=False,
         with_attention=False,
         sharding=sharding,
+        has_gaps=True,
         move=carry_along if carried else None,
         moved=carried,
     )

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 
+from ca_jax import backend
 from ca_jax.config import EngineConfig
 from ca_jax.device import warmup
 from ca_jax.device.pages import PoolSize
@@ -49,7 +50,6 @@ DEFAULT_WINDOW_TOKENS = 4096
 """Largest context window taken unless a larger one is asked for."""
 _QUESTION_TOKENS = 64  # Behind a context that is warmed up for: rates say by them what ratio it will have.
 _MEASURED_TOKENS = 1024  # Tokens of KV that rates are measured with.
-_POOL_SHARES = {"cpu": 4}  # Of memory, which is the store's and everybody's there.
 _KEEP_S = 10.0  # How often times to live are looked at while nothing else happens.
 
 
@@ -197,8 +197,7 @@ def _pool_size(model: LoadedModel, config: EngineConfig, window: int) -> PoolSiz
     most_bytes = device_memory_bytes()
     if most_bytes is not None:
         num_devices = 1 if model.sharding is None else model.sharding.mesh.size
-        share = _POOL_SHARES.get(jax.default_backend(), 2)
-        most_bytes = (most_bytes - bytes_per_device(model.params)) * num_devices // share
+        most_bytes = (most_bytes - bytes_per_device(model.params)) * num_devices // backend.here().pool_share
     return pool_size(model.config, model.dtype, config, window, most_bytes)
 
 

@@ -23,9 +23,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
 import pytest
 
+from ca_jax import backend
 from ca_jax.models import gpu_attention
 from tests.accelerators.chips import Chip
 from tests.accelerators.serving import Setup, Step
@@ -167,11 +167,9 @@ def as_on(chip: Chip) -> Iterator[None]:
     Whether a kernel fits is still asked; that it computes what it should is taken for granted, since nothing runs.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "default_backend", lambda: chip.platform)
         patch.setattr(gpu_attention, "kernel_is_served", lambda dtype, head_dim: True)
-        jax.clear_caches()  # What was traced for another kind must not be found.
-        yield
-        jax.clear_caches()
+        with backend.assumed(backend.GPU if chip.platform == "gpu" else backend.TPU):
+            yield
 
 
 def figures(setup: Setup, step: Step) -> Figures:

@@ -6,11 +6,13 @@ In bfloat16, once as they are traced on this machine and once as they are traced
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from ca_jax import backend
 from ca_jax.device import steps
 from ca_jax.models import gpu_attention
 from ca_jax.models.config import ModelConfig
@@ -24,13 +26,14 @@ HEAD_DIM = 64
 
 
 @pytest.fixture(params=["here", "on a GPU"])
-def config(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModelConfig:
+def config(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelConfig]:
     """A model of its own for each way: what was traced for one must not be found for the other."""
     if request.param == "here":
-        return tiny.tiny_config(head_dim=HEAD_DIM, mlp_dim=96)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        yield tiny.tiny_config(head_dim=HEAD_DIM, mlp_dim=96)
+        return
     monkeypatch.setattr(gpu_attention, "kernel_is_served", lambda dtype, head_dim: True)
-    return tiny.tiny_config(head_dim=HEAD_DIM, mlp_dim=160)
+    with backend.assumed(backend.GPU):
+        yield tiny.tiny_config(head_dim=HEAD_DIM, mlp_dim=160)
 
 
 def shape(*sizes: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -71,7 +74,7 @@ def test_a_pass_through_a_layer(config, with_attention):
     arguments = (config, layer, x, pages, rows_of(NUM_ROWS, 2 * NUM_NEW), table_of(config), NUM_NEW)
     text = lowered(steps.layer_step, *arguments, window=100, with_attention=with_attention)
     assert num_donated(text) == 2
-    assert ("triton" in text) == (paged_attention(pages) == "kernel")
+    assert ("triton" in text) == (paged_attention(pages) == "triton")
 
 
 @pytest.mark.parametrize("with_attention", [False, True])
@@ -80,7 +83,7 @@ def test_decode(config, with_attention):
     arguments = (config, params_of(config), pages, INTEGERS(NUM_ROWS), rows_of(NUM_ROWS, NUM_ROWS), table_of(config))
     text = lowered(steps.decode, *arguments, with_attention=with_attention)
     assert num_donated(text) == config.num_layers
-    assert ("triton" in text) == (paged_attention(pages[0]) == "kernel")
+    assert ("triton" in text) == (paged_attention(pages[0]) == "triton")
 
 
 def test_history_into_a_rows_pages(config):
@@ -98,6 +101,6 @@ def test_a_layer_of_a_history_computed_anew(config, carries):
     carried = (bools(1, NUM_NEW), bools(1, PAGES_OF_ROW * PAGE)) if carries else ()
     text = lowered(recompute_layer, config, layer, x, pages, rows, table_of(config), NUM_NEW, carried)
     assert num_donated(text) == 2
-    assert ("triton" in text) == (paged_attention(pages) == "kernel")
+    assert ("triton" in text) == (paged_attention(pages) == "triton")
     scalar = INTEGERS()
     assert lowered(choose_deviating, config, layer, x, pages, rows, bools(1, PAGES_OF_ROW * PAGE), scalar, NUM_NEW)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ca_jax import backend
 from ca_jax.models import gpu_attention, paged_attention
 from ca_jax.models.paged_attention import attend_pages
 from tests.models.test_paged_attention import RAGGED, Case
@@ -39,10 +40,12 @@ def steps_through(monkeypatch) -> None:
 def same_over_pages(case: Case, window: int | None, atol: float, dtype=np.float32, **options) -> None:
     """The kernel over a case's numbers in a dtype gives what blocks give in float32."""
     options |= {"window": window}
+    if window is not None:
+        options |= {"cap": 2.0, "sinks": jnp.linspace(-2, 3, case.q.shape[1])}
     given = jax.tree.map(lambda x: jnp.asarray(x, dtype), (case.q, case.new, case.pages))
     exact = jax.tree.map(lambda x: x.astype(jnp.float32), given)
     expected, pages = run(attend_pages, *exact, case.rows, case.table, implementation="blocks", **options)
-    found, kept = run(attend_pages, *given, case.rows, case.table, implementation="kernel", **options)
+    found, kept = run(attend_pages, *given, case.rows, case.table, implementation="triton", **options)
     num_tokens = case.rows.starts[-1]
     np.testing.assert_allclose(found[:num_tokens].astype(np.float32), expected[:num_tokens], atol=atol, rtol=0)
     assert not found[num_tokens:].any(), "padding sees nothing"
@@ -122,28 +125,27 @@ def test_off_the_gpu_blocks_are_taken_and_nothing_is_tried(monkeypatch):
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "page", "expected"),
     [
-        (jnp.bfloat16, 64, 128, "kernel"),
-        (jnp.float16, 128, 128, "kernel"),
+        (jnp.bfloat16, 64, 128, "triton"),
+        (jnp.float16, 128, 128, "triton"),
         (jnp.float32, 64, 128, "blocks"),
-        (jnp.bfloat16, 80, 128, "kernel"),
+        (jnp.bfloat16, 80, 128, "triton"),
         (jnp.bfloat16, 12, 128, "blocks"),
         (jnp.bfloat16, 64, 24, "blocks"),
     ],
 )
 def test_on_a_gpu_what_fits_and_is_served_is_taken(monkeypatch, dtype, head_dim, page, expected):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(gpu_attention, "kernel_is_served", lambda *_: True)
-    assert chosen(jnp.dtype(dtype), head_dim, page) == expected
+    with backend.assumed(backend.GPU):
+        assert chosen(jnp.dtype(dtype), head_dim, page) == expected
 
 
 def test_what_does_not_run_is_not_taken(monkeypatch, fresh_trials, caplog):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
     def broken(*_, **__):
         raise NotImplementedError("not on this device")
 
     monkeypatch.setattr(gpu_attention, "attend_pages_kernel", broken)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING), backend.assumed(backend.GPU):
         assert chosen(BFLOAT16, 64) == "blocks"
     assert caplog.text.count("does not run here: not on this device") == 1
 

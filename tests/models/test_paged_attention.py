@@ -129,6 +129,18 @@ def test_tokens_among_others_see_what_is_before_them(attended, head_dim, window)
     case.expect(*attended(case, window), window)
 
 
+def test_scores_are_capped_and_sinks_weigh_on_no_value():
+    case, cap, sinks = Case(RAGGED, head_dim=16), 1.5, np.linspace(-2, 3, 6).astype(np.float32)
+    run = jax.jit(lambda *args: attend_pages(*args, cap=cap, sinks=jnp.asarray(sinks)))
+    out = np.asarray(run(*case.args)[0])
+    for span, kv, q, k, seen in case.in_rows(None):
+        keys, values = (part.astype(np.float64).repeat(3, axis=1) for part in (k, kv[1]))
+        scores = cap * np.tanh(np.einsum("tnh,snh->nts", q, keys) / np.sqrt(q.shape[-1]) / cap)
+        weights = np.where(seen, np.exp(scores), 0)
+        weights /= weights.sum(-1, keepdims=True) + np.exp(sinks)[:, None, None]
+        np.testing.assert_allclose(out[span], np.einsum("nts,snh->tnh", weights, values), atol=ATOL, rtol=0)
+
+
 @pytest.mark.parametrize("window", [None, 7])
 def test_rows_of_one_token_each(attended, window):
     case = Case([(17, 1), (0, 1), (40, 1), (8, 1), (9, 0)], padding=1, seed=1)

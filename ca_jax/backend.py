@@ -1,0 +1,89 @@
+"""What kind of device computes, and what is best there: made once for a process, asked everywhere.
+
+No other code of the package asks for the platform's name, but for reports that print it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Literal
+
+import jax
+
+Kernel = Literal["cpu", "triton", "mosaic"]
+"""A form of attention over pages that we wrote: in C++ for a CPU, in Pallas for a GPU and for a TPU."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Backend:
+    """A kind of device."""
+
+    platform: str
+    """As jax names it."""
+    kernel: Kernel | None
+    """Which of our kernels it runs, for pages that fit one."""
+    dtype: str
+    """Of weights and KV where none is asked for."""
+    shares_memory: bool
+    """Whether host and device have one memory: the host reads arrays where they are."""
+    pool_share: int
+    """One part in so many of the memory that weights leave is pages by default."""
+    coarse_steps: bool
+    """Whether few sizes of a step are best: padding costs little, and compiling much."""
+    layers_ahead: int
+    """Layers whose copies are issued before the layer in front of them is dispatched: a copy into a new buffer waits
+    for all compute that was dispatched before."""
+    writes_whole_pages: bool
+    """Whether KV is put into pages a page at a time: where tokens are scattered, XLA would lay out the pool anew."""
+
+
+CPU = Backend(
+    platform="cpu",
+    kernel="cpu",
+    dtype="float32",  # bfloat16 is slower.
+    shares_memory=True,
+    pool_share=4,  # Memory is the store's and everybody's there.
+    coarse_steps=False,
+    layers_ahead=0,
+    writes_whole_pages=False,
+)
+GPU = Backend(
+    platform="gpu",
+    kernel="triton",
+    dtype="bfloat16",
+    shares_memory=False,
+    pool_share=2,
+    coarse_steps=True,
+    layers_ahead=1,
+    writes_whole_pages=False,
+)
+TPU = dataclasses.replace(GPU, platform="tpu", kernel="mosaic", writes_whole_pages=True)
+
+_assumed: list[Backend] = []
+
+
+def here() -> Backend:
+    """That of the default device. One that jax knows and this does not is served as a GPU without kernels."""
+    return _assumed[-1] if _assumed else _of_default_device()
+
+
+@functools.cache
+def _of_default_device() -> Backend:
+    platform = jax.default_backend()
+    known = {each.platform: each for each in (CPU, GPU, TPU)}
+    return known.get(platform, dataclasses.replace(GPU, platform=platform, kernel=None))
+
+
+@contextlib.contextmanager
+def assumed(backend: Backend) -> Iterator[None]:
+    """Has all code believe that it is on another kind of device: to compile for one, or to test. Not for threads."""
+    _assumed.append(backend)
+    jax.clear_caches()  # What was traced for another kind must not be found.
+    try:
+        yield
+    finally:
+        _assumed.pop()
+        jax.clear_caches()

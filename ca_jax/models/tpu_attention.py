@@ -1,0 +1,250 @@
+"""Attention over pages as a TPU is best at it: a kernel of our own.
+
+    grid      a block of queries of one row after the other, all of its heads
+    pages     stay in HBM; some at a time are copied to VMEM, the next ones while these are computed with, and behind
+              a block's last ones the next block's first
+    keys      are turned in VMEM: by the turn of their page's first place, and then by that within the page
+
+Shapes: b blocks, K KV heads, R queries of a block and KV head (a multiple of 16), H head dim (of 128), n rows, M pages
+of a row, P pages, C places.
+
+Not here: which queries make a block, and the form that this replaces (paged_attention).
+Source: flash attention (Dao, 2023); copying pages ahead across programs is known from jax's paged attention.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ca_jax.models.attention import MASKED, matmul_precision
+
+LANES = 128
+LEAST_QUERIES = 16
+"""R is a multiple of it: rows of a tile of 16-bit floats."""
+MOST_QUERIES = 256
+"""R at most: more fill VMEM, and the matrix unit not better."""
+_STAGE_BYTES = 1 << 19  # Of pages that are copied at a time: a copy of so many takes as long as HBM needs for them.
+_MOST_AT_ONCE = 4
+
+
+def fits_kernel(pages: jax.Array | jax.ShapeDtypeStruct) -> bool:
+    """Whether `attend_blocks` is for pages `[P, 2, K, page, H]` of this kind."""
+    page, head_dim = pages.shape[3:]
+    return pages.dtype == jnp.bfloat16 and head_dim % LANES == 0 and page % LEAST_QUERIES == 0
+
+
+def attend_blocks(
+    queries: jax.Array,
+    own: jax.Array,
+    bounds: jax.Array,
+    table: jax.Array,
+    pages: jax.Array,
+    rotation: tuple[jax.Array, jax.Array],
+    window: int | None = None,
+    cap: float | None = None,
+    sinks: jax.Array | None = None,
+    *,
+    interpret: Any = False,
+) -> jax.Array:
+    """Blocks of queries over their rows' pages.
+
+    Args:
+      queries: `[b, K, R, H]`, rotated and scaled, in the pages' dtype.
+      own: i32 `[b, R]`, the queries' places, -1 of padding.
+      bounds: i32 `[3, b]`, a block's row, the first of its pages that is read, and one past the last; where there is
+        none, neither there nor in any block behind.
+      table: i32 `[n, M]`, the rows' pages.
+      pages: `[P, 2, K, page, H]`, unrotated.
+      rotation: of all places, f32 `[C, R/2]` as in `rope`.
+      window: how many tokens a token sees; None: all.
+      cap: scores are `cap * tanh(score / cap)`; None: as they are.
+      sinks: f32 `[K, R]`, a score beside those of keys, that weighs on no value; None: none.
+      interpret: run step by step on any backend: `pltpu.InterpretParams`.
+
+    Returns:
+      f32 `[b, K, R, H]`, 0 of padding.
+    """
+    from jax.experimental import pallas as pl  # Here: a jax without it serves all the same, by another implementation.
+    from jax.experimental.pallas import tpu as pltpu
+
+    num_blocks, num_kv, num_queries, head_dim = queries.shape
+    page = pages.shape[3]
+    page_bytes = 2 * num_kv * page * head_dim * pages.dtype.itemsize
+    at_once = min(max(_STAGE_BYTES // page_bytes, 1), _MOST_AT_ONCE, table.shape[1])
+    within, starts = _turns(rotation, page, table.shape[1], head_dim)
+    whole = [*within, *starts, *([] if sinks is None else [sinks[..., None]])]
+    of_block = pl.BlockSpec((1, num_kv, num_queries, head_dim), lambda b, *_: (b, 0, 0, 0))
+    most_keys = min(table.shape[1] * page, (window or table.shape[1] * page) + num_queries)
+    kernel = functools.partial(
+        _kernel, half=rotation[0].shape[1], at_once=at_once, window=window, cap=cap, has_sinks=sinks is not None
+    )
+    return pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(num_blocks,),
+            in_specs=[
+                pl.BlockSpec((1, num_queries, 1), lambda b, *_: (b, 0, 0)),
+                of_block,
+                *(pl.BlockSpec(memory_space=pltpu.VMEM) for _ in whole),
+                pl.BlockSpec(memory_space=pl.ANY),
+            ],
+            out_specs=of_block,
+            scratch_shapes=[
+                pltpu.VMEM((2, at_once, *pages.shape[1:]), pages.dtype),
+                *[pltpu.VMEM((num_kv, num_queries, 1), jnp.float32)] * 2,
+                pltpu.SMEM((1,), jnp.int32),
+                pltpu.SemaphoreType.DMA((2,)),
+            ],
+        ),
+        out_shape=jax.ShapeDtypeStruct(queries.shape, jnp.float32),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        cost_estimate=pl.CostEstimate(  # Of rows as long as may be.
+            flops=4 * queries.size * most_keys,
+            transcendentals=queries.size // head_dim * most_keys,
+            bytes_accessed=2 * queries.size * 4 + num_blocks * -(-most_keys // page) * page_bytes,
+        ),
+        interpret=interpret,
+        name="attend_pages",
+    )(bounds, table, own[..., None], queries, *whole, pages)
+
+
+def _turns(
+    rotation: tuple[jax.Array, jax.Array], page: int, num_pages: int, head_dim: int
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Cosines and sines of the places within a page `[page, H]`, and of pages' first places `[M, H]`.
+
+    One behind the other they turn as far as `rotation` says, and multiply by what that multiplies by.
+    """
+    rest = head_dim - 2 * rotation[0].shape[1]
+
+    def whole(cos: jax.Array, sin: jax.Array) -> list[jax.Array]:
+        ends = [jnp.full((len(cos), rest), value, jnp.float32) for value in (1, 0)]
+        parts = zip((cos, sin), ends, strict=True)
+        return [jnp.concatenate([part, part, end], axis=-1) for part, end in parts]
+
+    cos, sin = rotation
+    scale = cos[0]  # Nothing is turned at place 0.
+    firsts = np.minimum(np.arange(num_pages) * page, len(cos) - 1)
+    return whole(cos[:page] / scale, sin[:page] / scale), whole(cos[firsts], sin[firsts])
+
+
+def _kernel(
+    bounds: Any,
+    table: Any,
+    own: Any,
+    queries: Any,
+    cos: Any,
+    sin: Any,
+    first_cos: Any,
+    first_sin: Any,
+    *refs: Any,
+    half: int,
+    at_once: int,
+    window: int | None,
+    cap: float | None,
+    has_sinks: bool,
+) -> None:
+    """A block's queries over all that they see."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    *sinks, pages, out, buffers, tops, totals, slot, copied = refs
+    _, num_kv, _, head_dim = queries.shape
+    page, block = buffers.shape[4], pl.program_id(0)
+
+    def num_stages(block: Any) -> Any:
+        return (bounds[2, block] - bounds[1, block] + at_once - 1) // at_once
+
+    def each_copy(block: Any, stage: Any, into: Any, do: Any) -> None:
+        """Does something with the copies of a stage of a block."""
+        for i in range(at_once):
+            number = bounds[1, block] + stage * at_once + i
+
+            @pl.when(number < bounds[2, block])
+            def copy_page(i: int = i, number: Any = number) -> None:
+                source = pages.at[table[bounds[0, block], number]]
+                do(pltpu.make_async_copy(source, buffers.at[into, i], copied.at[into]))
+
+    @pl.when(block == 0)
+    def begin() -> None:
+        slot[0] = 0
+        each_copy(0, 0, 0, lambda copy: copy.start())
+
+    out[...] = jnp.zeros(out.shape, jnp.float32)
+    if has_sinks:
+        tops[...], totals[...] = sinks[0][...], jnp.ones(totals.shape, jnp.float32)
+    else:
+        tops[...], totals[...] = jnp.full(tops.shape, MASKED, jnp.float32), jnp.zeros(totals.shape, jnp.float32)
+    places = own[0]  # [R, 1]
+    last = places.max()
+
+    def turned(keys: jax.Array, turn: tuple[jax.Array, jax.Array]) -> jax.Array:
+        """Keys `[page, H]`, element i paired with element i + half."""
+        lane = lax.broadcasted_iota(jnp.int32, keys.shape, 1)
+        before = pltpu.roll(keys, half, 1)
+        after = before if 2 * half == head_dim else pltpu.roll(keys, head_dim - half, 1)
+        return keys * turn[0] + jnp.where(lane < half, -after, before) * turn[1]
+
+    def attend(head: Any, at: Any, into: Any, i: int, turn: tuple[jax.Array, jax.Array]) -> None:
+        """A page's keys and values of a head, its first at that place."""
+        where = at + lax.broadcasted_iota(jnp.int32, (1, page), 1)
+        keys = turned(buffers[into, i, 0, head].astype(jnp.float32), turn).astype(buffers.dtype)
+        values = buffers[into, i, 1, head]
+        is_there = at + lax.broadcasted_iota(jnp.int32, (page, 1), 0) <= last
+        values = jnp.where(is_there, values, jnp.zeros_like(values))
+        precision = matmul_precision(keys)
+        scores = lax.dot_general(
+            queries[0, head], keys, (((1,), (1,)), ((), ())), precision, preferred_element_type=jnp.float32
+        )
+        if cap is not None:
+            scores = cap * jnp.tanh(scores / cap)
+        seen = where <= places
+        if window is not None:
+            seen &= where > places - window
+        scores = jnp.where(seen, scores, MASKED)
+        top = jnp.maximum(tops[head], scores.max(-1, keepdims=True))
+        weights = jnp.where(seen, jnp.exp(scores - top), 0)
+        rescale = jnp.exp(tops[head] - top)
+        totals[head] = totals[head] * rescale + weights.sum(-1, keepdims=True)
+        added = jnp.dot(weights.astype(values.dtype), values, precision=precision, preferred_element_type=jnp.float32)
+        out[0, head] = out[0, head] * rescale + added
+        tops[head] = top
+
+    def stage(number: Any, _: Any) -> Any:
+        now = slot[0]
+        is_last = number + 1 == num_stages(block)
+        next_block = jnp.where(is_last, jnp.minimum(block + 1, pl.num_programs(0) - 1), block)
+        next_stage = jnp.where(is_last, 0, number + 1)
+
+        @pl.when((next_block > block) | ~is_last)
+        def copy_ahead() -> None:
+            each_copy(next_block, next_stage, 1 - now, lambda copy: copy.start())
+
+        each_copy(block, number, now, lambda copy: copy.wait())
+        slot[0] = 1 - now
+        for i in range(at_once):
+            at = bounds[1, block] + number * at_once + i
+
+            @pl.when(at < bounds[2, block])
+            def with_page(i: int = i, at: Any = at) -> None:
+                c, s = first_cos[pl.ds(at, 1), :], first_sin[pl.ds(at, 1), :]
+                turn = cos[...] * c - sin[...] * s, sin[...] * c + cos[...] * s
+                each = functools.partial(attend, at=at * page, into=now, i=i, turn=turn)
+                lax.fori_loop(0, num_kv, lambda head, _: each(head), None, unroll=num_kv <= 8)
+
+        return 0
+
+    lax.fori_loop(0, num_stages(block), stage, 0)
+    is_there = places >= 0
+
+    def divide(head: Any, _: Any) -> None:
+        out[0, head] = jnp.where(is_there, out[0, head] / jnp.maximum(totals[head], 1e-30), 0)
+
+    lax.fori_loop(0, num_kv, divide, None)

@@ -1,0 +1,118 @@
+"""The TPU's way to attend, step by step on any backend, with races looked for and NaN in all that was not written."""
+
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
+
+from ca_jax import backend
+from ca_jax.models import paged_attention, tpu_attention
+from ca_jax.models.paged_attention import attend_pages, read_places, write_places, write_rows
+from tests.models.test_paged_attention import RAGGED, Case
+from tests.tolerances import ATTENTION_ATOL
+
+STRICT = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
+AMONG = (80, np.sort(np.random.default_rng(6).choice(80, 40, replace=False)))  # Tokens that are computed anew.
+
+
+@pytest.fixture(autouse=True)
+def steps_through(monkeypatch) -> Iterator[None]:
+    """The kernel runs step by step, and nothing is read while it is written."""
+    kernel = functools.partial(tpu_attention.attend_blocks, interpret=STRICT)
+    monkeypatch.setattr(tpu_attention, "attend_blocks", kernel)
+    yield
+    assert interpret_pallas_call.races is None or not interpret_pallas_call.races.races_found
+
+
+def run(case: Case, how: str, dtype, **options) -> tuple[np.ndarray, np.ndarray]:
+    given = jax.tree.map(lambda x: jnp.asarray(x, dtype), (case.q, case.new, case.pages))
+    attend = functools.partial(attend_pages, implementation=how, **options)
+    out, pages = jax.jit(attend)(*given, case.rows, case.table)
+    return np.asarray(out, np.float32), np.asarray(pages, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({"heads": (6, 2)}, {}),
+        ({"heads": (6, 2), "rotary_dim": 32}, {"window": 1}),
+        ({"heads": (3, 3), "head_dim": 256, "rotary_dim": 64}, {"window": 11}),
+        ({"heads": (8, 1), "page": 48}, {"cap": 2.0, "sinks": True}),
+        ({"heads": (2, 2), "page": 128}, {"window": 37, "sinks": True}),
+    ],
+    ids=str,
+)
+def test_the_kernel_gives_what_blocks_give(monkeypatch, sizes, options):
+    dtype = jnp.bfloat16 if options.get("cap") else jnp.float32
+    monkeypatch.setattr(tpu_attention, "MOST_QUERIES", 48)  # So that rows have several blocks.
+    case = Case([*RAGGED, AMONG], **{"page": 16, "head_dim": 128, **sizes})
+    if options.get("sinks"):
+        options = {**options, "sinks": jnp.linspace(-2, 3, case.q.shape[1])}
+    expected, pages = run(case, "blocks", jnp.float32, **options)
+    found, kept = run(case, "mosaic", dtype, **options)
+    num_tokens = case.rows.starts[-1]
+    atol = 2 * ATTENTION_ATOL[jnp.dtype(dtype).name]
+    np.testing.assert_allclose(found[:num_tokens], expected[:num_tokens], atol=atol, rtol=0)
+    assert not found[num_tokens:].any(), "padding sees nothing"
+    np.testing.assert_allclose(kept, pages, rtol=1e-2 if dtype == jnp.bfloat16 else 0)
+
+
+@pytest.mark.parametrize(("heads", "window"), [((6, 2), None), ((16, 8), 70)], ids=str)
+def test_rows_of_one_token_each(heads, window):
+    rows = [(17, 1), (0, 1), (400, 1), (8, 1), (63, 1), (9, 0)]
+    case = Case(rows, heads=heads, page=32, head_dim=128, padding=1)
+    found, expected = (run(case, how, jnp.float32, one_each=True, window=window) for how in ("mosaic", "blocks"))
+    np.testing.assert_allclose(found[0], expected[0], atol=2 * ATTENTION_ATOL["float32"], rtol=0)
+    np.testing.assert_array_equal(found[1], expected[1])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "page", "expected"),
+    [
+        (jnp.bfloat16, 128, 128, "mosaic"),
+        (jnp.bfloat16, 256, 16, "mosaic"),
+        (jnp.float32, 128, 128, "blocks"),
+        (jnp.bfloat16, 64, 128, "blocks"),
+        (jnp.bfloat16, 128, 24, "blocks"),
+    ],
+)
+def test_on_a_tpu_what_fits_is_taken(dtype, head_dim, page, expected):
+    with backend.assumed(backend.TPU):
+        assert paged_attention.paged_attention(jax.ShapeDtypeStruct((9, 2, 2, page, head_dim), dtype)) == expected
+
+
+# Pages are written whole there.
+
+
+@pytest.mark.parametrize("one_each", [False, True])
+def test_whole_pages_come_to_hold_what_scattered_tokens_do(one_each):
+    rows = [(17, 1), (0, 1), (9, 0), (31, 1), (39, 1)] if one_each else [*RAGGED, AMONG]
+    case = Case(rows, padding=2, seed=3)
+    expected = np.asarray(write_rows(case.pages, case.new, case.rows))
+    with backend.assumed(backend.TPU):
+        write = functools.partial(write_rows, one_each=one_each, has_gaps=not one_each)
+        found = jax.jit(write)(case.pages, case.new, case.rows)
+        without_gaps = Case(RAGGED, padding=2, seed=3)
+        dense = jax.jit(write_rows)(without_gaps.pages, without_gaps.new, without_gaps.rows)
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(dense, write_rows(without_gaps.pages, without_gaps.new, without_gaps.rows))
+
+
+@pytest.mark.parametrize(("size", "start", "count"), [(16, 0, 16), (16, 5, 11), (10, 3, 10), (24, 8, 0), (7, 30, 7)])
+def test_whole_pages_come_to_hold_places_of_one_row(size, start, count):
+    rng = np.random.default_rng(size)
+    pages, kv = (jnp.array(rng.standard_normal(shape), jnp.float32) for shape in ((9, 2, 3, 8, 4), (2, size, 3, 4)))
+    arguments = (jnp.array([4, 2, 7, 1, 0]), jnp.int32(start), jnp.int32(count))
+    token = np.arange(start, start + count)
+    expected = np.array(pages)
+    expected[np.asarray(arguments[0])[token // 8], :, :, token % 8] = np.asarray(kv)[:, :count].swapaxes(0, 1)
+    with backend.assumed(backend.TPU):
+        found = jax.jit(write_places)(pages, kv, *arguments)
+        read = jax.jit(read_places)(found, arguments[0], jnp.asarray(token, jnp.int32))
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(read, kv[:, :count])
