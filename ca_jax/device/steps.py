@@ -379,7 +379,10 @@ def read_pages(
     """
 
     def read(pages: jax.Array, table: jax.Array, start: jax.Array) -> jax.Array:
-        return paged.read_places(pages, table, start + jnp.arange(num_tokens))
+        size = pages.shape[3]
+        first = start // size
+        own = table.at[first + jnp.arange(num_tokens // size + 2)].get(mode="clip")
+        return paged.read_places(pages, own, start - first * size + jnp.arange(num_tokens))
 
     kv = by_device(read, sharding, (PAGES, (), ()), STEP_KV)(pages, table, start)
     return constrain(quantize(kv) if packs else kv, sharding, _handed_out(sharding))

@@ -28,7 +28,7 @@ _LOG = logging.getLogger(__name__)
 
 _MASKED = -1e30
 _QUERY_TILE = 16384  # Numbers of a program's queries in a pass, and of its result, which stays in registers.
-_KEY_TILE = 4096  # Numbers of the keys that a program reads at a time.
+_KEY_TILE = 2048  # Numbers of the keys that a program reads at a time; of 4096 an A100 spills registers.
 _LEAST_TILE = 16  # Fewer rows or columns than this no tensor core takes.
 _PROGRAMS = 256  # As many as keep the memory of a GPU with 100-odd multiprocessors busy.
 _MAX_SPLITS = 16

@@ -160,7 +160,7 @@ def _kernel(
     page, block = buffers.shape[4], pl.program_id(0)
 
     def num_stages(block: Any) -> Any:
-        return (bounds[2, block] - bounds[1, block] + at_once - 1) // at_once
+        return lax.div(bounds[2, block] - bounds[1, block] + at_once - 1, jnp.int32(at_once))
 
     def each_copy(block: Any, stage: Any, into: Any, do: Any) -> None:
         """Does something with the copies of a stage of a block."""

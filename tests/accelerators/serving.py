@@ -119,6 +119,11 @@ class Setup:
         return pool_size(self.model, DTYPE, self.engine, self.window)
 
     @property
+    def has_kernel(self) -> bool:
+        """Whether attention over its pages is by a kernel of ours: on a TPU heads of 128 numbers alone."""
+        return self.chip.platform == "gpu" or self.model.head_dim % 128 == 0
+
+    @property
     def pool_bytes(self) -> int:
         """Of each device."""
         return pool_bytes(self.model, DTYPE, self.pool, self.sharding)

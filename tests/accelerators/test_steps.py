@@ -78,11 +78,11 @@ def complaints(setup: Setup, step: Step, found: compiling.Figures) -> dict[str, 
         wrong["collectives"] = f"{counts}, at most {allowed} should be"
     if too_large := [each for each in sent.values() if each.largest_bytes > step.sent_bytes]:
         wrong["sent"] = f"{too_large[0].largest}, at most {step.sent_bytes:,} bytes should be"
-    if setup.chip.platform == "gpu":
-        if found.num_kernels != step.num_kernels:
-            wrong["kernels"] = f"{found.num_kernels} calls, {step.num_kernels} should be"
-        if found.kernel is not None and found.kernel.spilled_bytes:
-            wrong["spilled"] = f"{found.kernel.spilled_bytes} bytes a thread, {found.kernel.registers} registers"
+    num_kernels = step.num_kernels if setup.has_kernel else 0
+    if found.num_kernels != num_kernels:
+        wrong["kernels"] = f"{found.num_kernels} calls, {num_kernels} should be"
+    if found.kernel is not None and found.kernel.spilled_bytes:
+        wrong["spilled"] = f"{found.kernel.spilled_bytes} bytes a thread, {found.kernel.registers} registers"
     if step.takes_everything:
         taken = plan.parts["the weights"] + plan.parts["the pool of KV"]
         if abs(found.argument_bytes - taken) > PLAN_TOLERANCE * taken:
