@@ -33,7 +33,7 @@ from benchmarks.evaluate.rag_methods import (
     methods_of,
 )
 from benchmarks.evaluate.statistics import Interval, f1_score, first_line, mean_interval, rouge_l
-from ca_jax.evaluation.texts import EvaluationError, tokenizer_of
+from ca_jax.launch.texts import EvaluationError, tokenizer_of
 from ca_jax.pretrained import LoadedModel, Progress
 
 DEVIATION_FIGURES = (6, 7, 8)
