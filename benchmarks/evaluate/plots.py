@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.evaluate.tables import Report, Row, title_of
-from ca_jax.launch.machine import summarize_machine
+from benchmarks.tables import summarize_machine
 from ca_jax.launch.plots import COLOURS, GREY, new_figure, write_figure
 
 if TYPE_CHECKING:

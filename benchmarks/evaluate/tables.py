@@ -13,7 +13,8 @@ import rich.console
 
 from benchmarks.evaluate.rag import MAX_TOP1_LOSS, TIMED_FIGURES
 from benchmarks.evaluate.rag_methods import RECOMPUTE, Method
-from ca_jax.launch.script import make_markdown, make_table, note
+from benchmarks.tables import make_markdown
+from ca_jax.launch.script import make_table, note
 
 Report = Mapping[str, Any]
 """task, model, dtype, machine, versions, command, config, seconds, rows, items; JSON types only.

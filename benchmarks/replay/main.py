@@ -29,10 +29,11 @@ from absl import flags
 from benchmarks.replay.running import RECOMPUTE, STORE, OnSample, ReplayConfig, Result, Run, replay
 from benchmarks.replay.serving import Sample, ServedTurn, Spread, Summary
 from benchmarks.replay.workload import Workload, WorkloadConfig
+from benchmarks.tables import summarize_machine
 from ca_jax.config import EngineConfig
 from ca_jax.errors import CaJaxError
 from ca_jax.launch.flags import ConfigFlags, define_model, out_path
-from ca_jax.launch.machine import describe_machine, describe_versions, summarize_machine
+from ca_jax.launch.machine import describe_machine, describe_versions
 from ca_jax.launch.plots import BLUE, GREEN, GREY, VERMILION, new_figure, require_matplotlib, write_figure
 from ca_jax.launch.script import command_line, make_console, make_table, note
 from ca_jax.pretrained import LoadedModel, Progress, load_model

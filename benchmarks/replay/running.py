@@ -12,6 +12,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
+from benchmarks.compiles import CompileCounter
 from benchmarks.engines import without_store
 from benchmarks.replay.serving import Sample, Served, Summary, compare, serve, summarize
 from benchmarks.replay.workload import ReplayError, Workload, WorkloadConfig, make_workload
@@ -29,7 +30,6 @@ from ca_jax.simulate.traces.requests import TraceConfig
 from ca_jax.simulate.workload import SimSession, SimTurn
 from ca_jax.storage.config import GIB
 from ca_jax.storage.layout import KVLayout
-from ca_jax.telemetry.metrics import CompileCounter
 
 STORE, RECOMPUTE = "store", "recompute"
 """Names of runs."""
