@@ -345,6 +345,7 @@ def _take(pages: jax.Array, places: jax.Array) -> jax.Array:
 @jax.jit
 def _turn_on(table: rope.Rotation, pages: jax.Array, num_positions: jax.Array) -> jax.Array:
     """A page `[1, 2, K, S, H]` whose keys, rotated by their places, are so many positions, i32 `[S]`, further on."""
-    back = rope.turned_back(table, num_positions)
-    keys = rope.rotate(pages[0, 0].swapaxes(0, 1), rope.Rotation(back.cos, -back.sin))
+    scale = table.cos[0]  # Nothing is turned at position 0: it turns, and multiplies by nothing.
+    onward = rope.Rotation(table.cos[num_positions] / scale, table.sin[num_positions] / scale)
+    keys = rope.rotate(pages[0, 0].swapaxes(0, 1), onward)
     return pages.at[0, 0].set(keys.swapaxes(0, 1))
