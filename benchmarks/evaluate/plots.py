@@ -1,6 +1,6 @@
 """Figures of evaluations: loss around truncations, and CacheBlend's figures with our numbers.
 
-Not here: measuring (`ca_jax.evaluation`), tables (`tables`).
+Not here: measuring (the tasks), tables (`tables`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The quality gate is made of it: what share of the chunks' tokens must be computed anew to keep a model close to that.
 
-Not here: reading items and the ways themselves (`ca_jax.evaluation`), the paper's figures of deviation
+Not here: reading items and the ways themselves (`items`, `rag_methods`), the paper's figures of deviation
 (rag_deviation), times to the first token (timing).
 Source: CacheBlend (Yao et al., EuroSys 2025), section 7.
 """
