@@ -4,7 +4,7 @@ All chunks have the same number of tokens, and no two are the same, so that samp
 questions with retrieved texts, where there is a file of them; else of ShareGPT's conversations; random tokens where
 those are not installed, or the model has no tokenizer.
 
-Not here: reading files and conversations (`ca_jax.evaluation`), which chunks a turn has (`suites.blend`,
+Not here: reading files and conversations (`evaluate.items`, `conversations`), which chunks a turn has (`suites.blend`,
 `suites.blend_throughput`).
 """
 

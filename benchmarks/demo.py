@@ -24,10 +24,11 @@ import rich.console
 from absl import flags
 
 from benchmarks.demo_acts import DemoError, drop_from_page_cache, go_on, in_new_process, serve_with_and_without
+from benchmarks.tables import summarize_machine
 from ca_jax.config import EngineConfig
 from ca_jax.errors import CaJaxError
 from ca_jax.launch.flags import DEFAULT_MODEL, ConfigFlags
-from ca_jax.launch.machine import describe_versions, summarize_machine
+from ca_jax.launch.machine import describe_versions
 from ca_jax.launch.plots import BLUE, GREEN, GREY, VERMILION, new_figure, require_matplotlib, write_figure
 from ca_jax.launch.script import command_line, make_table, note, write_json
 from ca_jax.launch.terminal import describe_tiers, progress_bars

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import rich.console
 
+from benchmarks.compiles import CompileCounter
 from benchmarks.engines import without_store
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
@@ -34,7 +35,6 @@ from ca_jax.pretrained import Progress, load_model
 from ca_jax.serving.core import enable_compile_cache
 from ca_jax.serving.prompts import turn_ids
 from ca_jax.session import Session
-from ca_jax.telemetry.metrics import CompileCounter
 from ca_jax.turns.requests import Usage
 
 T = TypeVar("T")

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.traces import Place, place_spans
 from ca_jax.launch.plots import COLOURS, GREY, new_figure, write_figure
-from ca_jax.telemetry.timeline import TRACKS, Place, Span, Track, place_spans
+from ca_jax.telemetry.timeline import TRACKS, Span, Track
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
+from benchmarks.compiles import CompileCounter
 from ca_jax.config import EngineConfig
 from ca_jax.errors import CaJaxError
 from ca_jax.pretrained import LoadedModel, Progress
-from ca_jax.telemetry.metrics import CompileCounter
 
 if TYPE_CHECKING:
     from benchmarks.figures import Panel

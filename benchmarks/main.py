@@ -40,6 +40,7 @@ from absl import flags as absl_flags
 
 import benchmarks.suites
 from benchmarks import figures, flags, tables
+from benchmarks.compiles import CompileCounter
 from benchmarks.harness import SUITES, Config, Run, ServingConfig, Suite
 from benchmarks.peers import PEER_PACKAGES, make_peer
 from benchmarks.recording import Recorder
@@ -52,7 +53,6 @@ from ca_jax.launch.script import command_line, make_console, note, write_json
 from ca_jax.launch.terminal import progress_bars
 from ca_jax.pretrained import LoadedModel, Progress, load_model, random_model
 from ca_jax.serving.core import enable_compile_cache
-from ca_jax.telemetry.metrics import CompileCounter
 
 FLAGS = absl_flags.FLAGS
 Report = dict[str, Any]

@@ -15,12 +15,12 @@ from functools import partial
 import numpy as np
 
 from benchmarks import harness
+from benchmarks.compiles import CompileCounter
 from benchmarks.engines import SETTLING_STEPS, answer_of, random_ids, send_turn, take_back
 from benchmarks.harness import BenchError, Rounds, Run, Sample
 from benchmarks.overflow_rows import NOWHERE, PLACES, GapRow, NextTurnRow, OverflowBenchConfig
 from ca_jax.engine import Engine
 from ca_jax.session import Job, Session
-from ca_jax.telemetry.metrics import CompileCounter
 
 _TOKENS_BEFORE = 12  # Of an answer, until the window is full.
 _TOKENS_AFTER = 16

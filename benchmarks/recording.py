@@ -6,7 +6,6 @@ Not here: measuring (the suites), spans (`ca_jax.telemetry.timeline`), drawing (
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,8 @@ import jax
 
 from benchmarks.figures import plot_timeline
 from benchmarks.harness import BenchError
-from ca_jax.telemetry.timeline import NO_TIMELINE, Span, Timeline, trace_events
+from benchmarks.traces import write_trace
+from ca_jax.telemetry.timeline import NO_TIMELINE, Span, Timeline
 
 
 class Recorder:
@@ -78,10 +78,7 @@ class Recorder:
         if not self._turns:
             raise BenchError("a recorded round must have at least one turn, got none")
         if self._trace_out is not None:
-            self._trace_out.parent.mkdir(parents=True, exist_ok=True)
-            spans = [span for turn in self._turns.values() for span in turn]
-            content = {"traceEvents": trace_events(spans), "displayTimeUnit": "ms"}
-            self._trace_out.write_text(json.dumps(content, default=str) + "\n", encoding="utf-8")
+            write_trace(self._trace_out, [span for turn in self._turns.values() for span in turn])
         if self._plot_out is not None:
             name, spans = next(iter(self._turns.items()))
             plot_timeline(self._plot_out, spans, title=f"{title}: {name}", caption=caption)

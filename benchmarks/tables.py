@@ -5,12 +5,12 @@ Not here: measuring, the report (`main`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import rich.console
 
-from ca_jax.launch.script import make_markdown, make_table, note
+from ca_jax.launch.script import make_table, note
 
 Line = Mapping[str, Any]
 
@@ -20,6 +20,24 @@ _LAST = ("same_tokens", "recompiles")
 _TIMES = ("speedup", "ratio", "_over_ideal", "over_ideal", "_vs_bound")
 _SHARES = ("share", "hit_rate", "hidden", "vs_belady", "over_capacity", "queue_depth")
 _CHANGES = ("change", "overhead", "async_gain")
+
+
+def make_markdown(columns: Iterable[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a Markdown table with the columns and rows of `make_table`."""
+    columns = list(columns)
+    head = [column.removeprefix(">").replace("\n", " ") for column in columns]
+    rules = ["---:" if column.startswith(">") else "---" for column in columns]
+    return [f"| {' | '.join(cells)} |" for cells in (head, rules, *filter(None, rows))]
+
+
+def summarize_machine(machine: dict[str, Any]) -> str:
+    """One line for captions: "AMD EPYC, 2 cores, 23 GiB"; the accelerator is named where there is one."""
+    parts = [machine["cpu"], f"{machine['cores']} cores"]
+    if machine["memory_gib"] is not None:
+        parts.append(f"{machine['memory_gib']:.0f} GiB")
+    if machine["platform"] != "cpu":
+        parts.append(f"{machine['num_devices']} x {machine['device']}")
+    return ", ".join(parts)
 
 
 def print_report(report: Mapping[str, Any], console: rich.console.Console) -> None:

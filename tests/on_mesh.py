@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ca_jax
+from benchmarks.compiles import CompileCounter
 from ca_jax.device import steps, transfer
 from ca_jax.device.transfer import params_to_device
 from ca_jax.kv import layout as device_memory
@@ -31,7 +32,6 @@ from ca_jax.pretrained import LoadedModel
 from ca_jax.recompute.drift import Drift
 from ca_jax.storage.config import GIB
 from ca_jax.storage.layout import KVLayout
-from ca_jax.telemetry.metrics import CompileCounter
 from ca_jax.testing import tiny
 from ca_jax.turns.requests import SamplingParams
 from tests import engine_kit as kit

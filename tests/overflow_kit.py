@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.evaluate.by_layer import LayerByLayer, as_pages, from_pages
 from ca_jax.device.sampler import Draw
 from ca_jax.engine import Engine
-from ca_jax.evaluation.by_layer import LayerByLayer, as_pages, from_pages
 from ca_jax.models.kv import KVCache, LayerKV
 from ca_jax.overflow.config import DiscardContext, OverflowConfig, TokenDiscarder, num_leaving, oldest_first
 from ca_jax.pretrained import LoadedModel

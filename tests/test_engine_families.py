@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.compiles import CompileCounter
 from ca_jax.device.pages import PoolSize
 from ca_jax.device.passes import PassPart, Prefill
 from ca_jax.device.runner import Runner, RunnerSizes
 from ca_jax.device.warmup import Shapes, compile_all, functions_of
 from ca_jax.session import Job
-from ca_jax.telemetry.metrics import CompileCounter
 from ca_jax.turns.requests import SamplingParams
 from tests import engine_kit as kit
 from tests import families_kit

@@ -17,10 +17,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from benchmarks.evaluate.by_layer import LayerByLayer, as_pages, from_pages
 from ca_jax.config import SELECTIONS
 from ca_jax.device import steps
 from ca_jax.device.transfer import to_device
-from ca_jax.evaluation.by_layer import LayerByLayer, as_pages, from_pages
 from ca_jax.models.paged_attention import Rows
 from ca_jax.models.transformer import Transformer
 from ca_jax.overflow.config import OverflowConfig

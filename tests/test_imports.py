@@ -26,7 +26,6 @@ FLOORS = (
     {"engine"},
     {""},
     {"simulate", "server"},
-    {"evaluation"},
     {"launch"},
     {"__main__"},
 )
@@ -48,10 +47,6 @@ STORAGE_FLOORS = (
     {"inspector"},
     {"collect"},
 )
-# Quality is measured over the model alone, so that what is measured is not what it is measured with.
-STRANGERS = {
-    "evaluation": {"kv", "serving", "session", "engine", "", *("device.runner", "device.slots")},
-}
 # Modules, or rooms of them, that load no jax.
 WITHOUT_JAX = {
     *("errors", "telemetry.timeline", "telemetry.wakeup", "storage", "overflow", "turns", "config", "session"),
@@ -112,14 +107,14 @@ def badly_written(modules: Modules) -> Iterator[str]:
 
 
 def upward(modules: Modules, floors: Iterable[set[str]] = FLOORS, within: str = "ca_jax") -> Iterator[str]:
-    """Imports among the rooms of a package of one that is not on a lower floor, or that is a stranger."""
+    """Imports among the rooms of a package of one that is not on a lower floor."""
     floor_of = floors_of(floors)
     for name in (each for each in modules if f"{each}.".startswith(f"{within}.")):
         for target in sorted({resolve(each, modules) for each in modules[name]} - {""}):
             room, other = room_of(name, within), room_of(target, within)
             if room == other or not f"{target}.".startswith(f"{within}."):
                 continue
-            if floor_of[other] >= floor_of[room] or (within == "ca_jax" and is_within(target, STRANGERS.get(room, ()))):
+            if floor_of[other] >= floor_of[room]:
                 yield f"{name} -> {target}"
 
 
@@ -185,7 +180,6 @@ GOOD = {
         (badly_written, "models.kv", "from models.llama import L", "ca_jax.models.kv imports models.llama.L"),
         (upward, "kv.a", "def f():\n  import ca_jax.serving.scheduler", "ca_jax.kv.a -> ca_jax.serving.scheduler"),
         (upward, "kv.a", "if TYPE_CHECKING:\n  from ca_jax import Engine", "ca_jax.kv.a -> ca_jax"),
-        (upward, "evaluation.a", "from ca_jax import Engine", "ca_jax.evaluation.a -> ca_jax"),
         (cycles, "models.config", "def f():\n  import ca_jax.models.llama", "ca_jax.models."),
     ],
 )

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import ca_jax
+from benchmarks.compiles import CompileCounter
 from ca_jax.device.transfer import to_device, to_host
 from ca_jax.kv import costs
 from ca_jax.kv.async_saver import AsyncSaver
@@ -28,7 +29,6 @@ from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.records import Owner
 from ca_jax.storage.store import AttentionStore
-from ca_jax.telemetry.metrics import CompileCounter
 from ca_jax.turns.requests import SamplingParams
 from tests import engine_kit as kit
 from tests import overflow_kit as ok

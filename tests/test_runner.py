@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.evaluate.by_layer import LayerByLayer
 from ca_jax.device.pages import PoolSize
 from ca_jax.device.passes import PassPart, Prefill
 from ca_jax.device.runner import Runner, RunnerSizes
 from ca_jax.device.sampler import Draw, Sampler
-from ca_jax.evaluation.by_layer import LayerByLayer
 from ca_jax.session import Job
 from ca_jax.turns.requests import SamplingParams
 from ca_jax.turns.text import TextOutput

@@ -8,11 +8,11 @@ import threading
 import numpy as np
 import pytest
 
+from benchmarks.compiles import CompileCounter
 from ca_jax.engine import Engine
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.storage import store
 from ca_jax.storage.tiers import dram
-from ca_jax.telemetry.metrics import CompileCounter
 from ca_jax.turns.requests import SamplingParams
 from tests import engine_kit as kit
 from tests import overlap_kit

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ca_jax.launch.script import make_markdown
+from benchmarks.tables import make_markdown
 from tools.pages import Report, assemble, read_json, read_notes, table, write_page
 
 _GIB = 1 << 30

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks import tables
 from benchmarks.evaluate import tables as evaluate_tables
-from ca_jax.launch.machine import summarize_machine
+from benchmarks.tables import summarize_machine
 from tools.pages import Report, assemble, read_json, read_notes, table, write_page
 
 RATIO = 0.15

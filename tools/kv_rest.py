@@ -27,12 +27,12 @@ import numpy as np
 
 from benchmarks.engines import send_turn
 from benchmarks.evaluate.statistics import block_estimate
+from benchmarks.evaluate.stream import ContextStream
 from ca_jax.config import KV_REST_DTYPES, EngineConfig
 from ca_jax.engine import Engine
-from ca_jax.evaluation.stream import ContextStream
-from ca_jax.evaluation.texts import read_ids
 from ca_jax.kv.layout import rest_layout
 from ca_jax.launch.machine import describe_machine, describe_versions
+from ca_jax.launch.texts import read_ids
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import LoadedModel, load_model
 from ca_jax.serving.core import enable_compile_cache

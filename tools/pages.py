@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ca_jax.launch.machine import summarize_machine
-from ca_jax.launch.script import make_markdown
+from benchmarks.tables import make_markdown, summarize_machine
 
 Report = Mapping[str, Any]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paper_figures import shown
-from ca_jax.launch.machine import summarize_machine
+from benchmarks.tables import summarize_machine
 from tools.pages import Report, assemble, read_json, read_notes, table, write_page
 
 _TITLES = {

@@ -20,8 +20,7 @@ from typing import Any
 from absl import app, flags
 
 from benchmarks.evaluate.tables import COLUMNS, Report, gap, with_error
-from ca_jax.launch.machine import summarize_machine
-from ca_jax.launch.script import make_markdown
+from benchmarks.tables import make_markdown, summarize_machine
 from tools.pages import read_json
 
 _OUT = flags.DEFINE_string("out", None, "Markdown file to write.", required=True)

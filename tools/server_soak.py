@@ -21,7 +21,8 @@ from typing import Any
 
 import psutil
 
-from ca_jax.launch.machine import describe_machine, describe_versions, summarize_machine
+from benchmarks.tables import summarize_machine
+from ca_jax.launch.machine import describe_machine, describe_versions
 from ca_jax.launch.plots import BLUE, VERMILION, new_figure, write_figure
 from tests import server_kit as sk
 from tests.server import soak

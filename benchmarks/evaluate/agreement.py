@@ -1,6 +1,6 @@
 """How often a method goes on with a text as `tt` does: the same greedy tokens, the same distribution of the next one.
 
-Not here: reading texts (`ca_jax.evaluation.texts`), intervals (`benchmarks.evaluate.statistics`).
+Not here: reading texts (`ca_jax.launch.texts`), intervals (`benchmarks.evaluate.statistics`).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evaluate.comparison import Comparison, Evaluation, MethodRow, check_positive
+from benchmarks.evaluate.comparison import Comparison, Evaluation, MethodRow, check_overflows, check_positive
 from benchmarks.evaluate.statistics import Interval, block_estimate, kl_divergence, log_softmax, wilson_interval
-from ca_jax.evaluation.texts import EvaluationError, check_overflows, read_ids
+from ca_jax.launch.texts import EvaluationError, read_ids
 from ca_jax.pretrained import LoadedModel, Progress
 
 

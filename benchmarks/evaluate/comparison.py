@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.evaluate.statistics import Interval, mcnemar_p, mean_interval, share_interval
-from ca_jax.evaluation.stream import ContextStream
-from ca_jax.evaluation.texts import EvaluationError
+from benchmarks.evaluate.stream import ContextStream
+from ca_jax.launch.texts import EvaluationError
 from ca_jax.overflow.config import OverflowConfig, num_leaving, oldest_first
 from ca_jax.pretrained import LoadedModel
 
@@ -287,3 +288,24 @@ def check_positive(config: Any, names: Sequence[str]) -> None:
         value = getattr(config, name)
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def check_overflows(num_tokens: int, *, window: int, path: Path, max_tokens: int) -> None:
+    """Refuses a text that the window does not overflow with.
+
+    Args:
+      num_tokens: taken of the text.
+      window: most tokens of a context.
+      path: of the text.
+      max_tokens: how many were asked for.
+
+    Raises:
+      EvaluationError: it is too short, or too little of it was asked for.
+    """
+    if num_tokens > window:
+        return
+    if max_tokens <= window:
+        raise EvaluationError(f"max_tokens must be above the window of {window} to overflow it, got {max_tokens}")
+    raise EvaluationError(
+        f"a text must have at least {window + 1} tokens to overflow a window of {window}, got {num_tokens} in {path}"
+    )

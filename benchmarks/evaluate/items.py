@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.evaluate.comparison import check_positive
-from ca_jax.evaluation.texts import EvaluationError, read_file, tokenizer_of
+from ca_jax.launch.texts import EvaluationError, read_file, tokenizer_of
 from ca_jax.pretrained import LoadedModel
 from ca_jax.simulate.traces.sharegpt import load_sharegpt
 

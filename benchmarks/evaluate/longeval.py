@@ -34,8 +34,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.evaluate.comparison import Answers, Comparison, Evaluation, accuracy_rows, check_positive
-from ca_jax.evaluation.stream import ContextStream
-from ca_jax.evaluation.texts import EvaluationError, read_rows, tokenizer_of
+from benchmarks.evaluate.stream import ContextStream
+from ca_jax.launch.texts import EvaluationError, read_rows, tokenizer_of
 from ca_jax.models.chat_template import ChatTemplate
 from ca_jax.models.tokenizer import Tokenizer
 from ca_jax.pretrained import LoadedModel, Progress

@@ -51,12 +51,12 @@ from benchmarks.evaluate.plots import draw
 from benchmarks.evaluate.rag import DEVIATION_FIGURES, TIMED_FIGURES, GateConfig, RagConfig, run_gate, run_rag
 from benchmarks.evaluate.rag_deviation import run_deviation
 from benchmarks.evaluate.rag_methods import Blends
+from benchmarks.evaluate.stream import ComparedOverflow
 from benchmarks.evaluate.tables import Report, print_report
 from benchmarks.evaluate.timing import run_timing
 from benchmarks.flags import CaseFlags
 from ca_jax.config import EngineConfig
 from ca_jax.errors import CaJaxError
-from ca_jax.evaluation.stream import ComparedOverflow
 from ca_jax.launch.flags import (
     ConfigFlags,
     FlagError,

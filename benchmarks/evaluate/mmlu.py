@@ -19,10 +19,17 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.evaluate.comparison import Answers, Comparison, Evaluation, accuracy_rows, check_positive
+from benchmarks.evaluate.comparison import (
+    Answers,
+    Comparison,
+    Evaluation,
+    accuracy_rows,
+    check_overflows,
+    check_positive,
+)
 from benchmarks.evaluate.statistics import log_softmax
-from ca_jax.evaluation.stream import ContextStream
-from ca_jax.evaluation.texts import EvaluationError, check_overflows, read_file, read_ids, tokenizer_of
+from benchmarks.evaluate.stream import ContextStream
+from ca_jax.launch.texts import EvaluationError, read_file, read_ids, tokenizer_of
 from ca_jax.models.tokenizer import Tokenizer
 from ca_jax.pretrained import LoadedModel, Progress
 

@@ -1,6 +1,6 @@
 """Perplexity over one long stream of text, and loss around each truncation.
 
-Not here: reading texts (`ca_jax.evaluation.texts`), errors of means (`benchmarks.evaluate.statistics`).
+Not here: reading texts (`ca_jax.launch.texts`), errors of means (`benchmarks.evaluate.statistics`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.evaluate.comparison import Comparison, Evaluation, MethodRow
+from benchmarks.evaluate.comparison import Comparison, Evaluation, MethodRow, check_overflows
 from benchmarks.evaluate.statistics import block_estimate
-from ca_jax.evaluation.stream import ContextStream, Truncation
-from ca_jax.evaluation.texts import EvaluationError, check_overflows, read_ids
+from benchmarks.evaluate.stream import ContextStream, Truncation
+from ca_jax.launch.texts import EvaluationError, read_ids
 from ca_jax.pretrained import LoadedModel, Progress
 
 CURVE_BEFORE, CURVE_AFTER, CURVE_BIN = 256, 512, 32

@@ -1,6 +1,6 @@
 """Figures of evaluations: loss around truncations, and CacheBlend's figures with our numbers.
 
-Not here: measuring (`ca_jax.evaluation`), tables (`tables`).
+Not here: measuring (the tasks), tables (`tables`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.evaluate.tables import Report, Row, title_of
-from ca_jax.launch.machine import summarize_machine
+from benchmarks.tables import summarize_machine
 from ca_jax.launch.plots import COLOURS, GREY, new_figure, write_figure
 
 if TYPE_CHECKING:

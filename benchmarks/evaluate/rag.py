@@ -2,7 +2,7 @@
 
 The quality gate is made of it: what share of the chunks' tokens must be computed anew to keep a model close to that.
 
-Not here: reading items and the ways themselves (`ca_jax.evaluation`), the paper's figures of deviation
+Not here: reading items and the ways themselves (`items`, `rag_methods`), the paper's figures of deviation
 (rag_deviation), times to the first token (timing).
 Source: CacheBlend (Yao et al., EuroSys 2025), section 7.
 """
@@ -33,7 +33,7 @@ from benchmarks.evaluate.rag_methods import (
     methods_of,
 )
 from benchmarks.evaluate.statistics import Interval, f1_score, first_line, mean_interval, rouge_l
-from ca_jax.evaluation.texts import EvaluationError, tokenizer_of
+from ca_jax.launch.texts import EvaluationError, tokenizer_of
 from ca_jax.pretrained import LoadedModel, Progress
 
 DEVIATION_FIGURES = (6, 7, 8)

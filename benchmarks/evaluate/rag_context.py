@@ -21,13 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from benchmarks.evaluate.by_layer import LayerByLayer, as_pages, from_pages
 from benchmarks.evaluate.items import RagPrompt
 from benchmarks.evaluate.statistics import log_softmax
 from ca_jax.config import EngineConfig
 from ca_jax.device import steps
 from ca_jax.device.steps import Params, apply
 from ca_jax.device.transfer import to_device, to_host
-from ca_jax.evaluation.by_layer import LayerByLayer, as_pages, from_pages
 from ca_jax.models import rope
 from ca_jax.models.attention import MASKED, dot, seen_keys
 from ca_jax.models.config import ModelConfig

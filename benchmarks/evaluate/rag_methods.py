@@ -30,7 +30,7 @@ from benchmarks.evaluate.rag_context import (
 from benchmarks.evaluate.statistics import kl_divergence
 from ca_jax import config
 from ca_jax.device.transfer import to_device, to_host
-from ca_jax.evaluation.texts import tokenizer_of
+from ca_jax.launch.texts import tokenizer_of
 from ca_jax.recompute.plan import Plan
 
 SELECTIONS: tuple[str, ...] = (*config.SELECTIONS, "random")

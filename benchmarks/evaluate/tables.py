@@ -1,6 +1,6 @@
 """Reports of evaluations as tables to read, on a terminal or in Markdown.
 
-Not here: what a report holds (`ca_jax.evaluation`), figures (`plots`).
+Not here: what a report holds (the tasks), figures (`plots`).
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import rich.console
 
 from benchmarks.evaluate.rag import MAX_TOP1_LOSS, TIMED_FIGURES
 from benchmarks.evaluate.rag_methods import RECOMPUTE, Method
-from ca_jax.launch.script import make_markdown, make_table, note
+from benchmarks.tables import make_markdown
+from ca_jax.launch.script import make_table, note
 
 Report = Mapping[str, Any]
 """task, model, dtype, machine, versions, command, config, seconds, rows, items; JSON types only.
 
-`config` and `rows` have the fields of the task's config and row (`ca_jax.evaluation`); what items hold is said at
+`config` and `rows` have the fields of the task's config and row (its module); what items hold is said at
 `Evaluation`.
 """
 Row = Mapping[str, Any]

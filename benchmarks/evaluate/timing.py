@@ -29,8 +29,8 @@ from benchmarks.evaluate.statistics import Interval
 from benchmarks.paced import ControlledStore, PacedLink
 from ca_jax.config import BlendConfig, EngineConfig
 from ca_jax.engine import Engine
-from ca_jax.evaluation.texts import EvaluationError
 from ca_jax.kv.layout import kv_layout
+from ca_jax.launch.texts import EvaluationError
 from ca_jax.pretrained import LoadedModel, Progress
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.turns.requests import SamplingParams, Usage

@@ -21,7 +21,7 @@ from pathlib import Path
 import jax
 from absl import flags
 
-from benchmarks import figures
+from benchmarks import figures, tables
 from benchmarks.gpu.paper import PANELS
 from benchmarks.gpu.report import Report, make_report, to_markdown
 from benchmarks.gpu.rows import GpuBenchConfig, SectionResult
@@ -83,7 +83,7 @@ def _write(report: Report) -> None:
             [dataclasses.replace(panel, only=("figure", name)) for name, panel in drawn.items()],
             [{**row, "figure": name} for name in drawn for row in rows[name]],
             title="The paper's figures 18 to 20, redone",
-            caption=machine.summarize_machine(report["machine"]),
+            caption=tables.summarize_machine(report["machine"]),
         )
 
 

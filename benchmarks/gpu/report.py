@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.gpu.rows import GpuBenchConfig, Probes, SectionResult
-from benchmarks.tables import markdown_lines
-from ca_jax.launch.machine import summarize_machine
+from benchmarks.tables import markdown_lines, summarize_machine
 
 Report = dict[str, Any]
 """machine, versions, command, config, budget_s, seconds, probes, sections; JSON types only."""

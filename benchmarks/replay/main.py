@@ -28,16 +28,16 @@ from absl import flags
 
 from benchmarks.replay.running import RECOMPUTE, STORE, OnSample, ReplayConfig, Result, Run, replay
 from benchmarks.replay.serving import Sample, ServedTurn, Spread, Summary
-from benchmarks.replay.workload import Workload, WorkloadConfig
+from benchmarks.replay.workload import ReplayedTrace, Workload, WorkloadConfig
+from benchmarks.tables import summarize_machine
 from ca_jax.config import EngineConfig
 from ca_jax.errors import CaJaxError
 from ca_jax.launch.flags import ConfigFlags, define_model, out_path
-from ca_jax.launch.machine import describe_machine, describe_versions, summarize_machine
+from ca_jax.launch.machine import describe_machine, describe_versions
 from ca_jax.launch.plots import BLUE, GREEN, GREY, VERMILION, new_figure, require_matplotlib, write_figure
 from ca_jax.launch.script import command_line, make_console, make_table, note
 from ca_jax.pretrained import LoadedModel, Progress, load_model
 from ca_jax.serving.core import enable_compile_cache
-from ca_jax.simulate.traces.requests import TraceConfig
 from ca_jax.storage.config import GIB
 
 flags.disclaim_key_flags()  # They are flags of the script that asks for them: its --help shows them.
@@ -53,7 +53,7 @@ _LINE_S = 10.0  # Between lines where no terminal is.
 _RATE_S = 10.0  # Tokens a second are of so many seconds.
 _CONFIG = ConfigFlags(
     ReplayConfig(
-        trace=TraceConfig(),
+        trace=ReplayedTrace(),
         workload=WorkloadConfig(),
         engine=EngineConfig(share_prefixes=False),  # Lengths are a trace's; what texts have in common is made up.
     )

@@ -12,9 +12,10 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
+from benchmarks.compiles import CompileCounter
 from benchmarks.engines import without_store
 from benchmarks.replay.serving import Sample, Served, Summary, compare, serve, summarize
-from benchmarks.replay.workload import ReplayError, Workload, WorkloadConfig, make_workload
+from benchmarks.replay.workload import ReplayedTrace, ReplayError, Workload, WorkloadConfig, make_workload
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.kv.costs import PrefillRate, PrefillSample
@@ -25,11 +26,9 @@ from ca_jax.serving.core import DEFAULT_WINDOW_TOKENS
 from ca_jax.simulate.config import DecodeSample, FittedCost, ServerConfig, SimModel, StoreSizes
 from ca_jax.simulate.results import SimCounts
 from ca_jax.simulate.server import Server
-from ca_jax.simulate.traces.requests import TraceConfig
 from ca_jax.simulate.workload import SimSession, SimTurn
 from ca_jax.storage.config import GIB
 from ca_jax.storage.layout import KVLayout
-from ca_jax.telemetry.metrics import CompileCounter
 
 STORE, RECOMPUTE = "store", "recompute"
 """Names of runs."""
@@ -45,7 +44,7 @@ OnSample = Callable[[str, Workload, Sample], None]
 class ReplayConfig:
     """What is replayed, and how."""
 
-    trace: TraceConfig
+    trace: ReplayedTrace
     """Which trace."""
     workload: WorkloadConfig
     """How much of it, and how fast."""

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ca_jax.errors import CaJaxError
+from ca_jax.errors import CaJaxError, check
 from ca_jax.models.tokenizer import Tokenizer
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import LoadedModel
@@ -51,6 +51,22 @@ _SPEAKER = re.compile(r"\s*(?:\w+: ?)?")  # What stands between a prompt and the
 
 class ReplayError(CaJaxError, ValueError):
     """What was to be replayed is not there, or does not fit."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplayedTrace(TraceConfig):
+    """Which trace is replayed, and how it is read.
+
+    Raises:
+      ValueError: as `TraceConfig`; a scale that is not positive.
+    """
+
+    length_scale: float = 1.0
+    """What lengths are multiplied by where a trace has no text."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(0 < self.length_scale < math.inf, "length_scale", "a number above 0", self.length_scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +179,7 @@ class Workload:
 
 
 def make_workload(
-    model: LoadedModel, trace: TraceConfig, config: WorkloadConfig, *, window: int, overflow: OverflowConfig | None
+    model: LoadedModel, trace: ReplayedTrace, config: WorkloadConfig, *, window: int, overflow: OverflowConfig | None
 ) -> Workload:
     """Reads a trace and makes of it what is served. The same arguments give the same.
 
@@ -254,7 +270,9 @@ def _capped(turns: Iterable[Sequence[Sequence[int]]], most_answer_tokens: int) -
 _Recorded = tuple[str, Script, tuple[float, ...]]  # Name, turns, and when each came, since the first of the trace.
 
 
-def _recorded(model: LoadedModel, trace: TraceConfig, config: WorkloadConfig, bad_rows: BadRows) -> Iterator[_Recorded]:
+def _recorded(
+    model: LoadedModel, trace: ReplayedTrace, config: WorkloadConfig, bad_rows: BadRows
+) -> Iterator[_Recorded]:
     """The conversations of a trace, in order of their beginning where it says when that was."""
     path = None if trace.trace is None else Path(trace.trace).expanduser()
     most_turns, most_answer_tokens = config.max_turns, config.max_answer_tokens

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import conversations, harness
+from benchmarks.compiles import CompileCounter
 from benchmarks.conversations import Scripts, ServedTurn
 from benchmarks.engines import make_engine, sized_config
 from benchmarks.figures import Panel
@@ -40,7 +41,6 @@ from ca_jax.engine import Engine
 from ca_jax.kv.layout import kv_layout
 from ca_jax.pretrained import LoadedModel
 from ca_jax.simulate.traces.sharegpt import Conversation
-from ca_jax.telemetry.metrics import CompileCounter
 
 PAPER_HIT_RATE_DROPS = (17.6, 41.5, 18.1, 18.4)
 """Points of hit rate that `of` is below `ca` in the paper's Figure 22a: LLaMA-13B, -65B, -70B, Falcon-40B."""

@@ -126,6 +126,12 @@ class PagePool:
         """Pages that anyone holds, of all parts."""
         return sum(len(holders) for holders in self._holders)
 
+    @property
+    def usage(self) -> float:
+        """Share of all pages that running jobs hold, each counted once."""
+        used = {(holding.part, page) for holding in self._rows.values() for page in holding.pages}
+        return len(used) / (self.size.num_pages * self.size.num_parts)
+
     def remake_if_broken(self) -> bool:
         """Makes the pages anew, empty and nobody's, where a call that took them broke; whether one had. Waits."""
         try:

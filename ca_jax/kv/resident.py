@@ -39,6 +39,11 @@ class ResidentPages:
         self._kept: collections.OrderedDict[str, _Kept] = collections.OrderedDict()  # Least recently used first.
         pool.evict = self._evict
 
+    @property
+    def busy_share(self) -> float:
+        """Share of the pool's pages that running jobs hold. All others are free, or given back where one is needed."""
+        return self._pool.usage
+
     def __len__(self) -> int:
         return len(self._kept)
 

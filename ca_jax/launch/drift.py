@@ -6,7 +6,7 @@
 Any text will do, best one like those that are to come; it is fed under the window, which it overflows again and again,
 and what stays is computed anew each time. Drift belongs to weights, window and truncation ratio.
 
-Not here: what drift is (`ca_jax.recompute.drift`), measuring it (`ca_jax.evaluation.stream`).
+Not here: what drift is (`ca_jax.recompute.drift`), measuring it (`benchmarks.evaluate.stream`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import rich.console
 from absl import flags
 
 from ca_jax.config import EngineConfig
-from ca_jax.evaluation.stream import measure_drift
-from ca_jax.evaluation.texts import read_ids
 from ca_jax.launch.flags import ConfigFlags, define_dtype, define_model
 from ca_jax.launch.script import note, run
 from ca_jax.launch.terminal import progress_bars
+from ca_jax.launch.texts import read_ids
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import load_model
+from ca_jax.recompute.drift import measure_drift
 from ca_jax.serving.core import enable_compile_cache
 
 FLAGS = flags.FLAGS

@@ -64,16 +64,6 @@ def describe_versions(packages: Iterable[str] = PACKAGES) -> dict[str, str | Non
     return found
 
 
-def summarize_machine(machine: dict[str, Any]) -> str:
-    """One line for captions: "AMD EPYC, 2 cores, 23 GiB"; the accelerator is named where there is one."""
-    parts = [machine["cpu"], f"{machine['cores']} cores"]
-    if machine["memory_gib"] is not None:
-        parts.append(f"{machine['memory_gib']:.0f} GiB")
-    if machine["platform"] != "cpu":
-        parts.append(f"{machine['num_devices']} x {machine['device']}")
-    return ", ".join(parts)
-
-
 def _cpu_model() -> str:
     """The name of the processor; Linux alone has it in a file."""
     if _CPU_INFO.is_file():

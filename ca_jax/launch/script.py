@@ -144,14 +144,6 @@ def format_number(value: float) -> str:
     return f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
 
 
-def make_markdown(columns: Iterable[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """The lines of a Markdown table with the columns and rows of `make_table`."""
-    columns = list(columns)
-    head = [column.removeprefix(">").replace("\n", " ") for column in columns]
-    rules = ["---:" if column.startswith(">") else "---" for column in columns]
-    return [f"| {' | '.join(cells)} |" for cells in (head, rules, *filter(None, rows))]
-
-
 def write_json(report: Mapping[str, Any], path: Path) -> None:
     """Writes a report; makes the directory it goes to.
 

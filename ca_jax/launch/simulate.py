@@ -202,7 +202,7 @@ class SimulateConfig(TraceConfig):
         )
 
 
-_CONFIG = ConfigFlags(SimulateConfig(), without=("length_scale",))
+_CONFIG = ConfigFlags(SimulateConfig())
 """The flags that are fields."""
 
 

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from ca_jax.errors import UnsupportedArchitectureError
+from ca_jax.errors import UnsupportedArchitectureError, check
 
 RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn"]
 Norm = Literal["rms", "layer"]
@@ -58,17 +58,17 @@ class RopeConfig:
                 f"rope scaling {self.scaling!r} is not served; it must be one of {', '.join(ROPE_SCALINGS)}"
             )
         for name in ("theta", "factor", "attention_factor", "original_max_positions"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"rope {name} must be positive, got {getattr(self, name)}")
+            check(getattr(self, name) > 0, f"rope {name}", "positive", getattr(self, name))
         for scaling, low, high in (
             ("llama3", "low_freq_factor", "high_freq_factor"),
             ("yarn", "beta_slow", "beta_fast"),
         ):
             found = getattr(self, low), getattr(self, high)
-            if self.scaling == scaling and not 0 < found[0] < found[1]:
-                raise ValueError(f"{scaling} rope scaling must have 0 < {low} < {high}, got {found[0]} and {found[1]}")
-        if self.rotary_dim is not None and (self.rotary_dim <= 0 or self.rotary_dim % 2):
-            raise ValueError(f"rope rotary_dim must be positive and even, got {self.rotary_dim}")
+            holds = self.scaling != scaling or 0 < found[0] < found[1]
+            check(holds, f"{low} and {high} of {scaling} rope scaling", "0 < the first < the second", found)
+        rotary_dim = self.rotary_dim
+        is_even = rotary_dim is None or (rotary_dim > 0 and rotary_dim % 2 == 0)
+        check(is_even, "rope rotary_dim", "positive and even", rotary_dim)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,41 +132,23 @@ class ModelConfig:
         object.__setattr__(self, "full_layers", tuple(self.full_layers))
         sizes = ("vocab_size", "embed_dim", "mlp_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim")
         for name in (*sizes, "max_positions"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+            check(getattr(self, name) > 0, name, "positive", getattr(self, name))
         for name, choices in (("norm", get_args(Norm)), ("mlp", get_args(Mlp))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+            check(getattr(self, name) in choices, name, f"one of {', '.join(choices)}", getattr(self, name))
         heads, experts = (self.num_heads, self.num_kv_heads), (self.num_experts_per_token, self.num_experts)
-        outside = [layer for layer in self.full_layers if not 0 <= layer < self.num_layers]
-        for holds, wanted, found in (
-            (heads[0] % heads[1] == 0, "num_heads must be a multiple of num_kv_heads", heads),
-            (self.head_dim % 2 == 0, "head_dim must be even for rotary embedding", self.head_dim),
-            (
-                self.rotary_dim <= self.head_dim,
-                f"rope rotary_dim must be at most head_dim {self.head_dim}",
-                self.rotary_dim,
-            ),
-            (self.is_parallel or not self.shares_norm, "shares_norm must come with is_parallel", self.is_parallel),
-            (
-                self.sliding_window is None or self.sliding_window > 0,
-                "sliding_window must be positive or None",
-                self.sliding_window,
-            ),
-            (not outside, f"full_layers must be layers in [0, {self.num_layers})", self.full_layers),
-            (
-                experts == (0, 0) or 0 < experts[0] <= experts[1],
-                "experts must be 0 < num_experts_per_token <= num_experts, or both 0",
-                experts,
-            ),
-            (
-                not self.num_experts or (self.mlp == "swiglu" and not self.mlp_bias),
-                "experts must have mlp='swiglu' without biases",
-                (self.mlp, self.mlp_bias),
-            ),
-        ):
-            if not holds:
-                raise ValueError(f"{wanted}, got {found}")
+        check(heads[0] % heads[1] == 0, "num_heads", "a multiple of num_kv_heads", heads)
+        check(self.head_dim % 2 == 0, "head_dim", "even for rotary embedding", self.head_dim)
+        most = f"at most head_dim {self.head_dim}"
+        check(self.rotary_dim <= self.head_dim, "rope rotary_dim", most, self.rotary_dim)
+        check(self.is_parallel or not self.shares_norm, "shares_norm", "False without is_parallel", self.shares_norm)
+        window = self.sliding_window
+        check(window is None or window > 0, "sliding_window", "positive or None", window)
+        are_layers = all(0 <= layer < self.num_layers for layer in self.full_layers)
+        check(are_layers, "full_layers", f"layers in [0, {self.num_layers})", self.full_layers)
+        are_chosen = experts == (0, 0) or 0 < experts[0] <= experts[1]
+        check(are_chosen, "experts", "0 < num_experts_per_token <= num_experts, or both 0", experts)
+        mlp = (self.mlp, self.mlp_bias)
+        check(not self.num_experts or mlp == ("swiglu", False), "mlp of experts", "'swiglu' without biases", mlp)
 
     @property
     def num_groups(self) -> int:

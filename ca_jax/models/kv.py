@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ca_jax.errors import check
 from ca_jax.models.config import ModelConfig
 
 
@@ -81,8 +82,7 @@ def take(cache: KVCache, num_tokens: int) -> KVCache:
     Raises:
       ValueError: `num_tokens` is negative or above the capacity.
     """
-    if not 0 <= num_tokens <= cache.capacity:
-        raise ValueError(f"tokens to keep must be 0..{cache.capacity}, got {num_tokens}")
+    check(0 <= num_tokens <= cache.capacity, "tokens to keep", f"0..{cache.capacity}", num_tokens)
     layers = tuple(LayerKV(layer.k[:, :num_tokens], layer.v[:, :num_tokens]) for layer in cache.layers)
     return KVCache(layers, jnp.minimum(cache.lengths, num_tokens))
 
@@ -97,8 +97,7 @@ def drop_oldest(cache: KVCache, num_tokens: int) -> KVCache:
 
     Source: CachedAttention (Gao et al., USENIX ATC 2024), section 3.4.
     """
-    if not 0 <= num_tokens <= cache.capacity:
-        raise ValueError(f"tokens to drop must be 0..{cache.capacity}, got {num_tokens}")
+    check(0 <= num_tokens <= cache.capacity, "tokens to drop", f"0..{cache.capacity}", num_tokens)
     layers = tuple(LayerKV(layer.k[:, num_tokens:], layer.v[:, num_tokens:]) for layer in cache.layers)
     return KVCache(layers, jnp.maximum(cache.lengths - num_tokens, 0))
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ca_jax.errors import check
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.sharding import ModelSharding
 from ca_jax.models.weights import Params, Slot, fingerprint, parameter_slots, resolve_dtype
@@ -49,7 +50,7 @@ def random_params(config: ModelConfig, *, dtype: str, seed: int = 0, sharding: M
       ValueError: an unknown dtype, or a seed out of range.
     """
     numpy_dtype = resolve_dtype(dtype)
-    _check_seed(seed)
+    check(0 <= seed < _MAX_SEED, "seed", f"in [0, {_MAX_SEED})", seed)
     leaves = {}
     for index, slot in enumerate(parameter_slots(config)):
         place = None if sharding is None else sharding.of_slot(slot)
@@ -67,7 +68,7 @@ def random_fingerprint(config: ModelConfig, *, dtype: str, seed: int = 0) -> str
     Raises:
       ValueError: an unknown dtype, or a seed out of range.
     """
-    _check_seed(seed)
+    check(0 <= seed < _MAX_SEED, "seed", f"in [0, {_MAX_SEED})", seed)
     content = hashlib.sha256(f"random weights, {_SCHEME}, seed {seed}".encode()).hexdigest()
     return fingerprint(content, config, resolve_dtype(dtype))
 
@@ -93,8 +94,3 @@ def _normal(
     key = jax.random.fold_in(jax.random.key(seed, impl=_GENERATOR), index)
     numbers = (jax.random.normal(key, shape, jnp.float32) * deviation).astype(dtype)
     return numbers if place is None else lax.with_sharding_constraint(numbers, place)
-
-
-def _check_seed(seed: int) -> None:
-    if not 0 <= seed < _MAX_SEED:
-        raise ValueError(f"seed must be in [0, {_MAX_SEED}), got {seed}")

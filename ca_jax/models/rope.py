@@ -105,12 +105,3 @@ def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
     first, second = jnp.split(x[..., :rotary_dim].astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
     return rotated if rotary_dim == x.shape[-1] else jnp.concatenate([rotated, x[..., rotary_dim:]], axis=-1)
-
-
-def turned_back(table: Rotation, positions: jax.Array) -> Rotation:
-    """What takes heads that were rotated back by so many positions, i32 `[...]`, from the rotations of all `[P, R/2]`.
-
-    It turns and does no more: what rotation has multiplied heads by stays.
-    """
-    scale = table.cos[0]  # Nothing is turned at position 0.
-    return Rotation(table.cos[positions] / scale, -table.sin[positions] / scale)

@@ -27,7 +27,7 @@ import flax.traverse_util
 import ml_dtypes
 import numpy as np
 
-from ca_jax.errors import CheckpointError
+from ca_jax.errors import CheckpointError, check
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.families.family import Fused, Names
 from ca_jax.models.tokenizer import Tokenizer
@@ -90,8 +90,7 @@ class Slot:
 
 def resolve_dtype(dtype: str) -> np.dtype:
     """The numpy dtype of that name; ValueError unless float32, bfloat16 or float16."""
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+    check(dtype in _DTYPES, "dtype", f"one of {', '.join(_DTYPES)}", dtype)
     return np.dtype(_DTYPES[dtype])
 
 

@@ -120,13 +120,12 @@ class RequestMetrics(Collector):
 
     def _of_engine(self, engine: Engine) -> Iterator[Metric]:
         (running, waiting), counted, store = engine.jobs, engine.metrics, engine.store_stats()
-        slots_used = sum(job.num_tokens for job in running) / (engine.config.max_batch_size * engine.window)
         dram_used = store.used_bytes / store.capacity_bytes if store.capacity_bytes else 0.0
-        tokens_used = "Share of the tokens that running answers may have at most that they have."
+        pages_used = "Share of the devices' pages of KV that running answers hold."
         for make, name, text, value in (
             (_gauge, "num_requests_running", "Answers that are being generated.", len(running)),
             (_gauge, "num_requests_waiting", "Answers that wait for a slot.", len(waiting)),
-            (_gauge, "kv_cache_usage_perc", tokens_used, slots_used),
+            (_gauge, "kv_cache_usage_perc", pages_used, engine.stored.busy_pages_share),
             (_gauge, "cpu_cache_usage_perc", "Share of the store's DRAM that is taken.", dram_used),
             (_counter, "prompt_tokens", "Tokens of prompts.", counted.prompt_tokens),
             (_counter, "generation_tokens", "Tokens generated.", counted.completion_tokens),

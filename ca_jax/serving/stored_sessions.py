@@ -89,6 +89,12 @@ class StoredSessions:
         with self._lock:
             return self._kv.store.windows
 
+    @property
+    def busy_pages_share(self) -> float:
+        """Share of the devices' pages that running jobs hold, and that no stored session's KV may take up therefore."""
+        with self._lock:
+            return self._kv.resident.busy_share
+
     def queued(self, job: Job) -> QueuedKV | None:
         """Of a turn that waits, where the KV is that it will load; None of a job that waits for none."""
         with self._lock:

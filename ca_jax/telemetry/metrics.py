@@ -1,4 +1,4 @@
-"""Counts that say what the engine and the compiler did, named once.
+"""Counts that say what the engine did, named once.
 
 Not here: counts of the store (`storage.records.StoreStats`), latencies of one turn (`session.Usage`).
 """
@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import threading
-
-import jax
 
 _KEPT_ERRORS = 256
-_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 @dataclasses.dataclass
@@ -86,27 +82,3 @@ class EngineMetrics:
     """Seconds of making host memory resident, in the background."""
     model_load_s: float = 0.0
     """Seconds of reading the model."""
-
-
-class CompileCounter:
-    """Counts functions that XLA compiled, or took from the compile cache, within a `with` block, in all threads."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        """Functions compiled so far."""
-        self.seconds = 0.0
-        """Seconds that took."""
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> CompileCounter:
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        jax.monitoring.unregister_event_duration_listener(self._listen)
-
-    def _listen(self, event: str, duration_secs: float, **_: str | int) -> None:
-        if event == _COMPILE_EVENT:
-            with self._lock:
-                self.count += 1
-                self.seconds += duration_secs

@@ -1,11 +1,11 @@
-"""What happened when: spans on named tracks, for traces that open in Perfetto and for figures.
+"""What happened when: spans on named tracks.
 
 A `Timeline` is handed to what is worth seeing; `NO_TIMELINE` is one that records nothing. Times are
 seconds of one clock, `time.perf_counter` unless told otherwise.
 
 Loads no jax before `annotate` is called: the store, which has none, records here too.
 
-Not here: what is worth a span (those who do it), figures (`launch.timeline_plot`), totals (`metrics`).
+Not here: what is worth a span (those who do it), traces and figures of spans (`benchmarks`), totals (`metrics`).
 """
 
 from __future__ import annotations
@@ -13,15 +13,11 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import itertools
-import json
-import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 Track = Literal["engine", "fetch", "load", "compute", "save", "flush"]
 """Engine: the host's steps. Fetch: SSD to DRAM. Load, compute, save: DRAM to device, there, and back. Flush: to SSD."""
@@ -51,14 +47,6 @@ class Span:
     """The thread that it occupied from start to end; None where it was no thread's, as a copy under way."""
 
 
-class Place(NamedTuple):
-    """Where a span is drawn within its track: spans of a lane, from 0, are nested (so deep) or apart."""
-
-    span: Span
-    lane: int
-    depth: int
-
-
 class Timeline:
     """Records spans. Every method may be called from any thread, and none waits for anything but a short lock.
 
@@ -76,8 +64,6 @@ class Timeline:
         self._clock = clock
         self._lock = threading.Lock()
         self._spans: collections.deque[Span] = collections.deque(maxlen=max_spans)
-        self.num_forgotten = 0
-        """Spans that were recorded and made room for later ones."""
         self.enabled = max_spans > 0
         """Whether anything is recorded: ask before computing what only a span would say."""
 
@@ -113,32 +99,15 @@ class Timeline:
     def spans(self) -> list[Span]:
         """What is recorded, by start; of spans that start together the longer first."""
         with self._lock:
-            return sorted(self._spans, key=_order)
+            return sorted(self._spans, key=lambda span: (span.start_s, -span.end_s))
 
     def clear(self) -> None:
         """Forgets everything recorded so far."""
         with self._lock:
             self._spans.clear()
-            self.num_forgotten = 0
-
-    def write(self, path: str | os.PathLike[str]) -> None:
-        """Writes what is recorded as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
-
-        Each track is a thread of its own, or one for each lane where spans of a track overlap. Time 0 is the start of
-        the first span.
-
-        Args:
-          path: the JSON file; its directory must be there.
-        """
-        with self._lock:
-            spans, num_forgotten = list(self._spans), self.num_forgotten
-        content = {"traceEvents": trace_events(spans), "displayTimeUnit": "ms"}
-        told = json.dumps({**content, "otherData": {"num_forgotten": num_forgotten}}, default=str)
-        Path(path).write_text(f"{told}\n", encoding="utf-8")
 
     def _record(self, span: Span) -> None:
         with self._lock:
-            self.num_forgotten += len(self._spans) == self._spans.maxlen
             self._spans.append(span)
 
     @contextlib.contextmanager
@@ -155,71 +124,6 @@ class Timeline:
 
 NO_TIMELINE = Timeline(max_spans=0)
 """Records nothing: what a timeline is by default."""
-
-
-def place_spans(spans: Iterable[Span]) -> list[Place]:
-    """Places spans so that within a track and a lane any two are nested or apart, in as few lanes as come of it.
-
-    Only what one thread did within what it did is nested. Copies that are under way at once lie side by side, even if
-    one began and ended during another.
-
-    Returns:
-      One place for each span, by start.
-    """
-    lanes: dict[Track, list[list[Span]]] = {}  # Per lane, the spans that enclose the present one.
-    places = []
-    for span in sorted(spans, key=_order):
-        of_track = lanes.setdefault(span.track, [])
-        for enclosing in of_track:
-            while enclosing and _ns(enclosing[-1].end_s) <= _ns(span.start_s):
-                enclosing.pop()
-        fitting = (i for i, enclosing in enumerate(of_track) if enclosing and _encloses(enclosing[-1], span))
-        free = (i for i, enclosing in enumerate(of_track) if not enclosing)
-        lane = next(itertools.chain(fitting, free), len(of_track))
-        if lane == len(of_track):
-            of_track.append([])
-        places.append(Place(span, lane, len(of_track[lane])))
-        of_track[lane].append(span)
-    return places
-
-
-def trace_events(spans: Iterable[Span]) -> list[dict[str, Any]]:
-    """Spans as Chrome trace events: names of the process and of each track, then complete events ("X") in microseconds.
-
-    Source: "Trace Event Format", the JSON that Chrome's tracing and Perfetto read.
-    """
-    places = place_spans(spans)
-    pid = os.getpid()
-    origin_ns = _ns(places[0].span.start_s) if places else 0
-    events: list[dict[str, Any]] = [_metadata(pid, 0, "process_name", name="ca_jax")]
-    used = {(TRACKS.index(place.span.track), place.lane) for place in places}
-    thread_ids = {(TRACKS[track], lane): i for i, (track, lane) in enumerate(sorted(used), start=1)}
-    for (track, lane), thread_id in thread_ids.items():
-        events.append(_metadata(pid, thread_id, "thread_name", name=f"{track} {lane + 1}" if lane else track))
-        events.append(_metadata(pid, thread_id, "thread_sort_index", sort_index=thread_id))
-    for span, lane, _ in places:
-        start_ns, end_ns = _ns(span.start_s), _ns(span.end_s)
-        shown = {"ph": "X", "name": span.name, "cat": span.track, "pid": pid, "tid": thread_ids[span.track, lane]}
-        times = {"ts": (start_ns - origin_ns) / 1000, "dur": (end_ns - start_ns) / 1000}
-        events.append({**shown, **times, "args": dict(span.args)})
-    return events
-
-
-def _metadata(pid: int, thread_id: int, kind: str, **args: ArgValue) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": pid, "tid": thread_id, "args": args}
-
-
-def _ns(at_s: float) -> int:
-    """What times are compared in: the sum of a start and a duration may miss the next start by less."""
-    return round(at_s * 1e9)
-
-
-def _order(span: Span) -> tuple[int, int]:
-    return _ns(span.start_s), -_ns(span.end_s)
-
-
-def _encloses(outer: Span, inner: Span) -> bool:
-    return outer.thread_id is not None and outer.thread_id == inner.thread_id and _ns(inner.end_s) <= _ns(outer.end_s)
 
 
 def _check_track(track: str) -> None:

@@ -13,12 +13,11 @@ from benchmarks.replay import main as script
 from benchmarks.replay import serving
 from benchmarks.replay.running import ReplayConfig, agreement, check_simulable, replay, simulate, taking
 from benchmarks.replay.serving import Sample, compare, serve, summarize
-from benchmarks.replay.workload import Exchange, ReplayError, ReplaySession, Workload, WorkloadConfig
+from benchmarks.replay.workload import Exchange, ReplayedTrace, ReplayError, ReplaySession, Workload, WorkloadConfig
 from ca_jax.config import EngineConfig
 from ca_jax.kv.costs import PrefillSample
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.simulate.config import DecodeSample, FittedCost
-from ca_jax.simulate.traces.requests import TraceConfig
 from tests import engine_kit as kit
 from tests.benchmarks.traces_kit import lines_file, sharegpt_file, talk, workload
 
@@ -153,7 +152,7 @@ def test_a_context_that_overflows_goes_on():
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory):
     path = tmp_path_factory.mktemp("traces") / "sharegpt.json"
-    return TraceConfig(trace=str(sharegpt_file(path, *(talk(3, seed) for seed in range(20)))))
+    return ReplayedTrace(trace=str(sharegpt_file(path, *(talk(3, seed) for seed in range(20)))))
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +183,7 @@ def test_what_cannot_be_simulated_is_refused(tmp_path, talks):
         for time_ms, size in ((0, 512), (1000, 1024))
     ]
     path = str(lines_file(tmp_path / "mooncake.jsonl", *rows))
-    timed = workload(TraceConfig(trace_format="mooncake", trace=path, length_scale=0.1), num_sessions=1)
+    timed = workload(ReplayedTrace(trace_format="mooncake", trace=path, length_scale=0.1), num_sessions=1)
     for asked, changes, message in (
         (timed, {}, "arrival_rate must be above 0 with simulate"),
         (talks, {"overflow": OverflowConfig(method="tt")}, "got tt that drops oldest"),

@@ -7,8 +7,8 @@ import re
 import numpy as np
 import pytest
 
-from benchmarks.replay.workload import ReplayError, WorkloadConfig
-from ca_jax.simulate.traces.requests import TraceConfig, TraceError
+from benchmarks.replay.workload import ReplayedTrace, ReplayError, WorkloadConfig
+from ca_jax.simulate.traces.requests import TraceError
 from tests.benchmarks.traces_kit import lengths, lines_file, sharegpt_file, talk, workload
 
 # Of the tiny model's template, whose special tokens and bytes are a token each.
@@ -24,7 +24,7 @@ def conversations():
 
 @pytest.fixture
 def sharegpt(tmp_path, conversations):
-    return TraceConfig(trace=str(sharegpt_file(tmp_path / "sharegpt.json", *conversations)))
+    return ReplayedTrace(trace=str(sharegpt_file(tmp_path / "sharegpt.json", *conversations)))
 
 
 def lines_of(names):
@@ -32,7 +32,7 @@ def lines_of(names):
 
     def make(tmp_path, *rows, **fields):
         path = lines_file(tmp_path / "trace.jsonl", *(dict(zip(names, row, strict=True)) for row in rows))
-        return TraceConfig(trace=str(path), **fields)
+        return ReplayedTrace(trace=str(path), **fields)
 
     return make
 
@@ -125,7 +125,7 @@ def test_an_agent_s_prompt_goes_on_from_the_whole_context_or_begins_anew(tmp_pat
 def test_arrivals_have_random_tokens_of_their_lengths(tmp_path):
     path = tmp_path / "arrivals.csv"
     path.write_text("arrival_s,input_tokens,output_tokens\n0,100,10\n0.5,40,200\n")
-    trace = TraceConfig(trace_format="arrivals", trace=str(path), length_scale=0.5)
+    trace = ReplayedTrace(trace_format="arrivals", trace=str(path), length_scale=0.5)
     made = workload(trace, num_sessions=2, max_answer_tokens=16)
     assert lengths(made) == [[(50, 5)], [(20, 16)]]
     assert [session.turns[0].not_before_s for session in made.sessions] == [0.0, 0.5]
@@ -147,7 +147,7 @@ def test_a_rate_of_arrival_takes_the_place_of_the_trace_s_times(tmp_path):
 def test_think_times_have_their_mean_and_come_between_turns(tmp_path, distribution, spread):
     path = sharegpt_file(tmp_path / "many.json", *([("a", "b")] * 20 for _ in range(40)))
     made = workload(
-        TraceConfig(trace=str(path)), num_sessions=40, think_time_s=2.0, think_time_distribution=distribution
+        ReplayedTrace(trace=str(path)), num_sessions=40, think_time_s=2.0, think_time_distribution=distribution
     )
     assert all(session.turns[0].think_s == 0 for session in made.sessions)
     pauses_s = [turn.think_s for session in made.sessions for turn in session.turns[1:]]
@@ -171,9 +171,13 @@ def test_rows_that_cannot_be_used_are_counted_if_they_may_be_skipped(tmp_path):
         (WorkloadConfig, {"max_answer_tokens": 1}, "max_answer_tokens must be at least 2"),
         (WorkloadConfig, {"think_time_s": float("nan")}, "think_time_s must be a number of at least 0"),
         (WorkloadConfig, {"think_time_distribution": "even"}, "think_time_distribution must be one of exponential"),
-        (TraceConfig, {"trace_format": "parquet", "trace": "x"}, "trace_format must be one of sharegpt, mooncake, ag"),
-        (TraceConfig, {"trace_format": "mooncake"}, "trace must be a file of the format mooncake"),
-        (TraceConfig, {"length_scale": 0.0}, "length_scale must be a number above 0"),
+        (
+            ReplayedTrace,
+            {"trace_format": "parquet", "trace": "x"},
+            "trace_format must be one of sharegpt, mooncake, ag",
+        ),
+        (ReplayedTrace, {"trace_format": "mooncake"}, "trace must be a file of the format mooncake"),
+        (ReplayedTrace, {"length_scale": 0.0}, "length_scale must be a number above 0"),
     ],
 )
 def test_a_config_outside_its_range_is_refused(kind, change, wanted):

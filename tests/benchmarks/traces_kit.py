@@ -3,9 +3,8 @@
 import json
 from pathlib import Path
 
-from benchmarks.replay.workload import Workload, WorkloadConfig, make_workload
+from benchmarks.replay.workload import ReplayedTrace, Workload, WorkloadConfig, make_workload
 from ca_jax.overflow.config import OverflowConfig
-from ca_jax.simulate.traces.requests import TraceConfig
 from tests import engine_kit as kit
 
 OVERFLOW = OverflowConfig()
@@ -40,7 +39,7 @@ def lines_file(path: Path, *rows: dict[str, object]) -> Path:
     return path
 
 
-def workload(trace: TraceConfig, *, window: int = kit.WINDOW, overflow=OVERFLOW, **changes: object) -> Workload:
+def workload(trace: ReplayedTrace, *, window: int = kit.WINDOW, overflow=OVERFLOW, **changes: object) -> Workload:
     """What the tiny model makes of a trace."""
     return make_workload(kit.tiny_model(), trace, WorkloadConfig(**changes), window=window, overflow=overflow)
 

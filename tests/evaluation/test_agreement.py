@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.evaluate.agreement import AgreementConfig, run_agreement, same_prefix
 from benchmarks.evaluate.comparison import Comparison
-from ca_jax.evaluation.stream import ComparedOverflow
-from ca_jax.evaluation.texts import EvaluationError
+from benchmarks.evaluate.stream import ComparedOverflow
+from ca_jax.launch.texts import EvaluationError
 from tests import engine_kit as kit
 
 TEXT = "Some go on as others do, and some do not; where a window ends it shows. " * 4

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from benchmarks.evaluate.comparison import Comparison, name_of
-from ca_jax.evaluation.stream import ComparedOverflow
-from ca_jax.evaluation.texts import EvaluationError
+from benchmarks.evaluate.stream import ComparedOverflow
+from ca_jax.launch.texts import EvaluationError
 from tests import engine_kit as kit
 
 

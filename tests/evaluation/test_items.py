@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.evaluate.items import QUESTION_TOKENS, Chunking, RagItem, conversation_prompts, prompts_of, read_items
 from benchmarks.evaluate.items import read_prompts as read
-from ca_jax.evaluation.texts import EvaluationError
+from ca_jax.launch.texts import EvaluationError
 from tests import engine_kit as kit
 from tests.evaluation.rag_kit import ITEMS, TEXTS, chunking, prompts, write
 

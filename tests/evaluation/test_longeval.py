@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.evaluate.comparison import Comparison
 from benchmarks.evaluate.longeval import LongevalConfig, Question, build_records, run_longeval
-from ca_jax.evaluation.stream import ComparedOverflow, ContextStream
-from ca_jax.evaluation.texts import EvaluationError
+from benchmarks.evaluate.stream import ComparedOverflow, ContextStream
+from ca_jax.launch.texts import EvaluationError
 from tests import engine_kit as kit
 from tests.evaluation.rag_kit import ignore
 

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from ca_jax.evaluation.stream import ComparedOverflow, measure_drift
+from benchmarks.evaluate.stream import ComparedOverflow
 from ca_jax.overflow.config import OverflowConfig
+from ca_jax.recompute.drift import measure_drift
 from tests import engine_kit as kit
 from tests.tolerances import LOGITS_ATOL
 

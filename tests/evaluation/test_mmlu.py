@@ -8,7 +8,7 @@ import pytest
 from benchmarks.evaluate.comparison import Comparison
 from benchmarks.evaluate.mmlu import CHOICES, MmluConfig, Question, choice_tokens, prompt, read_subjects, run_mmlu
 from benchmarks.evaluate.statistics import log_softmax
-from ca_jax.evaluation.texts import EvaluationError
+from ca_jax.launch.texts import EvaluationError
 from ca_jax.overflow.config import OverflowConfig
 from tests import engine_kit as kit
 from tests.evaluation.rag_kit import ignore

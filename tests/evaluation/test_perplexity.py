@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.evaluate.comparison import Comparison
 from benchmarks.evaluate.perplexity import PerplexityConfig, loss_curve, run_perplexity
-from ca_jax.evaluation.stream import ComparedOverflow, ContextStream
-from ca_jax.evaluation.texts import EvaluationError
+from benchmarks.evaluate.stream import ComparedOverflow, ContextStream
+from ca_jax.launch.texts import EvaluationError
 from tests import engine_kit as kit
 from tests import overflow_kit as ok
 from tests.evaluation.rag_kit import ignore

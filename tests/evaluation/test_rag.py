@@ -11,7 +11,7 @@ from benchmarks.evaluate.rag_context import ContextModel
 from benchmarks.evaluate.rag_deviation import ORACLE, run_deviation, true_kv
 from benchmarks.evaluate.rag_methods import SUMMARIZE, Blends, PromptContexts, methods_of
 from benchmarks.evaluate.statistics import f1_score, first_line, kl_divergence, log_softmax, mean_interval, rouge_l
-from ca_jax.evaluation.texts import EvaluationError
+from ca_jax.launch.texts import EvaluationError
 from ca_jax.models.kv import KVCache, LayerKV
 from tests import engine_kit as kit
 from tests.evaluation.rag_kit import ITEMS, chunking, ignore, prompts, write

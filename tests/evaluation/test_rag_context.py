@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.evaluate.by_layer import LayerByLayer, as_pages
 from benchmarks.evaluate.items import RagPrompt
 from benchmarks.evaluate.rag_context import (
     Answerer,
@@ -16,7 +17,6 @@ from benchmarks.evaluate.rag_context import (
     kv_deviations,
     plan_of,
 )
-from ca_jax.evaluation.by_layer import LayerByLayer, as_pages
 from tests import engine_kit as kit
 
 CHUNKS = tuple(tuple(kit.prompt(num_tokens, num_tokens)) for num_tokens in (30, 41, 1, 30))

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
+from benchmarks.evaluate.stream import ComparedOverflow, ContextStream, Truncation
 from ca_jax.errors import ContextWindowError
-from ca_jax.evaluation.stream import ComparedOverflow, ContextStream, Truncation
 from ca_jax.recompute.drift import Drift
 from tests import engine_kit as kit
 from tests import overflow_kit as ok

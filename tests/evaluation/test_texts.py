@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from ca_jax.evaluation.texts import EvaluationError, check_overflows, read_ids, read_text
+from benchmarks.evaluate.comparison import check_overflows
+from ca_jax.launch.texts import EvaluationError, read_ids, read_text
 from tests import engine_kit as kit
 
 

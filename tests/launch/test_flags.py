@@ -18,11 +18,11 @@ from benchmarks.evaluate.items import Chunking
 from benchmarks.evaluate.mmlu import MmluConfig
 from benchmarks.evaluate.rag import GateConfig, RagConfig
 from benchmarks.evaluate.rag_methods import Blends
+from benchmarks.evaluate.stream import ComparedOverflow
 from benchmarks.harness import SUITES
 from benchmarks.overflow_rows import OverflowBenchConfig
 from benchmarks.replay import main as replay
 from ca_jax.config import BlendConfig, EngineConfig
-from ca_jax.evaluation.stream import ComparedOverflow
 from ca_jax.launch.flags import NAMES, ConfigFlags, field_docs, help_of, out_path, refuse, spelled
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.server.config import ServerConfig

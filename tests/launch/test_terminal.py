@@ -10,6 +10,7 @@ import platform
 
 import rich.console
 
+from benchmarks.tables import summarize_machine
 from ca_jax.launch import machine
 from ca_jax.launch.script import printable
 from ca_jax.launch.terminal import describe_overflow, describe_usage, progress_bars, write_piece
@@ -71,7 +72,7 @@ def test_the_description_is_of_this_process_and_fits_json(monkeypatch):
     assert (found["os"], found["environment"]["OMP_NUM_THREADS"]) == (platform.platform(), "3")
     assert datetime.datetime.fromisoformat(found["date"]).utcoffset() == datetime.timedelta(0)
     gpu = {"cpu": "Foo", "cores": 2, "memory_gib": None, "platform": "gpu", "device": "Bar 100", "num_devices": 4}
-    assert machine.summarize_machine(gpu) == "Foo, 2 cores, 4 x Bar 100"
+    assert summarize_machine(gpu) == "Foo, 2 cores, 4 x Bar 100"
     versions = machine.describe_versions(("numpy", "no-such-package-here"))
     assert versions == {
         "python": platform.python_version(),

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.evaluate.by_layer import LayerByLayer
 from ca_jax.device import steps
-from ca_jax.evaluation.by_layer import LayerByLayer
 from ca_jax.models import rope
 from ca_jax.models.attention import QUERY_BLOCK, attend
 from ca_jax.models.config import RopeConfig

@@ -64,7 +64,7 @@ def test_a_directory_comes_before_the_hub_name_it_looks_like(tmp_path, monkeypat
 
 
 def test_an_unknown_dtype_is_refused(gguf_path):
-    with pytest.raises(ValueError, match="dtype must be one of float32, bfloat16, float16, got 'int8'"):
+    with pytest.raises(ValueError, match="dtype must be one of float32, bfloat16, float16; got 'int8'"):
         load_checkpoint(str(gguf_path), dtype="int8")
 
 

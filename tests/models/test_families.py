@@ -125,14 +125,14 @@ def test_what_of_a_family_is_not_served_is_refused_by_name(recorded_data, case, 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"norm": "batch"}, "norm must be one of rms, layer, got 'batch'"),
-        ({"mlp": "relu"}, "mlp must be one of swiglu, gelu, gelu_tanh, got 'relu'"),
-        ({"shares_norm": True}, "shares_norm must come with is_parallel"),
+        ({"norm": "batch"}, "norm must be one of rms, layer; got 'batch'"),
+        ({"mlp": "relu"}, "mlp must be one of swiglu, gelu, gelu_tanh; got 'relu'"),
+        ({"shares_norm": True}, "shares_norm must be False without is_parallel"),
         ({"sliding_window": 0}, "sliding_window must be positive"),
         ({"sliding_window": 4, "full_layers": (3,)}, r"full_layers must be layers in \[0, 3\)"),
         ({"num_experts": 2}, "num_experts_per_token"),
         ({"num_experts": 2, "num_experts_per_token": 3}, r"got \(3, 2\)"),
-        ({"num_experts": 2, "num_experts_per_token": 1, "mlp": "gelu"}, "experts must have"),
+        ({"num_experts": 2, "num_experts_per_token": 1, "mlp": "gelu"}, "mlp of experts must be"),
     ],
 )
 def test_parts_that_do_not_go_together_are_refused(fields, message):

@@ -11,9 +11,9 @@ import pytest
 import scipy.special
 
 import ca_jax
+from benchmarks.compiles import CompileCounter
 from ca_jax.errors import CheckpointError, UnsupportedArchitectureError
 from ca_jax.models.checkpoint import load_checkpoint
-from ca_jax.telemetry.metrics import CompileCounter
 from tests import families_kit, gguf_kit
 from tests.models.test_checkpoint_gguf import assert_same_params
 from tests.tolerances import GELU_TABLE_ATOL, LOGITS_ATOL

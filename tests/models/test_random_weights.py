@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.compiles import CompileCounter
 from ca_jax.errors import UnknownModelError
 from ca_jax.models.families import FAMILIES
 from ca_jax.models.presets import PRESETS
@@ -15,7 +16,6 @@ from ca_jax.models.random_weights import random_fingerprint, random_params
 from ca_jax.models.transformer import Transformer
 from ca_jax.models.weights import parameter_slots, resolve_dtype
 from ca_jax.pretrained import random_model
-from ca_jax.telemetry.metrics import CompileCounter
 from ca_jax.testing import tiny
 
 MIB = 1 << 20

@@ -25,6 +25,7 @@ from ca_jax.kv.costs import PrefillRate, Rates, TransferRate
 from ca_jax.server.guards import is_loopback
 from ca_jax.server.metrics import RequestMetrics
 from ca_jax.server.tenants import Tenant, Tenants
+from ca_jax.storage.config import GIB
 from ca_jax.storage.records import GAP_BOUNDS_S, FlushFailure, GapHistogram, MissReason, SsdStats, StoreStats
 from ca_jax.telemetry.metrics import EngineMetrics
 from tests import engine_kit as kit
@@ -365,7 +366,7 @@ def test_metrics_are_what_engine_and_store_say_by_the_names_that_are_read(has_ss
     job = types.SimpleNamespace(num_tokens=32)
     engine = types.SimpleNamespace(
         **{"metrics": counted, "store_stats": lambda: store, "rates": rates, "jobs": ((job,), (job, job))},
-        **{"config": kit.SMALL, "window": 64},
+        stored=types.SimpleNamespace(busy_pages_share=0.75),
     )
     metrics = RequestMetrics(sk.MODEL)
     metrics.read(engine)
@@ -386,7 +387,7 @@ def test_metrics_are_what_engine_and_store_say_by_the_names_that_are_read(has_ss
         **{("vllm:num_requests_running",): 1, ("vllm:num_requests_waiting",): 2},
         **{("vllm:prompt_tokens_total",): 2, ("vllm:generation_tokens_total",): 4},
         **{("vllm:prefix_cache_queries_total",): 2, ("vllm:prefix_cache_hits_total",): 3},
-        **{("vllm:kv_cache_usage_perc",): 32 / 64 / 8, ("vllm:cpu_cache_usage_perc",): 0.25},
+        **{("vllm:kv_cache_usage_perc",): 0.75, ("vllm:cpu_cache_usage_perc",): 0.25},
     }
     if has_ssd:
         wanted |= {("ca_jax:fetches_total",): 4, ("ca_jax:flushed_bytes_total",): 9}
@@ -396,3 +397,28 @@ def test_metrics_are_what_engine_and_store_say_by_the_names_that_are_read(has_ss
     assert {key[1] for key in found if key[0] == "ca_jax:store_misses_total"} == set(MissReason)
     assert all(math.isfinite(value) for value in found.values())
     assert types_of["ca_jax:evict_to_reuse_seconds"] == types_of["vllm:time_to_first_token_seconds"] == "histogram"
+
+
+def test_kv_usage_is_the_share_of_all_pages_that_running_answers_hold():
+    num_pages, page = 64, kit.BLOCK_TOKENS
+    pool_gib = num_pages * page * kit.TOKEN_BYTES / GIB
+    metrics = RequestMetrics(sk.MODEL)
+
+    def usage():
+        metrics.read(engine)
+        return parsed(metrics.text().decode())[0]["vllm:kv_cache_usage_perc",]
+
+    with kit.small_engine(keep_pages=True, kv_pool_gib=pool_gib) as engine:
+        first, second = engine.session(), engine.session()
+        assert usage() == 0
+        answer = first.send_ids(kit.prompt(3 * page + 1), max_tokens=4)
+        next(answer)
+        assert usage() == 4 / num_pages
+        kit.drain(answer)
+        assert usage() == 0, "pages that are kept between turns make room"
+        answers = [each.send_ids(kit.prompt(page + 1), max_tokens=8) for each in (engine.fork(first), second)]
+        for each in answers:
+            next(each)
+        assert usage() == (5 + 2) / num_pages
+        kit.drain(*answers)
+        assert usage() == 0

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ca_jax.errors import UnsupportedArchitectureError
+from ca_jax.errors import UnsupportedArchitectureError, check
 from ca_jax.models.families.family import GGUF_NAMES, Family, GgufDescription, module_names
 
 _LAYER = "model.layers.{layer}."
@@ -123,8 +123,7 @@ def _windows_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
     num_layers, types = described["num_hidden_layers"], described.get("layer_types")
     if types is None:
         return {"sliding_window": window, "full_layers": range(min(described.get("max_window_layers", 28), num_layers))}
-    if len(types) != num_layers:
-        raise ValueError(f"layer_types must be one for each of {num_layers} layers, got {len(types)}")
+    check(len(types) == num_layers, "layer_types", f"as many as the {num_layers} layers", len(types))
     if unknown := sorted({*types} - {"sliding_attention", "full_attention"}):
         raise UnsupportedArchitectureError(
             f"config.json: layer_types {', '.join(unknown)} not served; they must be sliding_attention "

@@ -46,7 +46,7 @@ class TraceConfig:
     """Which trace, and how it is read.
 
     Raises:
-      ValueError: an unknown format, no file where one is needed, or a scale that is not positive.
+      ValueError: an unknown format, or no file where one is needed.
     """
 
     trace_format: str = "sharegpt"
@@ -55,15 +55,12 @@ class TraceConfig:
     """The file, of agents also a directory of such; None for the installed ShareGPT."""
     skip_bad_rows: bool = False
     """Whether rows that cannot be used are skipped and counted; if not, the first one is an error."""
-    length_scale: float = 1.0
-    """What lengths are multiplied by where a trace has no text."""
 
     def __post_init__(self) -> None:
         wanted = f"one of {', '.join(TRACE_FORMATS)}"
         check(self.trace_format in TRACE_FORMATS, "trace_format", wanted, self.trace_format)
         has_trace = self.trace is not None or self.trace_format == "sharegpt"
         check(has_trace, "trace", f"a file of the format {self.trace_format}", self.trace)
-        check(0 < self.length_scale < math.inf, "length_scale", "a number above 0", self.length_scale)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

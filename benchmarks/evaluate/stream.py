@@ -3,9 +3,9 @@
 What the engine does with tiers, slots and jobs is done here with slices of arrays, so that the two can be compared, and
 methods with each other. KV that two streams share is not donated: a stream that was copied goes on beside the first.
 
-Drift is measured so: contexts of a text are truncated again and again, and what stays is computed anew each time.
+Computes with the model alone: with no engine, session, store or runner, which it is there to be compared with.
 
-Not here: texts and benchmarks (tasks), serving (engine), what drift is, and its file (`ca_jax.recompute.drift`).
+Not here: texts and benchmarks (tasks), serving (engine), drift and measuring it (`ca_jax.recompute.drift`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import numpy as np
 import optax
 from jax import lax
 
+from benchmarks.evaluate.by_layer import LayerByLayer, as_pages, from_pages
 from ca_jax.device import steps
 from ca_jax.device.transfer import to_device, to_host
 from ca_jax.errors import ContextWindowError
-from ca_jax.evaluation.by_layer import LayerByLayer, as_pages, from_pages
 from ca_jax.models import rope
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import KVCache, LayerKV
-from ca_jax.overflow.config import METHODS, DiscardContext, OverflowConfig, check_discarded, num_leaving, oldest_first
+from ca_jax.overflow.config import METHODS, DiscardContext, OverflowConfig, check_discarded, num_leaving
 from ca_jax.pretrained import LoadedModel, check_token_ids
 from ca_jax.recompute.drift import Drift, add_drift
 from ca_jax.recompute.plan import repair_plan
@@ -345,61 +345,7 @@ def _take(pages: jax.Array, places: jax.Array) -> jax.Array:
 @jax.jit
 def _turn_on(table: rope.Rotation, pages: jax.Array, num_positions: jax.Array) -> jax.Array:
     """A page `[1, 2, K, S, H]` whose keys, rotated by their places, are so many positions, i32 `[S]`, further on."""
-    back = rope.turned_back(table, num_positions)
-    keys = rope.rotate(pages[0, 0].swapaxes(0, 1), rope.Rotation(back.cos, -back.sin))
+    scale = table.cos[0]  # Nothing is turned at position 0: it turns, and multiplies by nothing.
+    onward = rope.Rotation(table.cos[num_positions] / scale, table.sin[num_positions] / scale)
+    keys = rope.rotate(pages[0, 0].swapaxes(0, 1), onward)
     return pages.at[0, 0].set(keys.swapaxes(0, 1))
-
-
-_UNSETTLED = 0.1  # Share of the window behind the cut whose KV moves in a way of its own: those tokens lose most.
-
-
-def measure_drift(
-    model: LoadedModel,
-    token_ids: Sequence[int],
-    overflow: OverflowConfig,
-    *,
-    window: int,
-    on_step: Callable[[int], None] | None = None,
-) -> Drift:
-    """Measures the drift of a model.
-
-    Args:
-      model: whose.
-      token_ids: of any text; two windows long at least, and better ten.
-      overflow: how much leaves, and how many first tokens stay.
-      window: most tokens of the context.
-      on_step: called with the number of tokens of each step that is done.
-
-    Raises:
-      ValueError: the text is too short to overflow.
-    """
-    again = dataclasses.replace(overflow, method="tt", drift=None)
-    stream = ContextStream(model, again, window=window)
-    count = num_leaving(again, window=window, num_tokens=window, num_wanted=1)
-    settled = again.keep_first_tokens + round(_UNSETTLED * window)
-    total, num_tokens, start = np.zeros(0), 0, 0
-    while start < len(token_ids):
-        part = token_ids[start : start + window - len(stream.token_ids)]
-        stream.extend(part, on_step)
-        start += len(part)
-        if len(stream.token_ids) < window or window - count <= settled:
-            break
-        discarded = oldest_first(window, count, again.keep_first_tokens)
-        stale = np.stack([to_host(kv)[:, :window][:, ~discarded] for kv in stream.kv])
-        stream.truncate(discarded)
-        fresh = np.stack([to_host(kv)[:, : window - count] for kv in stream.kv])
-        moved = (fresh.astype(np.float64) - stale)[:, :, settled:]  # [L, 2, T, K, H]
-        total = total + moved.sum(2) if num_tokens else moved.sum(2)
-        num_tokens += moved.shape[2]
-    if not num_tokens:
-        raise ValueError(
-            f"the text must have at least {window} tokens, and more than {settled} of them must stay; "
-            f"got {len(token_ids)}, of which {window - count} would"
-        )
-    return Drift(
-        values=(total / num_tokens).astype(np.float32),
-        fingerprint=model.fingerprint,
-        window=window,
-        truncation_ratio=overflow.truncation_ratio,
-        num_tokens=num_tokens,
-    )

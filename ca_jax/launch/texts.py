@@ -1,6 +1,6 @@
-"""Texts from files, as the token ids that streams are fed; and the error of data that cannot be used.
+"""Texts from files, as token ids; and the error of data that cannot be used.
 
-Not here: questions behind chunks (items), benchmarks' own formats (`benchmarks.evaluate`).
+Not here: the formats of benchmarks (`benchmarks.evaluate`).
 """
 
 from __future__ import annotations
@@ -52,27 +52,6 @@ def read_ids(model: LoadedModel, path: Path, max_tokens: int) -> list[int]:
       EvaluationError: see `read_text`; the model has no tokenizer.
     """
     return tokenizer_of(model).encode(read_text(path))[:max_tokens]
-
-
-def check_overflows(num_tokens: int, *, window: int, path: Path, max_tokens: int) -> None:
-    """Refuses a text that the window does not overflow with.
-
-    Args:
-      num_tokens: taken of the text.
-      window: most tokens of a context.
-      path: of the text.
-      max_tokens: how many were asked for.
-
-    Raises:
-      EvaluationError: it is too short, or too little of it was asked for.
-    """
-    if num_tokens > window:
-        return
-    if max_tokens <= window:
-        raise EvaluationError(f"max_tokens must be above the window of {window} to overflow it, got {max_tokens}")
-    raise EvaluationError(
-        f"a text must have at least {window + 1} tokens to overflow a window of {window}, got {num_tokens} in {path}"
-    )
 
 
 def tokenizer_of(model: LoadedModel) -> Tokenizer:
