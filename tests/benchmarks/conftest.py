@@ -1,7 +1,6 @@
-"""What the benchmarks' tests share: a tiny model, a disk whose page cache can be emptied, and commands."""
+"""What the benchmarks' tests share: a tiny model, and a disk whose page cache can be emptied."""
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import benchmarks.suites
 from benchmarks.disk import can_drop
 from ca_jax.pretrained import LoadedModel, load_model
 from tests.launch.conftest import tiny_model
-from tests.scripts_kit import Ended, run_script
 
 __all__ = ["tiny_model"]
 
@@ -35,9 +33,3 @@ def disk(tmp_path) -> Path:
     if not can_drop(tmp_path):
         pytest.skip("wants temporary files on a disk whose page cache can be emptied")
     return tmp_path / "disk"
-
-
-@pytest.fixture
-def command() -> Callable[..., Ended]:
-    """Runs a command in this process, with its flags alone."""
-    return lambda *arguments, module="bench": run_script(module, *arguments)

@@ -6,10 +6,12 @@ import pytest
 
 import ca_jax
 from tests.benchmarks.traces_kit import lines_file
+from tests.scripts_kit import run_script
 
 REFUSED = [
     ("bench", "--suite=tiers --ssd_dir=/dev/null/below", "ssd_dir must be a directory"),
     ("bench", "--suite=tiers --peer=transformers", "peer must go with one of the suites reuse, prefill, decode, got"),
+    ("bench", "--suite=reuse --peer=vllm", "value should be one of <transformers>"),
     ("bench", "--suite=reuse --history_tokens=9000", "no engine for reuse at this size"),
     ("bench", "--suite=reuse --trace_out=t.json", "trace_out must go with one of the suites throughput, ttft, got"),
     ("bench", "--suite=ttft --model_preset=llama2-7b", "model and model_preset must not both be given"),
@@ -26,7 +28,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("module", "line", "message"), REFUSED)
 def test_what_is_wrong_is_said_in_a_line_and_nothing_is_written(
-    command, tiny_model, tmp_path, monkeypatch, module, line, message
+    tiny_model, tmp_path, monkeypatch, module, line, message
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("A text that is too short. " * 4, encoding="utf-8")
@@ -35,7 +37,7 @@ def test_what_is_wrong_is_said_in_a_line_and_nothing_is_written(
     row = {"timestamp": 5, "input_length": 9, "output_length": 2, "hash_ids": [1]}
     lines_file(tmp_path / "unsorted.jsonl", row, {**row, "timestamp": 1})
     out = [] if module == "demo" else ["--json_out=out.json"]
-    done = command(*line.split(), *out, f"--model={tiny_model}", module=module)
+    done = run_script(module, *line.split(), *out, f"--model={tiny_model}")
     assert done.code == 1
     assert message in done.err
     assert "Traceback" not in done.err
@@ -43,9 +45,9 @@ def test_what_is_wrong_is_said_in_a_line_and_nothing_is_written(
 
 
 @pytest.mark.parametrize("module", ["bench", "demo", "evaluate", "gpu_bench", "replay"])
-def test_a_package_without_its_checkout_says_where_benchmarks_are(command, tmp_path, monkeypatch, module):
+def test_a_package_without_its_checkout_says_where_benchmarks_are(tmp_path, monkeypatch, module):
     monkeypatch.setattr(ca_jax, "__file__", str(tmp_path / "ca_jax" / "__init__.py"))
-    done = command(module=module)
+    done = run_script(module)
     assert done.code == 1
     assert done.err.startswith("error: the benchmarks are not part of the installed package: clone its repository")
     assert len(done.err.splitlines()) == 1

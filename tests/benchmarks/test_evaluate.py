@@ -19,6 +19,7 @@ from benchmarks.evaluate.timing import TimedRow
 from tests import engine_kit as kit
 from tests.evaluation.rag_kit import INSTRUCTION, ITEMS, write
 from tests.evaluation.test_longeval import write_lines
+from tests.scripts_kit import run_script
 from tools import quality_page
 
 TEXT = "A text that goes on and on, until no window holds it any more, and then goes on all the same. " * 8
@@ -91,7 +92,7 @@ FIELDS = {
 
 
 @pytest.fixture
-def evaluate(command, tmp_path, monkeypatch):
+def evaluate(tmp_path, monkeypatch):
     """Runs a task on the tiny model, in a directory that has the data; how it ended, and its report."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(main, "load_model", lambda *_, **__: kit.tiny_model())
@@ -103,7 +104,7 @@ def evaluate(command, tmp_path, monkeypatch):
 
     def run(task, line, *arguments):
         flags = [f"--{flag}" for flag in f"task={task}".split()]
-        done = command(*flags, *shlex.split(line), "--json_out=new/it.json", *arguments, module="evaluate")
+        done = run_script("evaluate", *flags, *shlex.split(line), "--json_out=new/it.json", *arguments)
         assert "Traceback" not in done.err
         assert Path("new/it.json").exists(), done.err
         report = json.loads(Path("new/it.json").read_text(encoding="utf-8"))

@@ -7,13 +7,23 @@ import textwrap
 
 import pytest
 import rich.console
+from ca_jax.evaluation.stream import ComparedOverflow
 
 import benchmarks
 from benchmarks import figures, harness, tables
+from benchmarks.evaluate.agreement import AgreementConfig
+from benchmarks.evaluate.comparison import Comparison
+from benchmarks.evaluate.longeval import LongevalConfig
+from benchmarks.evaluate.mmlu import MmluConfig
+from benchmarks.evaluate.perplexity import PerplexityConfig
+from benchmarks.evaluate.rag import GateConfig
+from benchmarks.evaluate.rag_methods import Blends
 from benchmarks.figures import Panel
+from benchmarks.gpu.rows import GpuBenchConfig
 from benchmarks.harness import SUITES, Row
 from benchmarks.main import run_suite
 from benchmarks.overflow_rows import OverflowBenchConfig
+from benchmarks.replay.workload import ReplayedTrace, WorkloadConfig
 from benchmarks.suites.blend import BlendBenchConfig
 from benchmarks.suites.blend_throughput import BlendThroughputConfig
 from benchmarks.suites.policy import PolicyBenchConfig
@@ -23,10 +33,17 @@ from benchmarks.suites.save import SaveConfig
 from benchmarks.suites.store import StoreBenchConfig
 from benchmarks.suites.throughput import ThroughputConfig
 from ca_jax.config import EngineConfig
+from ca_jax.launch.simulate import SimulateConfig
 from ca_jax.overflow.config import OverflowConfig
 
 # Configs.
 
+CA, TT = ComparedOverflow(), ComparedOverflow(method="tt")
+KEEPS_60 = ComparedOverflow(keep_first_tokens=60)
+SMALL = {"methods": (CA,), "window": 64, "step_tokens": 8}
+COMPARING = {"comparison": Comparison(methods=(CA, TT)), "data": "a.txt"}
+UNSIMULABLE = {"chars_per_token": 0.0, "max_turns": -1, "num_sessions": 0, "max_batch_size": 0, "window": 1}
+UNSIMULABLE |= {"warmup_share": 1.0, "capacity_share": float("inf")}
 OVERFLOW = {"engine": EngineConfig(overflow=OverflowConfig(), max_batch_size=2), "gap_sessions": (1, 2)}
 
 
@@ -50,11 +67,43 @@ OVERFLOW = {"engine": EngineConfig(overflow=OverflowConfig(), max_batch_size=2),
         (OverflowBenchConfig, {"engine": EngineConfig(overflow=None)}, "engine.overflow must be an OverflowConfig"),
         (StoreBenchConfig, {"store_gib": 0.0}, "store_gib must be room for at least one block of 5898240 bytes, got 0"),
         (PolicyBenchConfig, {"queue_depth": 0.0}, "queue_depth must be a share above 0, got 0.0"),
+        (GpuBenchConfig, {"preset": "gpt-5"}, "preset must be one of .*llama3-8b.*, got 'gpt-5'"),
+        (GpuBenchConfig, {"history_tokens": ()}, "history_tokens must have at least one item, got none"),
+        (WorkloadConfig, {"num_sessions": 0}, "num_sessions must be at least 1, got 0"),
+        (WorkloadConfig, {"max_answer_tokens": 1}, "max_answer_tokens must be at least 2"),
+        (WorkloadConfig, {"think_time_s": float("nan")}, "think_time_s must be a number of at least 0"),
+        (WorkloadConfig, {"think_time_distribution": "even"}, "think_time_distribution must be one of exponential"),
+        (
+            ReplayedTrace,
+            {"trace_format": "parquet", "trace": "x"},
+            "trace_format must be one of sharegpt, mooncake, ag",
+        ),
+        (ReplayedTrace, {"trace_format": "mooncake"}, "trace must be a file of the format mooncake"),
+        (ReplayedTrace, {"length_scale": 0.0}, "length_scale must be a number above 0"),
+        *((SimulateConfig, {name: value}, f"{name} must be") for name, value in UNSIMULABLE.items()),
+        (Comparison, {"methods": ()}, "methods must be at least one, got none"),
+        (Comparison, {"methods": (CA, CA)}, "methods must differ, got 'ca, keep 4, .*' more than once"),
+        (Comparison, {**SMALL, "step_tokens": 65}, "step_tokens must be in .*, got step_tokens=65 and window=64"),
+        (Comparison, {**SMALL, "methods": (KEEPS_60,)}, "got 60 and 8"),
+        (
+            AgreementConfig,
+            {"comparison": Comparison(methods=(CA,))},
+            "must have tt and a method to hold against it, got ca",
+        ),
+        (AgreementConfig, {"comparison": Comparison(methods=(TT,))}, "got tt, keep 4"),
+        (AgreementConfig, {"every": 40}, "every must be a multiple of step_tokens, 128; got 40"),
+        (PerplexityConfig, {"max_tokens": 1}, "max_tokens must be at least 2"),
+        (LongevalConfig, {"form": "talk"}, "form must be one of continue, chat, got 'talk'"),
+        (LongevalConfig, {"max_items": 0}, "max_items must be at least 1, got 0"),
+        (MmluConfig, {"num_shots": -1}, "num_shots must be at least 0, got -1"),
+        (GateConfig, {"max_kl": 0}, "max_kl must be a bound above 0, got 0"),
+        (GateConfig, {"blends": Blends(selections=("hkvd", "first"))}, "selections must be one, got hkvd, first"),
     ],
 )
 def test_configs_refuse_what_cannot_be_measured(kind, changes, message):
+    given = COMPARING if kind in (AgreementConfig, PerplexityConfig, LongevalConfig, MmluConfig) else {}
     with pytest.raises(ValueError, match=message):
-        kind(**changes)
+        kind(**given | changes)
 
 
 # Rows and rounds.

@@ -84,29 +84,16 @@ def store():
     store.close()
 
 
-@pytest.fixture
-def kv() -> np.ndarray:
-    shape = (LAYOUT.num_layers, 2, NUM_TOKENS, LAYOUT.num_kv_heads, LAYOUT.head_dim)
-    return np.random.default_rng(0).standard_normal(shape, np.float32)
-
-
-@pytest.fixture
-def filled(store, kv):
+def test_a_load_brings_its_bytes_at_the_end_of_its_transfer_and_no_sooner(store, timer):
+    heads = (LAYOUT.num_kv_heads, LAYOUT.head_dim)
+    kv = np.random.default_rng(0).standard_normal((3, 2, NUM_TOKENS, *heads), np.float32)
     ticket = store.prepare_save("a", 0, range(NUM_TOKENS))
     ticket.write_all(kv)
     store.complete_save(ticket)
-    return store
-
-
-def staging(num_tokens: int = NUM_TOKENS + 2) -> np.ndarray:
-    return np.full((2, num_tokens, LAYOUT.num_kv_heads, LAYOUT.head_dim), np.nan, np.float32)
-
-
-def test_a_load_brings_its_bytes_at_the_end_of_its_transfer_and_no_sooner(filled, kv, timer):
     link = PacedLink(bytes_per_s=NUM_TOKENS * TOKEN_BYTES, timer=timer)  # A layer takes a second.
-    controlled = ControlledStore(filled, loads=link)
+    controlled = ControlledStore(store, loads=link)
     load = controlled.prepare_load("a", range(NUM_TOKENS))
-    regions = [staging() for _ in range(3)]
+    regions = np.full((3, 2, NUM_TOKENS + 2, *heads), np.nan, np.float32)
     futures = [load.read(layer, region) for layer, region in enumerate(regions)]
     for layer in range(3):
         timer.advance(0.99)
@@ -117,4 +104,4 @@ def test_a_load_brings_its_bytes_at_the_end_of_its_transfer_and_no_sooner(filled
         np.testing.assert_array_equal(regions[layer][:, :NUM_TOKENS], kv[layer])
         assert np.isnan(regions[layer][:, NUM_TOKENS:]).all()
     controlled.complete_load(load)
-    assert filled.stats().num_hits == 1
+    assert store.stats().num_hits == 1

@@ -34,6 +34,7 @@ from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.tiers.formats import RawTier
 from ca_jax.testing import tiny
 from tests.benchmarks import suite_checks as checks
+from tests.scripts_kit import run_script
 
 ENGINE = EngineConfig(
     max_num_batched_tokens=64,
@@ -173,7 +174,7 @@ class KnownPeer:
 
 
 @pytest.fixture
-def bench(command, tiny_model, tmp_path, monkeypatch):
+def bench(tiny_model, tmp_path, monkeypatch):
     """Runs a suite by its command, small; its report, or what it says is wrong."""
     monkeypatch.setitem(PRESETS, "tiny", tiny.tiny_config())
     monkeypatch.setattr(bench_flags, "_ENGINE", dataclasses.replace(bench_flags._ENGINE, default=ENGINE))
@@ -190,7 +191,7 @@ def bench(command, tiny_model, tmp_path, monkeypatch):
             flags += [f"--ssd_dir={tmp_path / 'disk'}"]
         if suite in DISK and not can_drop(tmp_path):
             pytest.skip("wants temporary files on a disk whose page cache can be emptied")
-        done = command(f"--suite={suite}", *flags, *arguments)
+        done = run_script("bench", f"--suite={suite}", *flags, *arguments)
         assert "Traceback" not in done.err
         assert not (tmp_path / "disk").exists() or list((tmp_path / "disk").iterdir()) == [], "what was written stays"
         if done.code:

@@ -37,23 +37,6 @@ def test_the_first_tt_is_what_others_are_held_against():
     }
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"methods": ()}, "methods must be at least one, got none"),
-        (
-            {"methods": (ComparedOverflow(), ComparedOverflow())},
-            "methods must differ, got 'ca, keep 4, .*' more than once",
-        ),
-        ({"window": 64, "step_tokens": 65}, "step_tokens must be in .*, got step_tokens=65 and window=64"),
-        ({"methods": (ComparedOverflow(keep_first_tokens=60),), "window": 64, "step_tokens": 8}, "got 60 and 8"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        Comparison(**{"methods": (ComparedOverflow(),), **changes})
-
-
 def test_a_drift_that_is_none_is_refused(tmp_path):
     (tmp_path / "bad.npz").write_bytes(b"none")
     for name, window, message in (

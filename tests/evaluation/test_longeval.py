@@ -1,6 +1,5 @@
 """Records overflow once and keep what is asked for; answers are judged and counted."""
 
-import json
 import re
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from benchmarks.evaluate.longeval import LongevalConfig, Question, build_records
 from benchmarks.evaluate.stream import ComparedOverflow, ContextStream
 from ca_jax.launch.texts import EvaluationError
 from tests import engine_kit as kit
+from tests.benchmarks.traces_kit import lines_file
 from tests.evaluation.rag_kit import ignore
 
 BEGIN = list(b"<user>")
@@ -25,7 +25,7 @@ def write_lines(path: Path, num_rows: int = 3, num_lines: int = 20) -> Path:
         lines = "".join(f"line {row}-{nth}: REGISTER_CONTENT is <{1000 * row + 7 * nth}>\n" for nth in range(num_lines))
         prompt = f"{HEADER}{lines}\nNow the record is over. Tell me what is the <REGISTER_CONTENT> in line {row}-0?"
         rows.append({"expected_number": 1000 * row, "num_lines": num_lines, "prompt": prompt})
-    return write_rows(path, rows)
+    return lines_file(path, *rows)
 
 
 def write_topics(path: Path) -> Path:
@@ -38,13 +38,7 @@ def write_topics(path: Path) -> Path:
             "let's talk about the next topic. "
         )
     prompt += "Now the record ends. What is the first topic we discussed?"
-    return write_rows(path, [{"test_id": 0, "prompt": prompt, "topics": list(TOPICS)}])
-
-
-def write_rows(path: Path, rows: list[dict]) -> Path:
-    """One JSON object a line."""
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    return path
+    return lines_file(path, {"test_id": 0, "prompt": prompt, "topics": list(TOPICS)})
 
 
 def encode(text: str) -> list[int]:
@@ -146,7 +140,7 @@ def test_the_last_topic_is_asked_for_and_named_before_the_overflow_alone(tmp_pat
 )
 def test_a_row_that_is_none_is_refused_with_its_place(tmp_path, row, message):
     path = write_lines(tmp_path / "good.jsonl", num_rows=1)
-    (tmp_path / "a.jsonl").write_text(path.read_text() + write_rows(tmp_path / "row", [row]).read_text())
+    (tmp_path / "a.jsonl").write_text(path.read_text() + lines_file(tmp_path / "row", row).read_text())
     with pytest.raises(EvaluationError, match=message):
         records(tmp_path / "a.jsonl")
 
@@ -198,8 +192,4 @@ def test_nothing_to_ask_for_is_refused(tmp_path):
     path = write_lines(tmp_path / "lines.jsonl")
     with pytest.raises(EvaluationError, match="must have something to ask for in their last 5 tokens"):
         run_longeval(kit.tiny_model(), ask(path, asked_depth=5), ignore)
-    with pytest.raises(ValueError, match="form must be one of continue, chat, got 'talk'"):
-        ask(path, form="talk")
-    with pytest.raises(ValueError, match="max_items must be at least 1, got 0"):
-        ask(path, max_items=0)
     assert [ask(path, form=form).max_answer_tokens for form in ("continue", "chat")] == [12, 32]

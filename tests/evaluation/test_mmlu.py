@@ -124,5 +124,3 @@ def test_a_preamble_must_be_there_and_overflow_the_window(directory, tmp_path):
     (tmp_path / "wikitext_b.txt").unlink()
     with pytest.raises(EvaluationError, match=r"preamble must be given, or a wikitext\*\.txt be beside"):
         run_mmlu(kit.tiny_model(), ask(directory), ignore)
-    with pytest.raises(ValueError, match="num_shots must be at least 0, got -1"):
-        ask(directory, num_shots=-1)

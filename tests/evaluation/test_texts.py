@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.evaluate.comparison import check_overflows
 from ca_jax.launch.texts import EvaluationError, read_ids, read_text
 from tests import engine_kit as kit
 
@@ -40,12 +39,3 @@ def test_ids_are_the_first_of_the_text(tmp_path):
 def test_what_is_no_text_is_refused_with_its_place(tmp_path, name, content, message):
     with pytest.raises(EvaluationError, match=message):
         read_text(write(tmp_path / name, content))
-
-
-def test_a_text_must_overflow_the_window(tmp_path):
-    path = tmp_path / "a.txt"
-    check_overflows(101, window=100, path=path, max_tokens=500)
-    with pytest.raises(EvaluationError, match=r"at least 101 tokens to overflow a window of 100, got 100 in .*a\.txt"):
-        check_overflows(100, window=100, path=path, max_tokens=500)
-    with pytest.raises(EvaluationError, match="max_tokens must be above the window of 100 to overflow it, got 90"):
-        check_overflows(90, window=100, path=path, max_tokens=90)

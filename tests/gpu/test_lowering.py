@@ -1,106 +1,67 @@
-"""The engine's steps can be compiled for CUDA as far as that can be told without one: jax lowers them for it.
+"""Every step of serving can be compiled for CUDA as far as that can be told without one: jax lowers it for CUDA.
 
-In bfloat16, once as they are traced on this machine and once as they are traced on a GPU.
+In bfloat16, once as steps are traced on this machine and once as they are traced on a GPU.
+
+Not here: what compilers make of them (tests/accelerators).
 """
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 from collections.abc import Iterator
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from ca_jax import backend
 from ca_jax.device import steps
 from ca_jax.models import gpu_attention
-from ca_jax.models.config import ModelConfig
-from ca_jax.models.paged_attention import Rows, paged_attention
+from ca_jax.models.paged_attention import paged_attention
+from ca_jax.models.presets import PRESETS
 from ca_jax.recompute.layers import choose_deviating, recompute_layer
 from ca_jax.testing import tiny
+from tests.accelerators.chips import H100, Chip
+from tests.accelerators.serving import Setup
 
-NUM_ROWS, NUM_NEW, NUM_HISTORY = 4, 32, 64
-NUM_PAGES, PAGE, PAGES_OF_ROW = 24, 64, 5
-HEAD_DIM = 64
+
+class Here(Chip):
+    """This machine's device, as if it were that chip."""
+
+    def devices(self, count: int) -> tuple[jax.Device, ...]:
+        return tuple(jax.devices()[:count])
 
 
 @pytest.fixture(params=["here", "on a GPU"])
-def config(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelConfig]:
+def setup(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Setup]:
     """A model of its own for each way: what was traced for one must not be found for the other."""
-    if request.param == "here":
-        yield tiny.tiny_config(head_dim=HEAD_DIM, mlp_dim=96)
-        return
+    monkeypatch.setitem(PRESETS, "tiny", tiny.tiny_config(head_dim=64, mlp_dim=96 if request.param == "here" else 160))
     monkeypatch.setattr(gpu_attention, "kernel_is_served", lambda dtype, head_dim: True)
-    with backend.assumed(backend.GPU):
-        yield tiny.tiny_config(head_dim=HEAD_DIM, mlp_dim=160)
+    with backend.assumed(backend.GPU if request.param == "on a GPU" else backend.here()):
+        yield Setup(Here(**dataclasses.asdict(H100)), "tiny")
 
 
-def shape(*sizes: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(sizes, dtype)
-
-
-def params_of(config: ModelConfig) -> steps.Params:
-    return jax.tree.map(lambda leaf: shape(*leaf.shape), tiny.tiny_params(config))
-
-
-def table_of(config: ModelConfig) -> object:
-    return jax.eval_shape(functools.partial(steps.rotation_table, config, PAGES_OF_ROW * PAGE))
-
-
-def pages_of(config: ModelConfig) -> jax.ShapeDtypeStruct:
-    return shape(NUM_PAGES, 2, config.num_kv_heads, PAGE, HEAD_DIM)
-
-
-def lowered(step: object, *args: object, **options: object) -> str:
-    return step.trace(*args, **options).lower(lowering_platforms=("cuda",)).as_text()
+def lowered(function: object, *arguments: object, **options: object) -> str:
+    return function.trace(*arguments, **options).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def num_donated(text: str) -> int:
     return text.count("tf.aliasing_output") + text.count("jax.buffer_donor")
 
 
-INTEGERS = functools.partial(shape, dtype=jnp.int32)
+def test_each_step_takes_what_is_donated_and_the_kernel_where_that_is_served(setup):
+    has_kernel = paged_attention(setup.pages) == "triton"
+    for step in {step.function: step for step in reversed([*setup.steps()])}.values():  # The first of several sizes.
+        attending = [{}, {"with_attention": True}] if step.function in (steps.layer_step, steps.decode) else [{}]
+        for options in attending:
+            text = lowered(step.function, *step.arguments, **step.options, **options)
+            assert num_donated(text) == len(jax.tree.leaves(step.donated)), step.name
+            assert ("triton" in text) == (has_kernel and step.num_kernels > 0), step.name
 
 
-def rows_of(num_rows: int, num_tokens: int) -> Rows:
-    return Rows(INTEGERS(num_rows, PAGES_OF_ROW), INTEGERS(num_rows + 1), INTEGERS(num_tokens))
-
-
-@pytest.mark.parametrize("with_attention", [False, True])
-def test_a_pass_through_a_layer(config, with_attention):
-    layer, pages = params_of(config)["params"]["layer_0"], pages_of(config)
-    x = shape(1, 2 * NUM_NEW, config.embed_dim)
-    arguments = (config, layer, x, pages, rows_of(NUM_ROWS, 2 * NUM_NEW), table_of(config), NUM_NEW)
-    text = lowered(steps.layer_step, *arguments, window=100, with_attention=with_attention)
+def test_a_layer_of_a_history_computed_anew_where_nothing_moved_yet(setup):
+    (step,) = (step for step in setup.steps() if step.function is recompute_layer)
+    model, layer, x, pages, rows, table, num_new, (_, moved), window = step.arguments
+    text = lowered(recompute_layer, model, layer, x, pages, rows, table, num_new, (), window)
     assert num_donated(text) == 2
     assert ("triton" in text) == (paged_attention(pages) == "triton")
-
-
-@pytest.mark.parametrize("with_attention", [False, True])
-def test_decode(config, with_attention):
-    pages = [pages_of(config)] * config.num_layers
-    arguments = (config, params_of(config), pages, INTEGERS(NUM_ROWS), rows_of(NUM_ROWS, NUM_ROWS), table_of(config))
-    text = lowered(steps.decode, *arguments, with_attention=with_attention)
-    assert num_donated(text) == config.num_layers
-    assert ("triton" in text) == (paged_attention(pages[0]) == "triton")
-
-
-def test_history_into_a_rows_pages(config):
-    kv = shape(2, NUM_HISTORY, config.num_kv_heads, HEAD_DIM)
-    scalars = (INTEGERS(), INTEGERS(), INTEGERS())
-    text = lowered(steps.fill_pages, pages_of(config), kv, INTEGERS(PAGES_OF_ROW), *scalars)
-    assert num_donated(text) == 1
-
-
-@pytest.mark.parametrize("carries", [False, True])
-def test_a_layer_of_a_history_computed_anew(config, carries):
-    layer, pages, x = params_of(config)["params"]["layer_0"], pages_of(config), shape(1, 2 * NUM_NEW, config.embed_dim)
-    rows = rows_of(1, 2 * NUM_NEW)
-    bools = functools.partial(shape, dtype=jnp.bool_)
-    carried = (bools(1, NUM_NEW), bools(1, PAGES_OF_ROW * PAGE)) if carries else ()
-    text = lowered(recompute_layer, config, layer, x, pages, rows, table_of(config), NUM_NEW, carried)
-    assert num_donated(text) == 2
-    assert ("triton" in text) == (paged_attention(pages) == "triton")
-    scalar = INTEGERS()
-    assert lowered(choose_deviating, config, layer, x, pages, rows, bools(1, PAGES_OF_ROW * PAGE), scalar, NUM_NEW)
+    assert lowered(choose_deviating, model, layer, x, pages, rows, moved, setup.shape(), num_new)

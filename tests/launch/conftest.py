@@ -1,6 +1,5 @@
-"""A tiny model with a tokenizer, as a directory, and scripts that run in this process."""
+"""A tiny model with a tokenizer, as a directory, and what a turn took."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,6 @@ import pytest
 
 from ca_jax.testing import tiny
 from ca_jax.turns.requests import Usage
-from tests.scripts_kit import Ended, run_script
 
 
 @pytest.fixture(scope="session")
@@ -24,9 +22,3 @@ def usage(**known: Any) -> Usage:
     """What a turn took, of which some is known."""
     nothing = {"queued_s": 0.0, "load_s": 0.0, "load_stall_s": 0.0, "decode_s": 0.0}
     return Usage(**{**nothing, **known})
-
-
-@pytest.fixture
-def launch() -> Callable[..., Ended]:
-    """Runs a script of `ca_jax.launch` as its command line does, but in this process."""
-    return run_script

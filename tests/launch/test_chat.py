@@ -17,6 +17,7 @@ from ca_jax import FinishReason, SamplingParams
 from ca_jax.errors import ContextWindowError, EmptyMessageError, InvalidRequestError
 from ca_jax.launch.chat import COMMANDS, Chat, context_chunks, join_processes
 from tests import engine_kit as kit
+from tests.scripts_kit import run_script
 
 MAX_TOKENS = 12
 
@@ -281,10 +282,12 @@ def test_the_program_on_a_terminal_outlives_ctrl_c_in_an_answer(tiny_model):
     assert "reading weights" in errors.decode()
 
 
-def test_the_program_goes_on_where_it_left_off(launch, tiny_model, tmp_path):
+def test_the_program_goes_on_where_it_left_off(tiny_model, tmp_path):
     flags = [f"--model={tiny_model}", "--context_window=512", "--max-tokens=4", f"--ssd-dir={tmp_path / 'store'}"]
     flags += ["--session_id=trip", "--dram_gib=0.02", "--ssd_gib=0.02", "--ssd_free_floor_gib=0"]
-    first, second = (launch("chat", *flags, "--no-recompute-if-faster", said=f"{line}\n") for line in ("hello", "more"))
+    first, second = (
+        run_script("chat", *flags, "--no-recompute-if-faster", said=f"{line}\n") for line in ("hello", "more")
+    )
     assert (first.code, second.code) == (0, 0), first.err + second.err
     resolved = r"^EngineConfig\(dtype='float32', .*\bcontext_window=512, .*\bmax_batch_size=1,"
     assert re.search(resolved, first.out, re.MULTILINE)
@@ -294,24 +297,15 @@ def test_the_program_goes_on_where_it_left_off(launch, tiny_model, tmp_path):
     assert f"(ssd {int(goes_on[1]) - 1})" in second.out
 
 
-def test_the_program_answers_from_the_chunks_of_a_file(launch, tiny_model, tmp_path):
+def test_the_program_answers_from_the_chunks_of_a_file(tiny_model, tmp_path):
     text = tmp_path / "passages.txt"
     text.write_text("The sky is green.\n---\nGrass is blue.\n---\n\n", encoding="utf-8")
     flags = (f"--model={tiny_model}", "--context_window=512", "--max_tokens=4", f"--context_file={text}")
-    done = launch("chat", *flags, "--dram_gib=0.02", "--blend_recompute_ratio=0.5", said="Which is green?\n")
+    done = run_script("chat", *flags, "--dram_gib=0.02", "--blend_recompute_ratio=0.5", said="Which is green?\n")
     assert done.code == 0, done.err
     assert "BlendConfig(mode='blend', recompute_ratio=0.5," in done.out
     assert "context: 2 chunks in front of the next message · 2 computed now, in " in done.out
     assert re.search(r"TTFT .* · cached 35 of \d+ prompt tokens .* · recomputed \d+ · ", done.out, re.MULTILINE)
-
-
-@pytest.mark.parametrize(
-    ("flag", "message"), [("--model=nonesuch", "unknown model 'nonesuch'"), ("--max_tokens=0", "max_tokens")]
-)
-def test_the_program_says_what_is_wrong_with_its_flags(launch, flag, message):
-    done = launch("chat", flag)
-    assert done.code == 1
-    assert f"error: {message}" in done.err
 
 
 # A file as context, and processes that serve as one.

@@ -8,6 +8,7 @@ import pytest
 
 from ca_jax.__main__ import COMMANDS, main
 from ca_jax.launch.plots import PlotError, new_figure
+from tests.scripts_kit import run_script
 
 
 def test_the_command_has_a_version_and_runs_what_it_is_told_to(monkeypatch, capsys):
@@ -33,10 +34,12 @@ def test_the_command_has_a_version_and_runs_what_it_is_told_to(monkeypatch, caps
         ("convert", ["--dry_run"], "--model_preset must be one of"),
         ("convert", ["--model=somewhere"], "must be --model and --output_dir"),
         ("convert", ["--dry_run", "--model=m"], "--model must be left out of a dry run"),
+        ("chat", ["--model=nonesuch"], "error: unknown model 'nonesuch'"),
+        ("chat", ["--max_tokens=0"], "error: max_tokens"),
     ],
 )
-def test_what_would_be_ignored_is_refused(launch, script, arguments, message):
-    ran = launch(script, *arguments)
+def test_what_is_wrong_or_would_be_ignored_is_refused(script, arguments, message):
+    ran = run_script(script, *arguments)
     assert ran.code == 1
     assert message in ran.out + ran.err
 

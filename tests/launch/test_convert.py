@@ -15,6 +15,7 @@ from ca_jax.models.checkpoint import load_checkpoint
 from ca_jax.testing import tiny
 from tests import gguf_kit
 from tests.models.test_checkpoint_gguf import assert_same_params
+from tests.scripts_kit import run_script
 
 DATA = Path(__file__).parents[1] / "data"
 CONFIG = tiny.tiny_config(num_layers=2)
@@ -35,10 +36,10 @@ def number(text, row):
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "gguf"])
-def test_a_model_is_converted_and_orbax_itself_reads_it(launch, source, tmp_path, kind):
+def test_a_model_is_converted_and_orbax_itself_reads_it(source, tmp_path, kind):
     if kind == "gguf":
         source = gguf_kit.write_tiny(tmp_path / "tiny.gguf", CONFIG)
-    done = launch("convert", f"--model={source}", f"--output_dir={tmp_path / 'out'}", "--dtype=bfloat16")
+    done = run_script("convert", f"--model={source}", f"--output_dir={tmp_path / 'out'}", "--dtype=bfloat16")
     assert done.code == 0, done.err
     assert f"(bfloat16) -> {tmp_path}" in done.err.replace("\n", "")
     with ocp.StandardCheckpointer() as checkpointer:
@@ -63,10 +64,10 @@ def test_a_source_that_cannot_be_read_leaves_nothing_behind(tmp_path, monkeypatc
     assert load_checkpoint(str(tmp_path / "out")).config == CONFIG
 
 
-def test_a_dry_run_prints_bytes_and_sessions(launch, monkeypatch):
+def test_a_dry_run_prints_bytes_and_sessions(monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     flags = ("--model_preset=llama2-70b", "--tensor_parallel_size=4", "--dram_gib=128", "--ssd_gib=10240")
-    text = launch("convert", "--dry_run", *flags).out
+    text = run_script("convert", "--dry_run", *flags).out
     assert "llama2-70b in bfloat16: 138.0 GB of weights, 0.31 MiB of KV a token; 4 devices of 80.0 GiB" in text
     parts = ["weights", "pool of KV", "read buffer", "write buffer", "left"]
     assert sum(number(text, part) for part in parts) == 80 << 30

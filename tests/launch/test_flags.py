@@ -28,6 +28,7 @@ from ca_jax.overflow.config import OverflowConfig
 from ca_jax.server.config import ServerConfig
 from ca_jax.storage.config import StoreConfig
 from ca_jax.turns.requests import SamplingParams
+from tests.scripts_kit import run_script
 
 benchmarks.suites.load()
 
@@ -347,7 +348,7 @@ def test_flags_that_a_script_cannot_do_as_are_refused_by_name(line, flag, messag
         ("gpu_bench", ["budget_s", "sections"]),
     ],
 )
-def test_the_help_of_a_script_shows_its_flags_and_an_example(launch, script, shown):
-    text = launch(script, "--help").out.replace("[no]", "")
+def test_the_help_of_a_script_shows_its_flags_and_an_example(script, shown):
+    text = run_script(script, "--help").out.replace("[no]", "")
     assert [name for name in shown if f"--{name}: " not in text] == []
     assert f"python -m ca_jax.launch.{script} " in text

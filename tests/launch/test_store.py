@@ -16,6 +16,7 @@ from ca_jax.launch import store_report
 from ca_jax.launch.store import CommandError, Request, is_sound, run
 from ca_jax.storage.catalog.catalog import Catalog
 from ca_jax.storage.catalog.file import CatalogLockedError
+from tests.scripts_kit import run_script
 from tests.storage import store_helpers as helpers
 
 
@@ -215,13 +216,13 @@ def test_what_makes_no_sense_is_refused(tmp_path, options, message):
         Request(directory=tmp_path, **options)
 
 
-def test_it_runs_from_the_command_line_and_errors_go_to_stderr(launch, tmp_path, filled):
+def test_it_runs_from_the_command_line_and_errors_go_to_stderr(tmp_path, filled):
     damage(tmp_path)
     json_out = tmp_path / "out.json"
-    done = launch("store", f"--ssd_dir={tmp_path / 'store'}", "verify", f"--json_out={json_out}")
+    done = run_script("store", f"--ssd_dir={tmp_path / 'store'}", "verify", f"--json_out={json_out}")
     assert (done.code, "1 of 4 sessions damaged" in done.out) == (1, True)
     assert json.loads(json_out.read_text())["damaged"][0]["key"] == helpers.KEYS["third"]
-    done = launch("store", f"--ssd_dir={tmp_path / 'store'}")
+    done = run_script("store", f"--ssd_dir={tmp_path / 'store'}")
     assert (done.code, done.err, "4 sessions, 28 tokens" in done.out) == (0, "", True)
     nowhere = tmp_path / "none"
     for arguments, message in (
@@ -229,5 +230,5 @@ def test_it_runs_from_the_command_line_and_errors_go_to_stderr(launch, tmp_path,
         (("show", "x", "y"), "arguments must be a command and at most one session, got show x y"),
         ((f"--json_out={tmp_path}",), f"json_out must be a file, got the directory {tmp_path}"),
     ):
-        done = launch("store", f"--ssd_dir={nowhere}", *arguments)
+        done = run_script("store", f"--ssd_dir={nowhere}", *arguments)
         assert (done.code, done.out, done.err) == (1, "", f"error: {message}\n")

@@ -1,4 +1,7 @@
-"""Attention over history that is one array against the textbook, and what tokens receive through a model's layers."""
+"""Attention over history that is one array against the textbook.
+
+Not here: over pages (test_paged_attention), and what places receive through all layers (tests/test_runner.py).
+"""
 
 from functools import partial
 
@@ -7,15 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.evaluate.by_layer import LayerByLayer
-from ca_jax.device import steps
 from ca_jax.models import rope
 from ca_jax.models.attention import QUERY_BLOCK, attend
 from ca_jax.models.config import RopeConfig
 from ca_jax.models.kv import LayerKV
-from ca_jax.models.paged_attention import Rows
-from tests import engine_kit as kit
-from tests.tolerances import ATTENTION_ATOL, PROJECTION_ATOL
+from tests.tolerances import ATTENTION_ATOL
 
 ATOL = ATTENTION_ATOL["float32"]
 ROPE = RopeConfig(theta=500.0)
@@ -88,60 +87,3 @@ LONG = (QUERY_BLOCK + 30, 40, 64)  # New tokens, of history, places for it.
 )
 def test_attention_over_history_is_the_textbooks_of_all_tokens_or_of_a_window(sizes, window):
     np.testing.assert_allclose(*prefilled(*sizes, window=window), atol=ATOL, rtol=0)
-
-
-# What tokens receive through the layers of a model.
-
-MODEL = kit.model_of(rope=ROPE, seed=3)
-CONFIG, PARAMS = MODEL.config, MODEL.params
-BY_LAYER = LayerByLayer(MODEL, CONFIG.max_positions, CONFIG.max_positions)
-TABLE = BY_LAYER.table
-TOKENS = np.random.default_rng(5).integers(0, 256, 40).astype(np.int32)
-
-
-def through_layers(num_new: int, with_attention: bool = True) -> tuple[list, np.ndarray]:
-    """The first TOKENS: KV of each layer, and what each of all tokens received in all layers."""
-    x = BY_LAYER.embedded(TOKENS, len(TOKENS))
-    kv, received = [], 0
-    for layer in range(CONFIG.num_layers):
-        empty = BY_LAYER.empty(len(TOKENS))
-        x, new, _, *given = BY_LAYER.layer(layer, x, empty, 0, num_new, with_attention=with_attention)
-        received = received + sum(np.asarray(each)[0] for each in given)
-        kv.append(new)
-    return kv, received
-
-
-@pytest.mark.parametrize("num_new", [1, 11, 40])
-def test_a_layer_with_statistics_computes_what_it_does_without(num_new):
-    (kv, received), (plain, _) = through_layers(num_new), through_layers(num_new, with_attention=False)
-    for found, wanted in zip(kv, plain, strict=True):
-        np.testing.assert_array_equal(found[:, :num_new], wanted[:, :num_new])
-    np.testing.assert_allclose(received.sum(), CONFIG.num_layers * CONFIG.num_heads * num_new, rtol=1e-5)
-    assert not received[num_new:].any()
-
-
-def test_decoded_tokens_give_what_they_give_when_prefilled():
-    kv, _ = through_layers(len(TOKENS))
-    lengths, num_decoded, page = np.array([7, 25, 12]), 3, 8
-    numbers = np.random.default_rng(0).permutation(15).astype(np.int32).reshape(3, 5)  # Whose are any pages.
-    pages, received = [], 0
-    for layer, empty in enumerate(steps.make_pages(CONFIG, numbers.size, page, "float32")):
-        pages.append(jnp.full_like(empty, np.nan))
-        for table, length in zip(numbers, lengths, strict=True):
-            pages[-1], _ = steps.fill_pages(pages[-1], kv[layer], table, *map(jnp.int32, (0, 0, length)))
-    for step in range(num_decoded):
-        at = lengths + step
-        args = (TOKENS[at], Rows(jnp.array(numbers), jnp.arange(4), jnp.array(at, jnp.int32)), TABLE)
-        *plain, _ = steps.decode(CONFIG, PARAMS, jax.tree.map(jnp.copy, pages), *args)
-        *out, given = steps.decode(CONFIG, PARAMS, pages, *args, with_attention=True)
-        pages = out[-1]
-        for found, wanted in zip(jax.tree.leaves(out), jax.tree.leaves(plain), strict=True):
-            np.testing.assert_allclose(found, wanted, atol=PROJECTION_ATOL["float32"], rtol=0, equal_nan=True)
-        assert given.shape == (len(lengths), 5 * page)
-        np.testing.assert_allclose(given.sum(1), CONFIG.num_heads * CONFIG.num_layers, rtol=1e-5)
-        received = received + np.asarray(given)
-
-    pairs = CONFIG.num_layers * CONFIG.num_heads * num_decoded
-    for row, length in enumerate(lengths):
-        expected = through_layers(length + num_decoded)[1] - through_layers(length)[1]
-        np.testing.assert_allclose(received[row], expected, atol=PROJECTION_ATOL["float32"] * pairs, rtol=0)

@@ -80,30 +80,28 @@ def test_a_template_that_cannot_be_continued_says_so(source, times):
 
 
 @pytest.mark.parametrize(
-    ("name", "messages", "says"),
-    [("llama2", [HELLO, NEXT], ": roles must alternate"), ("chatml", [{"role": "user"}], "")],
+    ("template", "messages", "says"),
+    [
+        (TEMPLATES["llama2"], [HELLO, NEXT], "refuses these messages: roles must alternate"),
+        (TEMPLATES["chatml"], [{"role": "user"}], "refuses these messages"),
+        *(
+            (ChatTemplate(source), [HELLO], r"unsafe|not safe|SecurityError")  # It runs in a sandbox.
+            for source in (
+                "{{ messages.append(1) }}",
+                "{{ ''.__class__.__mro__ }}",
+                "{{ cycler.__init__.__globals__.os.getcwd() }}",
+            )
+        ),
+    ],
 )
-def test_what_the_template_refuses_is_an_invalid_request(name, messages, says):
-    with pytest.raises(InvalidRequestError, match=f"refuses these messages{says}"):
-        TEMPLATES[name].first_turn(messages)
+def test_what_the_template_refuses_or_must_not_do_is_an_invalid_request(template, messages, says):
+    with pytest.raises(InvalidRequestError, match=says):
+        template.first_turn(messages)
 
 
 def test_a_broken_template_is_refused_when_it_is_made():
     with pytest.raises(CheckpointError, match=r"not valid Jinja: .*line 2"):
         ChatTemplate("fine\n{% for %}")
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ messages.append(1) }}",
-        "{{ ''.__class__.__mro__ }}",
-        "{{ cycler.__init__.__globals__.os.getcwd() }}",
-    ],
-)
-def test_templates_run_in_a_sandbox(source):
-    with pytest.raises(InvalidRequestError, match=r"unsafe|not safe|SecurityError"):
-        ChatTemplate(source).first_turn([HELLO])
 
 
 @pytest.mark.parametrize(

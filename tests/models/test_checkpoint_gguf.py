@@ -122,39 +122,31 @@ INT8 = {"blk.0.ffn_gate.weight": np.ones((CONFIG.mlp_dim, CONFIG.embed_dim), np.
 NARROW = {"blk.0.attn_q.weight": np.ones((48, 64), np.float32)}
 
 
-@pytest.mark.parametrize(
-    ("tensors", "error", "message"),
-    [
-        (BAD_FACTORS, UnsupportedArchitectureError, "rope_freqs.weight does not hold llama3"),
-        (INT8, UnsupportedQuantizationError, "blk.0.ffn_gate.weight: type I8"),
-        ({"blk.1.ffn_up.weight": None}, CheckpointError, "blk.1.ffn_up.weight is missing; its shape must be (128, 64)"),
-        (NARROW, CheckpointError, "attn_q.weight: the shape must be (64, 64), got (48, 64)"),
-        ({"blk.0.attn_q.bias": np.ones(64, np.float32)}, CheckpointError, "blk.0.attn_q.bias"),
-        ({"token_embd.weight": None}, CheckpointError, "tensor token_embd.weight is missing"),
-    ],
-)
-def test_tensors_that_make_no_model_are_named(write, tensors, error, message):
-    with pytest.raises(error, match=re.escape(message)):
-        load_checkpoint(str(write(tensors=tensors)))
+DAMAGED, UNSERVED = CheckpointError, UnsupportedArchitectureError
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("part", "changes", "error", "message"),
     [
-        ({"rope.scaling.type": "longrope"}, UnsupportedArchitectureError, "rope scaling 'longrope' is not served"),
-        ({"rope.dimension_count": 8}, UnsupportedArchitectureError, "rope.dimension_count 8 is not served; it must be"),
-        ({"attention.value_length": 32}, UnsupportedArchitectureError, "value_length 32"),
-        ({"block_count": None}, CheckpointError, "llama.block_count is missing"),
-        ({"attention.head_count_kv": 3}, CheckpointError, "num_heads must be a multiple of num_kv_heads"),
-        ("gpt2", UnsupportedArchitectureError, "'gpt2' is not served: it embeds absolute positions"),
-        ("bloom", UnsupportedArchitectureError, "(ALiBi)"),
-        ("mamba", UnsupportedArchitectureError, "served are: falcon, gptneox, llama"),
+        ("tensors", BAD_FACTORS, UNSERVED, "rope_freqs.weight does not hold llama3"),
+        ("tensors", INT8, UnsupportedQuantizationError, "blk.0.ffn_gate.weight: type I8"),
+        ("tensors", {"blk.1.ffn_up.weight": None}, DAMAGED, "ffn_up.weight is missing; its shape must be (128, 64)"),
+        ("tensors", NARROW, DAMAGED, "attn_q.weight: the shape must be (64, 64), got (48, 64)"),
+        ("tensors", {"blk.0.attn_q.bias": np.ones(64, np.float32)}, DAMAGED, "blk.0.attn_q.bias"),
+        ("tensors", {"token_embd.weight": None}, DAMAGED, "tensor token_embd.weight is missing"),
+        ("metadata", {"rope.scaling.type": "longrope"}, UNSERVED, "rope scaling 'longrope' is not served"),
+        ("metadata", {"rope.dimension_count": 8}, UNSERVED, "rope.dimension_count 8 is not served; it must be"),
+        ("metadata", {"attention.value_length": 32}, UNSERVED, "value_length 32"),
+        ("metadata", {"block_count": None}, DAMAGED, "llama.block_count is missing"),
+        ("metadata", {"attention.head_count_kv": 3}, DAMAGED, "num_heads must be a multiple of num_kv_heads"),
+        ("architecture", "gpt2", UNSERVED, "'gpt2' is not served: it embeds absolute positions"),
+        ("architecture", "bloom", UNSERVED, "(ALiBi)"),
+        ("architecture", "mamba", UNSERVED, "served are: falcon, gptneox, llama"),
     ],
 )
-def test_metadata_that_makes_no_model_is_named(write, options, error, message):
-    changes = {"architecture": options} if isinstance(options, str) else {"metadata": options}
+def test_what_makes_no_model_is_named(write, part, changes, error, message):
     with pytest.raises(error, match=re.escape(message)):
-        load_checkpoint(str(write(**changes)))
+        load_checkpoint(str(write(**{part: changes})))
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.0001, 0.02, 0.999, 1.0])

@@ -75,16 +75,16 @@ def test_damage_is_found(converted, damage):
         load_checkpoint(str(converted))
 
 
-@pytest.mark.parametrize("missing", ["params", "tokenizer.json"])
-def test_a_missing_part_is_found(converted, missing):
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        *((name, "converted.*: cannot be read") for name in ("params", "tokenizer.json")),
+        ("params/params.layer_1.attn.wk", r"tensor layer_1/attn/wk is missing; its shape must be \(64, 2, 16\)"),
+    ],
+)
+def test_a_missing_part_is_found(converted, missing, message):
     (converted / missing).rename(converted / "elsewhere")
-    with pytest.raises(CheckpointError, match=r"converted.*: cannot be read"):
-        load_checkpoint(str(converted))
-
-
-def test_a_tensor_that_is_gone_is_named(converted):
-    (converted / "params" / "params.layer_1.attn.wk").rename(converted / "elsewhere")
-    with pytest.raises(CheckpointError, match=r"tensor layer_1/attn/wk is missing; its shape must be \(64, 2, 16\)"):
+    with pytest.raises(CheckpointError, match=message):
         load_checkpoint(str(converted))
 
 

@@ -9,7 +9,7 @@ import safetensors.numpy
 
 import ca_jax
 from ca_jax.errors import CheckpointError, UnsupportedArchitectureError
-from ca_jax.models import huggingface, weights
+from ca_jax.models import weights
 from ca_jax.testing.tiny import tiny_config
 from tests import families_kit as kit
 from tests.tolerances import LOGITS_ATOL
@@ -90,36 +90,32 @@ BIAS = "model.layers.1.self_attn.k_proj.bias"
 NEOX_OF_LLAMA = {"model_type": "gpt_neox", "architectures": None, "hidden_act": "gelu"}
 
 
+LONGROPE = {"rope_type": "longrope", "factor": 2.0}
+LINEAR = {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["linear"] * 2}
+DAMAGED, UNSERVED = CheckpointError, UnsupportedArchitectureError
+
+
 @pytest.mark.parametrize(
-    ("case", "changes", "message"),
+    ("error", "case", "changes", "message"),
     [
-        ("falcon_7b", {"drop": FUSED}, rf"{FUSED} is missing; its shape must be \(48, 32\)"),
-        ("mixtral", {"drop": EXPERT}, rf"{EXPERT} is missing; its shape must be \(32, 16\)"),
-        ("qwen2", {"reshape": BIAS}, rf"{BIAS}: the shape must be \(16,\), got \(15,\)"),
-        ("qwen2", {"model_type": "llama", "architectures": None}, "belong to no parameter.*bias"),
-        ("mistral", NEOX_OF_LLAMA, "names family gpt_neox, and tensors are named as those of llama"),
+        (DAMAGED, "falcon_7b", {"drop": FUSED}, rf"{FUSED} is missing; its shape must be \(48, 32\)"),
+        (DAMAGED, "mixtral", {"drop": EXPERT}, rf"{EXPERT} is missing; its shape must be \(32, 16\)"),
+        (DAMAGED, "qwen2", {"reshape": BIAS}, rf"{BIAS}: the shape must be \(16,\), got \(15,\)"),
+        (DAMAGED, "qwen2", {"model_type": "llama", "architectures": None}, "belong to no parameter.*bias"),
+        (DAMAGED, "mistral", NEOX_OF_LLAMA, "names family gpt_neox, and tensors are named as those of llama"),
+        (UNSERVED, "falcon_7b", {"alibi": True}, "alibi=True is not served.*ALiBi"),
+        (UNSERVED, "falcon_7b", {"activation": "relu"}, "activation='relu' is not served; it must be one of gelu"),
+        (UNSERVED, "neox", {"hidden_act": "silu"}, "hidden_act='silu'"),
+        (UNSERVED, "mistral", {"rope_parameters": LONGROPE}, "rope scaling 'longrope'"),
+        (UNSERVED, "qwen2", LINEAR, "linear"),
+        (UNSERVED, "mixtral", {"architectures": ["MistralForCausalLM"]}, "architecture must be MixtralForCausalLM"),
     ],
 )
-def test_tensors_that_do_not_fit_the_config_are_named(recorded_data, tmp_path, case, changes, message):
-    with pytest.raises(CheckpointError, match=message):
+def test_tensors_that_do_not_fit_and_what_is_not_served_are_named(
+    recorded_data, tmp_path, error, case, changes, message
+):
+    with pytest.raises(error, match=message):
         ca_jax.load_model(str(copy_of(recorded_data, tmp_path, case, **changes)), dtype="float32")
-
-
-@pytest.mark.parametrize(
-    ("case", "entries", "message"),
-    [
-        ("falcon_7b", {"alibi": True}, "alibi=True is not served.*ALiBi"),
-        ("falcon_7b", {"activation": "relu"}, "activation='relu' is not served; it must be one of gelu"),
-        ("neox", {"hidden_act": "silu"}, "hidden_act='silu'"),
-        ("mistral", {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope scaling 'longrope'"),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["linear"] * 2}, "linear"),
-        ("mixtral", {"architectures": ["MistralForCausalLM"]}, "the architecture must be MixtralForCausalLM"),
-    ],
-)
-def test_what_of_a_family_is_not_served_is_refused_by_name(recorded_data, case, entries, message):
-    described = json.loads((recorded_data / f"family_{case}" / "config.json").read_text())
-    with pytest.raises(UnsupportedArchitectureError, match=message):
-        huggingface.config_from_hf({**described, **entries})
 
 
 @pytest.mark.parametrize(

@@ -161,54 +161,28 @@ ROUTER, FUSED, BIAS = "blk.0.ffn_gate_inp.weight", "blk.1.attn_qkv.weight", "blk
 
 
 @pytest.mark.parametrize(
-    ("error", "name", "metadata", "message"),
+    ("error", "name", "key", "value", "message"),
     [
-        (DAMAGED, "mixtral", {"expert_used_count": None}, "metadata llama.expert_used_count is missing"),
-        (
-            DAMAGED,
-            "mixtral",
-            {"expert_used_count": 9},
-            "0 < num_experts_per_token <= num_experts, or both 0, got (9, 4)",
-        ),
-        (DAMAGED, "neox", {"use_parallel_residual": None}, "metadata gptneox.use_parallel_residual is missing"),
-        (DAMAGED, "neox", {"rope.dimension_count": 5}, "rotary_dim must be positive and even, got 5"),
-        (DAMAGED, "qwen2", {"attention.head_count": 0}, "its metadata describes no model"),
-        (
-            UNSERVED,
-            "neox",
-            {"rope.scaling.type": "dynamic"},
-            "gptneox: rope scaling 'dynamic' is not served; it must be",
-        ),
-        (UNSERVED, "yarn_rope", {"rope.scaling.attn_factor": 0.5}, "attn_factor 0.5 is not served; it must be 1.0"),
-        (UNSERVED, "llama3_rope", {"rope.scaling.type": "linear"}, "'linear' with rope_freqs.weight is not served"),
-        (UNSERVED, "qwen2", {"attention.sliding_window": 20}, "sliding_window 20 is not served; it must be 0"),
-        (
-            UNSERVED,
-            "mistral",
-            {"attention.head_count_kv": [2, 1]},
-            "a head_count_kv of its own for each layer is not served",
-        ),
+        (DAMAGED, "mixtral", "expert_used_count", None, "metadata llama.expert_used_count is missing"),
+        (DAMAGED, "mixtral", "expert_used_count", 9, "0 < num_experts_per_token <= num_experts, or both 0, got (9, 4)"),
+        (DAMAGED, "neox", "use_parallel_residual", None, "metadata gptneox.use_parallel_residual is missing"),
+        (DAMAGED, "neox", "rope.dimension_count", 5, "rotary_dim must be positive and even, got 5"),
+        (DAMAGED, "qwen2", "attention.head_count", 0, "its metadata describes no model"),
+        (UNSERVED, "neox", "rope.scaling.type", "dynamic", "gptneox: rope scaling 'dynamic' is not served; it must be"),
+        (UNSERVED, "yarn_rope", "rope.scaling.attn_factor", 0.5, "attn_factor 0.5 is not served; it must be 1.0"),
+        (UNSERVED, "llama3_rope", "rope.scaling.type", "linear", "'linear' with rope_freqs.weight is not served"),
+        (UNSERVED, "qwen2", "attention.sliding_window", 20, "sliding_window 20 is not served; it must be 0"),
+        (UNSERVED, "mistral", "attention.head_count_kv", [2, 1], "a head_count_kv of its own for each layer is not"),
+        (DAMAGED, "mixtral", UP, np.ones((3, 48, 32), np.float32), f"{UP}[3] is missing"),
+        (DAMAGED, "mixtral", ROUTER, np.ones((5, 32), np.float32), f"{ROUTER}: the shape must be (4, 32), got (5, 32)"),
+        (DAMAGED, "falcon_7b", FUSED, np.ones((96, 32), np.float32), "the shape must be (48, 32), got (96, 32)"),
+        (DAMAGED, "falcon_40b", NORM, None, f"{NORM} is missing; its shape must be (32,)"),
+        (DAMAGED, "neox", BIAS, None, f"{BIAS} is missing; its shape must be (192,)"),
+        (DAMAGED, "qwen3", Q, None, f"{Q} is missing; its shape must be (16,)"),
     ],
 )
-def test_metadata_of_no_model_that_is_served_is_named(write, error, name, metadata, message):
+def test_metadata_and_tensors_of_no_model_that_is_served_are_named(write, error, name, key, value, message):
+    part = "tensors" if key.startswith("blk.") else "metadata"
     with CompileCounter() as counter, pytest.raises(error, match=re.escape(message)):
-        ca_jax.load_model(str(write(name, metadata=metadata)))
-    assert counter.count == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "tensor", "shape", "message"),
-    [
-        ("mixtral", UP, (3, 48, 32), f"{UP}[3] is missing"),
-        ("mixtral", ROUTER, (5, 32), f"{ROUTER}: the shape must be (4, 32), got (5, 32)"),
-        ("falcon_7b", FUSED, (96, 32), f"{FUSED}: the shape must be (48, 32), got (96, 32)"),
-        ("falcon_40b", NORM, None, f"{NORM} is missing; its shape must be (32,)"),
-        ("neox", BIAS, None, f"{BIAS} is missing; its shape must be (192,)"),
-        ("qwen3", Q, None, f"{Q} is missing; its shape must be (16,)"),
-    ],
-)
-def test_tensors_that_do_not_fit_are_named(write, name, tensor, shape, message):
-    path = write(name, tensors={tensor: None if shape is None else np.ones(shape, np.float32)})
-    with CompileCounter() as counter, pytest.raises(CheckpointError, match=re.escape(message)):
-        ca_jax.load_model(str(path))
+        ca_jax.load_model(str(write(name, **{part: {key: value}})))
     assert counter.count == 0

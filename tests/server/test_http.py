@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import types
 from pathlib import Path
 
@@ -193,7 +192,7 @@ def test_a_body_over_the_limit_is_refused_by_its_length_and_by_what_came(server)
 # A full queue, deadlines, clients that leave.
 
 
-def test_a_full_queue_and_a_deadline_are_told_as_openais_client_understands(server, monkeypatch):
+def test_a_full_queue_and_a_deadline_are_told_as_openais_client_understands(server, stops_behind):
     before, _ = scrape(server)
     with (
         server.client(max_retries=0) as client,
@@ -217,11 +216,11 @@ def test_a_full_queue_and_a_deadline_are_told_as_openais_client_understands(serv
             chat(patient, [user("slow")], **options)
         assert (told.value.status_code, told.value.code) == (408, "timeout")
         assert told.value.request.headers["x-stainless-retry-count"] == "0", "it does not ask again by itself"
-        options["extra_body"]["timeout_s"], step = 0.5, server.engine.step  # It has begun by then, and not ended.
-        with monkeypatch.context() as slowed:
-            slowed.setattr(server.engine, "step", lambda: (time.sleep(0.01), step())[1])
-            with pytest.raises(openai.APIError, match="not there in time"):
-                list(chat(client, [user("slow")], stream=True, **options))
+        options["extra_body"]["timeout_s"] = 0.5  # It has begun by then, and not ended.
+        let_go = stops_behind(server.engine, 5)
+        with pytest.raises(openai.APIError, match="not there in time"):
+            list(chat(client, [user("slow")], stream=True, **options))
+        let_go.set()
         with pytest.raises(openai.APIStatusError, match="not there in time"):
             client.post("/chunks", body={"chunks": ["never computed " * 20], "timeout_s": 1e-9}, cast_to=object)
     sk.wait_until_idle(server)

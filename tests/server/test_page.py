@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -194,17 +193,16 @@ def test_a_queue_is_drawn_with_its_windows(server, page):
     assert page.locator("#tiers .slot").nth(2).text_content() == "prefill 77"
 
 
-def test_escape_stops_an_answer_and_the_conversation_goes_on(server, page, monkeypatch):
+def test_escape_stops_an_answer_and_the_conversation_goes_on(server, page, stops_behind):
     page.evaluate("document.getElementById('max-tokens').value = 300")
-    before, step = server.engine.metrics.cancelled, server.engine.step
-    with monkeypatch.context() as slowed:
-        slowed.setattr(server.engine, "step", lambda: (time.sleep(0.1), step())[1])
-        page.locator("#message").fill("A long story")
-        page.locator("#message").press("Enter")
-        page.locator(".typing .text").filter(has_text=re.compile(".")).wait_for()
-        page.keyboard.press("Escape")
-        page.locator(".assistant .about", has_text="stopped").wait_for()
-        server_kit.wait_until_idle(server)
+    before, let_go = server.engine.metrics.cancelled, stops_behind(server.engine, 10)
+    page.locator("#message").fill("A long story")
+    page.locator("#message").press("Enter")
+    page.locator(".typing .text").filter(has_text=re.compile(".")).wait_for()
+    page.keyboard.press("Escape")
+    page.locator(".assistant .about", has_text="stopped").wait_for()
+    let_go.set()
+    server_kit.wait_until_idle(server)
     assert server.engine.metrics.cancelled == before + 1
     assert page.locator("#stop").is_hidden()
     assert say(page, "Go on.", 6)
