@@ -8,8 +8,8 @@ Not here: what of a turn is saved when (save), crossing from the device (transfe
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import dataclasses
+import functools
 import queue
 import threading
 import time
@@ -46,7 +46,7 @@ class Part:
         """Of decode steps: row `rows[i]` of `steps[i]` is the i-th token."""
         return cls(tuple(steps), tuple(slice(row, row + 1) for row in rows))
 
-    @property
+    @functools.cached_property
     def num_bytes(self) -> int:
         """Its share of what the arrays hold on the device."""
         sizes = zip(self.arrays, self.tokens, strict=True)
@@ -54,7 +54,7 @@ class Part:
 
     def on_host(self) -> Part:
         """The same, its KV on its way to memory that the host reads."""
-        return dataclasses.replace(self, arrays=tuple(map(to_host_memory, self.arrays)))
+        return Part(tuple(map(to_host_memory, self.arrays)), self.tokens, self.layer)
 
     def write(self, ticket: SaveTicket) -> bool:
         """Waits for the KV and copies it into the store; as `SaveTicket.write`."""
@@ -96,13 +96,14 @@ class AsyncSaver:
         self._on_done = on_done
         self._on_sample = on_sample
         self._timeline = timeline
+        self._work: queue.SimpleQueue[tuple[SaveTicket, Part | Exception | None] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[SaveResult] = queue.SimpleQueue()
         self._open = collections.Counter[str]()  # Ended saves that `poll` has not returned, by key.
         self._added_bytes = 0  # By the engine's thread.
         self._written_bytes = 0  # By ours.
         self._written = threading.Condition()
-        self._errors: dict[SaveTicket, Exception] = {}  # Of saves that have not ended; the thread's.
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "ca_jax-saver")
+        self._thread = threading.Thread(target=self._run, name="ca_jax-saver", daemon=True)
+        self._thread.start()
 
     def is_open(self, key: str) -> bool:
         """Whether a save of a session was ended and not yet returned by `poll`."""
@@ -116,13 +117,13 @@ class AsyncSaver:
     def add(self, ticket: SaveTicket, part: Part) -> None:
         """Has a part of a save written. On an accelerator its copy to the host begins at once."""
         on_host = part.on_host()  # Whatever this raises, nothing is pending then.
-        self._added_bytes += part.num_bytes
-        self._thread.submit(self._take, ticket, on_host)
+        self._added_bytes += on_host.num_bytes
+        self._work.put((ticket, on_host))
 
     def end(self, ticket: SaveTicket, error: Exception | None = None) -> None:
         """Says that nothing more is added to a save: `poll` returns it then, with that error if there is one."""
         self._open[ticket.key] += 1
-        self._thread.submit(self._end, ticket, error)
+        self._work.put((ticket, error))
 
     def poll(self, wait: bool = False, key: str | None = None) -> list[SaveResult]:
         """Saves that ended since the last call, in the order they were ended.
@@ -150,21 +151,26 @@ class AsyncSaver:
 
     def close(self) -> None:
         """Finishes what was added and ends the thread."""
-        self._thread.shutdown()
+        self._work.put(None)
+        self._thread.join()
 
-    def _end(self, ticket: SaveTicket, error: Exception | None) -> None:
-        self._done.put(SaveResult(ticket, self._errors.pop(ticket, error)))
-        self._on_done()
-
-    def _take(self, ticket: SaveTicket, part: Part) -> None:
-        try:
-            if ticket not in self._errors:
-                self._write(ticket, part)
-        except Exception as failure:  # Whatever it is, the save is given up and the turn goes on.
-            self._errors[ticket] = failure
-        with self._written:
-            self._written_bytes += part.num_bytes
-            self._written.notify_all()
+    def _run(self) -> None:
+        errors: dict[SaveTicket, Exception] = {}
+        while (item := self._work.get()) is not None:
+            ticket, part = item
+            if part is None or isinstance(part, Exception):  # Behind the last part of a save.
+                self._done.put(SaveResult(ticket, errors.pop(ticket, part)))
+                self._on_done()
+            else:
+                try:
+                    if ticket not in errors:
+                        self._write(ticket, part)
+                except Exception as failure:  # Whatever it is, the save is given up and the turn goes on.
+                    errors[ticket] = failure
+                with self._written:
+                    self._written_bytes += part.num_bytes
+                    self._written.notify_all()
+            del item, ticket, part
 
     def _write(self, ticket: SaveTicket, part: Part) -> None:
         jax.block_until_ready(part.arrays)
