@@ -17,7 +17,7 @@ from ca_jax.device import sampler as sampling
 from ca_jax.device import steps, transfer
 from ca_jax.device.passes import Passed, PassPart
 from ca_jax.engine import Engine
-from ca_jax.kv.async_saver import DecodedPart, LayerPart
+from ca_jax.kv.async_saver import Part
 from ca_jax.kv.layer_loader import LayerLoad, LayerLoader, LoadError
 from ca_jax.kv.load import Histories
 from ca_jax.overflow.config import OverflowConfig
@@ -284,7 +284,7 @@ def test_a_text_that_cannot_be_shown_ends_its_answer_alone(num_calls):
     ("owner", "method", "num_calls"),
     [
         *((SaveTicket, *each) for each in (("write", 0), ("write", 4), ("write_all", 1))),
-        *((part, "on_host", 1) for part in (LayerPart, DecodedPart)),  # As where there is no pinned memory left.
+        *((Part, "on_host", num_calls) for num_calls in (1, 5)),  # As where there is no pinned memory left.
     ],
 )
 @pytest.mark.parametrize("closes", [True, False])

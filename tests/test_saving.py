@@ -11,7 +11,7 @@ import pytest
 from benchmarks.paced import ControlledStore
 from ca_jax.config import EngineConfig
 from ca_jax.device.transfer import to_device
-from ca_jax.kv.async_saver import AsyncSaver, DecodedPart, LayerPart, Part
+from ca_jax.kv.async_saver import AsyncSaver, Part
 from ca_jax.kv.save import TurnKV, TurnSaver, WriteBuffer
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
@@ -134,8 +134,8 @@ def submit(saver: AsyncSaver, ticket: SaveTicket, parts: Iterable[Part]) -> None
     saver.end(ticket)
 
 
-def parts(num_tokens: int = 6) -> list[LayerPart]:
-    return [LayerPart(layer, to_device(KV[layer, :, :8]), num_tokens) for layer in LAYERS]
+def parts(num_tokens: int = 6) -> list[Part]:
+    return [Part.of_layer(layer, to_device(KV[layer, :, :8]), num_tokens) for layer in LAYERS]
 
 
 def test_a_write_that_breaks_ends_its_save_and_no_other(gated):
@@ -155,7 +155,7 @@ def test_a_write_that_breaks_ends_its_save_and_no_other(gated):
     gated.gate.open()
     submit(gated.saver, gated.prepare("a"), parts())
     assert gated.publish() == [], "an old error fell on a new save"
-    too_many = LayerPart(0, to_device(KV[0, :, :8]), 7)
+    too_many = Part.of_layer(0, to_device(KV[0, :, :8]), 7)
     submit(gated.saver, gated.prepare("c"), [too_many])
     assert isinstance(gated.publish()[0], ValueError)
 
@@ -165,8 +165,8 @@ def test_copies_large_enough_to_say_something_are_measured_and_all_are_on_the_ti
     rig, kv = Rig(layout), make_kv(layout, 64)
     for key, num_tokens in (("small", 63), ("large", 64)):
         ticket = rig.store.prepare_save(key, 0, range(num_tokens))
-        submit(rig.saver, ticket, [LayerPart(0, to_device(kv[0, :, :num_tokens]), num_tokens)])
-    decoded = DecodedPart(tuple(to_device(kv[:, :, :1]) for _ in range(64)), (0,) * 64)
+        submit(rig.saver, ticket, [Part.of_layer(0, to_device(kv[0, :, :num_tokens]), num_tokens)])
+    decoded = Part.decoded([to_device(kv[:, :, :1])] * 64, [0] * 64)
     submit(rig.saver, rig.store.prepare_save("decoded", 0, range(64)), [decoded])
     rig.saver.close()  # What was added is written first.
     assert len(rig.saver.poll()) == 3

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -25,52 +26,41 @@ _SAMPLE_BYTES = 1 << 16  # Smaller copies say more about the thread than about t
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerPart:
-    """One layer's new KV `[2, T, K, H]`, of which the ticket's tokens are `num_tokens` from `first` on."""
+class Part:
+    """New KV of a save: of one layer, `[2, T, K, H]`, or of a group of decode steps, `[L, 2, n, K, H]` each."""
 
-    layer: int
-    kv: jax.Array
-    num_tokens: int
-    first: int = 0
+    arrays: tuple[jax.Array, ...]
+    """In the order of the tokens."""
+    tokens: tuple[slice, ...]
+    """Which tokens of each."""
+    layer: int | None = None
+    """Which layer; None: all."""
 
-    @property
+    @classmethod
+    def of_layer(cls, layer: int, kv: jax.Array, num_tokens: int, first: int = 0) -> Part:
+        """Of one layer's `[2, T, K, H]`: `num_tokens` tokens from `first` on."""
+        return cls((kv,), (slice(first, first + num_tokens),), layer)
+
+    @classmethod
+    def decoded(cls, steps: Sequence[jax.Array], rows: Sequence[int]) -> Part:
+        """Of decode steps: row `rows[i]` of `steps[i]` is the i-th token."""
+        return cls(tuple(steps), tuple(slice(row, row + 1) for row in rows))
+
+    @functools.cached_property
     def num_bytes(self) -> int:
-        """Its share of what that holds on the device."""
-        return self.kv.nbytes * self.num_tokens // self.kv.shape[1]
+        """Its share of what the arrays hold on the device."""
+        sizes = zip(self.arrays, self.tokens, strict=True)
+        return sum(array.nbytes * (tokens.stop - tokens.start) // array.shape[-3] for array, tokens in sizes)
 
-    def on_host(self) -> LayerPart:
+    def on_host(self) -> Part:
         """The same, its KV on its way to memory that the host reads."""
-        return dataclasses.replace(self, kv=to_host_memory(self.kv))
+        return Part(tuple(map(to_host_memory, self.arrays)), self.tokens, self.layer)
 
     def write(self, ticket: SaveTicket) -> bool:
         """Waits for the KV and copies it into the store; as `SaveTicket.write`."""
-        kv = host_view(self.kv)[:, self.first : self.first + self.num_tokens]
-        return ticket.write(self.layer, kv)
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodedPart:
-    """KV of a group of decode steps: row `rows[i]` of `steps[i]` `[L, 2, n, K, H]` is the ticket's i-th token."""
-
-    steps: tuple[jax.Array, ...]
-    rows: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """This session's share of what they hold on the device."""
-        return sum(step.nbytes // step.shape[2] for step in self.steps)
-
-    def on_host(self) -> DecodedPart:
-        """The same, its KV on its way to memory that the host reads."""
-        return dataclasses.replace(self, steps=tuple(to_host_memory(step) for step in self.steps))
-
-    def write(self, ticket: SaveTicket) -> bool:
-        """Waits for the KV and copies it into the store; as `SaveTicket.write_all`."""
-        rows = [host_view(step)[:, :, row] for step, row in zip(self.steps, self.rows, strict=True)]
-        return ticket.write_all(np.stack(rows, axis=2))
-
-
-Part = LayerPart | DecodedPart
+        taken = [host_view(array)[..., tokens, :, :] for array, tokens in zip(self.arrays, self.tokens, strict=True)]
+        kv = taken[0] if len(taken) == 1 else np.concatenate(taken, axis=-3)
+        return ticket.write_all(kv) if self.layer is None else ticket.write(self.layer, kv)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +117,7 @@ class AsyncSaver:
     def add(self, ticket: SaveTicket, part: Part) -> None:
         """Has a part of a save written. On an accelerator its copy to the host begins at once."""
         on_host = part.on_host()  # Whatever this raises, nothing is pending then.
-        self._added_bytes += part.num_bytes
+        self._added_bytes += on_host.num_bytes
         self._work.put((ticket, on_host))
 
     def end(self, ticket: SaveTicket, error: Exception | None = None) -> None:
@@ -183,11 +173,10 @@ class AsyncSaver:
             del item, ticket, part
 
     def _write(self, ticket: SaveTicket, part: Part) -> None:
-        is_layer = isinstance(part, LayerPart)
-        jax.block_until_ready(part.kv if isinstance(part, LayerPart) else part.steps)
-        name = f"save {part.layer}" if isinstance(part, LayerPart) else f"save {len(part.steps)} decoded"
+        jax.block_until_ready(part.arrays)
+        name = f"save {len(part.arrays)} decoded" if part.layer is None else f"save {part.layer}"
         started_s = time.perf_counter()
         with self._timeline.annotate("save", name, key=ticket.key[:12]):
             part.write(ticket)
-        if is_layer and part.num_bytes >= _SAMPLE_BYTES:
+        if part.layer is not None and part.num_bytes >= _SAMPLE_BYTES:
             self._on_sample(part.num_bytes, time.perf_counter() - started_s)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ca_jax.device.pages import Holding, PagePool
+from ca_jax.storage.tokens import num_common
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +69,7 @@ class ResidentPages:
         kept = self._kept.get(key)
         if kept is None or kept.state != state:
             return 0
-        most = min(len(kept.token_ids), len(token_ids))
-        differ = np.flatnonzero(kept.token_ids[:most] != token_ids[:most])
-        return int(differ[0]) if len(differ) else most
+        return num_common(kept.token_ids, token_ids)
 
     def like(self, tenant: str, token_ids: np.ndarray) -> str | None:
         """The session of a tenant whose pages hold most of the first tokens of a context, none of which has seen any

@@ -23,7 +23,7 @@ import numpy as np
 
 from ca_jax.config import EngineConfig
 from ca_jax.device.transfer import own_part
-from ca_jax.kv.async_saver import AsyncSaver, DecodedPart, LayerPart, Part, SaveAbandonedError
+from ca_jax.kv.async_saver import AsyncSaver, Part, SaveAbandonedError
 from ca_jax.session import SaveTimes, Session
 from ca_jax.storage.config import GIB
 from ca_jax.storage.records import Owner
@@ -110,7 +110,7 @@ class TurnSaver:
         group = self._prefilling
         if group is None:
             return
-        part = LayerPart(layer, own_part(kv), len(group.token_ids), first + self._first)
+        part = Part.of_layer(layer, own_part(kv), len(group.token_ids), first + self._first)
         if group.ticket is None:
             group.parts.append(part)
         else:
@@ -144,7 +144,7 @@ class TurnSaver:
             return
         tokens, steps, rows = zip(*self._decoded, strict=True)
         self._decoded = []
-        group = _Group(tokens, [DecodedPart(steps, rows)])
+        group = _Group(tokens, [Part.decoded(steps, rows)])
         self._num_taken += len(tokens)
         if self._active:
             self._waiting.append(group)

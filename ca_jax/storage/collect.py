@@ -17,18 +17,13 @@ import enum
 import shutil
 from collections.abc import Collection, Iterable, Iterator
 
-from ca_jax.errors import CaJaxError
 from ca_jax.storage.catalog.catalog import Catalog
 from ca_jax.storage.catalog.file import CatalogFullError, lock_directory
 from ca_jax.storage.catalog.notes import NoteLog
 from ca_jax.storage.catalog.records import DamagedRecordError, Namespace
-from ca_jax.storage.inspector import StoredSession, StoreInspector, verify_session
+from ca_jax.storage.inspector import StoredNameError, StoredSession, StoreInspector, verify_session
 from ca_jax.storage.tiers.formats import Zarr3Tier
 from ca_jax.storage.tiers.owner import claim_blocks
-
-
-class UnknownNamespaceError(CaJaxError, ValueError):
-    """A name that no namespace has, or that several have; the message lists them."""
 
 
 class ForgetReason(enum.StrEnum):
@@ -102,7 +97,7 @@ def find_namespaces(inspector: StoreInspector, names: Collection[str]) -> tuple[
     """The namespaces of these names: of a directory of blocks, or the beginning of a fingerprint, own or of weights.
 
     Raises:
-      UnknownNamespaceError: a name is of none, or of several.
+      StoredNameError: a name is of none, or of several.
     """
     stored = inspector.namespaces()
     found: dict[Namespace, None] = {}
@@ -113,7 +108,7 @@ def find_namespaces(inspector: StoreInspector, names: Collection[str]) -> tuple[
                 matches.append(each)
         if len(matches) != 1:
             listed = "".join(f"\n  {each.directory_name}  weights {each.weights}" for each in matches or stored)
-            raise UnknownNamespaceError(f"{name!r} must be one namespace, got {len(matches)} among:{listed}")
+            raise StoredNameError(f"{name!r} must be one namespace, got {len(matches)} among:{listed}")
         found[matches[0]] = None
     return tuple(found)
 

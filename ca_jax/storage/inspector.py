@@ -15,7 +15,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import enum
 import os
 import re
 import shutil
@@ -29,7 +28,7 @@ from ca_jax.storage.catalog.catalog import CatalogReader, namespaces
 from ca_jax.storage.catalog.file import CATALOG_NAME
 from ca_jax.storage.catalog.notes import LOG_NAME
 from ca_jax.storage.catalog.records import DamagedRecordError, Namespace, Problem, SessionRecord
-from ca_jax.storage.records import BlockIoError
+from ca_jax.storage.records import BlockIoError, IoFailure
 from ca_jax.storage.tiers.disk import DiskTier
 from ca_jax.storage.tiers.dram import host_array
 from ca_jax.storage.tiers.formats import FORMATS, GROUP_BLOCKS
@@ -42,29 +41,12 @@ class StoreDirectoryError(CaJaxError, ValueError):
     """A directory that is not there, is a file, or holds blocks in a way that was not said."""
 
 
-class UnknownSessionError(CaJaxError, ValueError):
-    """A name that no stored session has."""
-
-
-class AmbiguousSessionError(CaJaxError, ValueError):
-    """A name that several stored sessions have; the message lists them."""
+class StoredNameError(CaJaxError, ValueError):
+    """A name that no stored session or namespace has, or that several have; the message lists them."""
 
 
 class DamagedSessionError(CaJaxError):
     """A session that cannot be read; the message says why."""
-
-
-class DamageReason(enum.StrEnum):
-    """What is wrong with a session or a block of it."""
-
-    CORRUPT = "corrupt"
-    """It has other bytes than were written, or another number of them."""
-    MISSING = "missing"
-    """Nothing is on disk for the block."""
-    UNREADABLE = "unreadable"
-    """The device reports an error."""
-    CATALOG = "catalog"
-    """What the catalog says about it does not pass its checksum."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +71,8 @@ class StoredSession:
 class Damage:
     """One thing that is wrong with a session."""
 
-    reason: DamageReason
+    reason: IoFailure
+    """`CATALOG` where what the catalog says about it does not pass its checksum."""
     found: str
     """What was wanted and what was found."""
     index: int | None = None
@@ -204,7 +187,7 @@ class StoreInspector:
             rows: list[tuple[str, str]] = []
             records = self.reader(each).load_all(lambda *row, rows=rows: rows.append(row))
             sound += [StoredSession(each, record) for record in records if tenant in (None, record.tenant)]
-            damaged += [Verdict(each, key, None, (Damage(DamageReason.CATALOG, found),)) for key, found in rows]
+            damaged += [Verdict(each, key, None, (Damage(IoFailure.CATALOG, found),)) for key, found in rows]
         sound.sort(key=lambda each: each.record.last_used_s)
         return Listing(tuple(sound), tuple(damaged) if tenant is None else ())
 
@@ -212,23 +195,18 @@ class StoreInspector:
         """The session that has this id or key, or else the one whose key begins so.
 
         Raises:
-          UnknownSessionError: there is none.
-          AmbiguousSessionError: there are several.
+          StoredNameError: there is none, or there are several.
         """
         sessions = self.sessions(tenant).sound
         found = [each for each in sessions if name in (each.record.session_id, each.record.key)]
         found = found or [each for each in sessions if name and each.record.key.startswith(name)]
-        if not found:
+        if len(found) != 1:
             of = "" if tenant is None else f" of tenant {tenant!r}"
-            raise UnknownSessionError(
-                f"the name must be the id or the beginning of the key of one of {len(sessions)} "
-                f"sessions{of}, got {name!r}"
-            )
-        if len(found) > 1:
             records = [each.record for each in found]
             candidates = "".join(f"\n  {r.key}  session {r.session_id!r} of tenant {r.tenant!r}" for r in records)
-            raise AmbiguousSessionError(
-                f"the name must be that of one session, got {len(found)} for {name!r}:{candidates}"
+            raise StoredNameError(
+                f"the name must be the id or the beginning of the key of one of {len(sessions)} sessions{of}, "
+                f"got {len(found)} for {name!r}{candidates}"
             )
         return found[0]
 
@@ -387,7 +365,7 @@ def _read(inspector: StoreInspector, session: StoredSession, *, keep: bool) -> t
         else:
             return None, None
     except DamagedRecordError as error:
-        damages = [Damage(DamageReason.CATALOG, str(error))]
+        damages = [Damage(IoFailure.CATALOG, str(error))]
     return Verdict(namespace, key, session, tuple(damages)), read
 
 
@@ -406,10 +384,10 @@ def _read_blocks(
     except StoreDirectoryError:
         raise
     except ValueError as error:
-        return [Damage(DamageReason.CORRUPT, str(error))]
+        return [Damage(IoFailure.CORRUPT, str(error))]
     if tier is None:
         location = inspector.block_location(session.namespace)
-        return [Damage(DamageReason.MISSING, f"{location} must hold its blocks, got none")]
+        return [Damage(IoFailure.MISSING, f"{location} must hold its blocks, got none")]
     block_ids = record.block_ids.tolist()
     rows_of = {rows.index: rows for rows in record.places.by_block(layout.block_tokens)}
     memory = list(host_array((min(_READ_BLOCKS, len(block_ids)), *layout.block_shape), layout.numpy_dtype))
@@ -422,8 +400,7 @@ def _read_blocks(
                 rows = rows_of[index]
                 kv[:, :, rows.first_token : rows.first_token + rows.num_tokens] = block[:, :, rows.rows]
         except BlockIoError as error:
-            reason = DamageReason(error.reason) if error.reason in set(DamageReason) else DamageReason.UNREADABLE
-            return Damage(reason, str(error), index, block_ids[index])
+            return Damage(error.reason, str(error), index, block_ids[index])
         finally:
             memory.append(block)
         return None

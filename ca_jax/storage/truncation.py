@@ -17,7 +17,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -101,16 +101,9 @@ class Truncation:
             raise ValueError(f"num_tokens must be at least 0, got {num_tokens}")
         if not num_tokens:
             self._placement.give_up(key)
-        entry = self._index.get(key)
-        if entry is None:
-            if num_tokens:
-                self._placement.set_note(key, note)
-            else:
-                self._index.expect(key, None)
-            return 0
-        _check_idle(entry)
-        self.shorten(entry, num_tokens, note)
-        return entry.num_readable
+            self._index.expect(key, None)
+            note = None
+        return self._cut(key, note, lambda entry: self.shorten(entry, num_tokens, note))
 
     def shorten(self, entry: Entry, num_tokens: int, note: bytes | None = None) -> None:
         """Keeps only the first tokens of a session that is not in use; see `truncate`."""
@@ -179,12 +172,16 @@ class Truncation:
         mask = np.asarray(discarded)
         if mask.ndim != 1 or mask.dtype != np.bool_:
             raise ValueError(f"discarded must be bool[T], got {mask.dtype}{list(mask.shape)}")
+        return self._cut(key, note, lambda entry: self._discard(entry, mask, note))
+
+    def _cut(self, key: str, note: bytes | None, cut: Callable[[Entry], None]) -> int:
+        """Cuts a session that is stored and not in use; of another one the note is kept. Returns what is left of it."""
         entry = self._index.get(key)
         if entry is None:
             self._placement.set_note(key, note)
             return 0
         _check_idle(entry)
-        self._discard(entry, mask, note)
+        cut(entry)
         return entry.num_readable
 
     def _discard(self, entry: Entry, discarded: np.ndarray, note: bytes | None) -> None:

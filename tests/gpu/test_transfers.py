@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ca_jax.device import transfer
-from ca_jax.kv.async_saver import LayerPart
+from ca_jax.kv.async_saver import Part
 from ca_jax.kv.layer_loader import LayerLoader
 from ca_jax.storage.layout import KVLayout
 
@@ -19,8 +19,8 @@ SHAPE = (2, 1000, 4, 64)  # As a layer's KV; no whole number of pages.
 
 
 def test_what_is_saved_goes_to_pinned_memory_by_itself():
-    part = LayerPart(0, transfer.to_device(np.ones(SHAPE, np.float32)), 1000).on_host()
-    assert part.kv.sharding.memory_kind == "pinned_host"
+    part = Part.of_layer(0, transfer.to_device(np.ones(SHAPE, np.float32)), 1000).on_host()
+    assert part.arrays[0].sharding.memory_kind == "pinned_host"
 
 
 def test_a_copy_to_the_host_outlives_the_donation_of_its_buffer():

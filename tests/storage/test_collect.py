@@ -11,8 +11,8 @@ from ca_jax.storage import collect as housekeeping
 from ca_jax.storage.catalog.catalog import Catalog
 from ca_jax.storage.catalog.file import CATALOG_NAME, CatalogFullError
 from ca_jax.storage.catalog.notes import NoteLog
-from ca_jax.storage.collect import ForgetReason, UnknownNamespaceError, collect_garbage, find_namespaces
-from ca_jax.storage.inspector import StoreInspector, catalog_problems, verify
+from ca_jax.storage.collect import ForgetReason, collect_garbage, find_namespaces
+from ca_jax.storage.inspector import StoredNameError, StoreInspector, catalog_problems, verify
 from ca_jax.storage.records import Owner
 
 from .store_helpers import KEYS, NAMESPACE, OTHER_NAMESPACE, block_file, fill, make_blocks, open_tier
@@ -147,5 +147,5 @@ def test_namespaces_are_found_by_name_or_fingerprint(tmp_path):
         ):
             assert find_namespaces(inspector, names) == found
         for name in ("none", ""):
-            with pytest.raises(UnknownNamespaceError, match=r"(?s)got 0 among.*weights aaaa.*weights bbbb"):
+            with pytest.raises(StoredNameError, match=r"(?s)got 0 among.*weights aaaa.*weights bbbb"):
                 find_namespaces(inspector, [name])

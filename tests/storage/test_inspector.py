@@ -11,17 +11,16 @@ import pytest
 from ca_jax.storage.catalog.catalog import Catalog
 from ca_jax.storage.catalog.file import CATALOG_NAME, CatalogAccessError, CatalogCorruptError
 from ca_jax.storage.inspector import (
-    AmbiguousSessionError,
     DamagedSessionError,
-    DamageReason,
     StoreDirectoryError,
+    StoredNameError,
     StoreInspector,
-    UnknownSessionError,
     catalog_problems,
     read_session,
     verify,
     verify_session,
 )
+from ca_jax.storage.records import IoFailure
 from ca_jax.storage.tiers.formats import Zarr3Tier
 
 from . import store_helpers as kit
@@ -51,12 +50,12 @@ def test_a_session_is_found_by_id_key_or_beginning_of_its_key(tmp_path, filled):
         ):
             assert inspector.find(name).record.key == kit.KEYS[key]
         assert inspector.find("chat", "bob").record.key == kit.KEYS["third"]
-        with pytest.raises(AmbiguousSessionError, match=r"(?s)got 2 for 'chat'.*a10.*'alice'.*b30.*'bob'"):
+        with pytest.raises(StoredNameError, match=r"(?s)got 2 for 'chat'.*a10.*'alice'.*b30.*'bob'"):
             inspector.find("chat")
-        with pytest.raises(AmbiguousSessionError, match="got 2 for 'a'"):
+        with pytest.raises(StoredNameError, match="got 2 for 'a'"):
             inspector.find("a")
         for name, tenant in (("nobody's", None), ("", None), ("x", "alice")):
-            with pytest.raises(UnknownSessionError, match="must be the id"):
+            with pytest.raises(StoredNameError, match="must be the id"):
                 inspector.find(name, tenant)
 
 
@@ -86,13 +85,13 @@ def test_many_blocks_are_read_in_order(tmp_path, driver):
         found = read_session(inspector, inspector.find("a"))
         kit.assert_same(found.kv, kept.kv)
     tier.delete_blocks([11, 12])
-    assert damages(tmp_path) == {kit.KEYS["first"]: [(DamageReason.MISSING, 5, 12), (DamageReason.MISSING, 10, 11)]}
+    assert damages(tmp_path) == {kit.KEYS["first"]: [(IoFailure.MISSING, 5, 12), (IoFailure.MISSING, 10, 11)]}
     tier.close()
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut short", "swapped", "written over"])
 def test_damaged_blocks_are_found_and_placed(tmp_path, filled, driver, damage):
-    tier, corrupt = kit.open_tier(tmp_path, driver), DamageReason.CORRUPT
+    tier, corrupt = kit.open_tier(tmp_path, driver), IoFailure.CORRUPT
     (file, start), is_raw = kit.Disk(driver, tmp_path / kit.NAMESPACE.directory_name).place(6), driver == "raw"
     if damage == "flipped":
         data = bytearray(file.read_bytes())
@@ -101,7 +100,7 @@ def test_damaged_blocks_are_found_and_placed(tmp_path, filled, driver, damage):
         expected = {"third": [(corrupt, 2, 6)]}
     elif damage == "cut short":
         os.truncate(file, start + 700)
-        expected = {"third": [(DamageReason.MISSING, 0, 7)] * is_raw + [(corrupt, 2, 6)]}
+        expected = {"third": [(IoFailure.MISSING, 0, 7)] * is_raw + [(corrupt, 2, 6)]}
     elif damage == "swapped":
         tier.write_blocks([7, 1], kit.read(tier, [1, 7]))
         expected = {"first": [(corrupt, 1, 1)], "third": [(corrupt, 0, 7)]}
@@ -125,7 +124,7 @@ def test_damaged_blocks_are_found_and_placed(tmp_path, filled, driver, damage):
 def test_missing_directories_are_found_and_not_made(tmp_path, filled, driver):
     for namespace, name in ((kit.NAMESPACE, "blocks moved"), (kit.OTHER_NAMESPACE, "others moved")):
         (tmp_path / namespace.directory_name).rename(tmp_path / name)
-    assert damages(tmp_path) == {key: [(DamageReason.MISSING, None, None)] for key in kit.KEYS.values()}
+    assert damages(tmp_path) == {key: [(IoFailure.MISSING, None, None)] for key in kit.KEYS.values()}
     assert not (tmp_path / kit.NAMESPACE.directory_name).exists()
 
 
@@ -141,7 +140,7 @@ def test_a_block_that_two_sessions_hold_and_do_not_share_is_a_problem_of_the_cat
     assert f"session {kit.KEYS['first']!r}" in problem.found
     assert found in problem.found
     assert problem.key == kit.KEYS["second"]
-    assert damages(tmp_path) == {kit.KEYS["first"]: [(DamageReason.CORRUPT, 1, 1)]}
+    assert damages(tmp_path) == {kit.KEYS["first"]: [(IoFailure.CORRUPT, 1, 1)]}
 
 
 # How blocks are kept.
@@ -156,7 +155,7 @@ def test_a_group_without_metadata_is_read_and_one_of_another_layout_is_not(tmp_p
     Zarr3Tier(kit.make_layout(block_tokens=8), tmp_path / "eight", 4096 * 4).close()
     metadata.write_bytes((tmp_path / "eight" / "zarr3" / "000000" / "zarr.json").read_bytes())
     assert damages(tmp_path) == {
-        kit.KEYS[name]: [(DamageReason.CORRUPT, None, None)] for name in ("first", "second", "third")
+        kit.KEYS[name]: [(IoFailure.CORRUPT, None, None)] for name in ("first", "second", "third")
     }
 
 
