@@ -14,7 +14,7 @@ import ca_jax
 # Rooms (subpackages and modules right under ca_jax; "" is the package itself) by floor, the lowest first. A room
 # imports lower floors alone; imports for type checkers and in functions count like all others.
 FLOORS = (
-    {"errors", "telemetry"},
+    {"errors", "telemetry", "backend"},
     {"models", "storage"},
     {"overflow", "turns", "testing"},
     {"config", "session"},

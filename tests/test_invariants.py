@@ -18,7 +18,9 @@ import pytest
 
 import ca_jax
 from benchmarks.compiles import CompileCounter
+from ca_jax.device.runner import Runner
 from ca_jax.device.transfer import to_device, to_host
+from ca_jax.device.warmup import Shapes, compile_all
 from ca_jax.kv import costs
 from ca_jax.kv.async_saver import AsyncSaver
 from ca_jax.kv.layer_loader import LayerLoader
@@ -289,6 +291,29 @@ def test_compiles_are_bounded_by_the_buckets_and_none_comes_after_warmup(rest_dt
         assert engine.metrics.truncations > 4
         assert engine.metrics.repaired_tokens > 4 * 32
         assert engine.metrics.blended_turns == 1
+
+
+class Counted(Shapes):
+    """Counts functions by what they are asked for, and compiles none."""
+
+    def __init__(self, runner: Runner) -> None:
+        super().__init__(runner)
+        self.asked: set[str] = set()
+
+    def compiled(self, function, *args, **options):
+        self.asked.add(f"{function.__name__} {jax.tree.map(str, (args, sorted(options.items())))}")
+        return function.eval_shape(*args, **options)
+
+
+@pytest.mark.parametrize("rest_dtype", ["model", "int8"])
+@pytest.mark.parametrize("window", [4096, 8192, 32768, 131072])
+def test_at_most_64_functions_serve_whatever_the_window(window, rest_dtype):
+    model = kit.model_of(num_layers=2, max_positions=window)
+    sizes = {"context_window": window, "max_batch_size": 8, "max_num_batched_tokens": 512, "page_tokens": 128}
+    with kit.small_engine(model, kv_rest_dtype=rest_dtype, kv_pool_gib=1.0, **sizes) as engine:
+        shapes = Counted(engine._runner)
+        compile_all(engine._core._functions(shapes, 512))
+    assert 40 < len(shapes.asked) <= 64
 
 
 def test_none_comes_after_warmup_where_passes_are_short_and_histories_are_loaded_in_part(monkeypatch):

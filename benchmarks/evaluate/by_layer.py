@@ -43,6 +43,8 @@ class LayerByLayer:
         """Rotations of all places."""
         self.sharding = None
         """It is on one device."""
+        self.packs_kv = False
+        """It is handed out as it is computed."""
         self.to_device = to_device
         """See `transfer.to_device`."""
         self._dtype = model.dtype

@@ -29,7 +29,7 @@ from ca_jax.device.transfer import to_device, to_host
 from ca_jax.errors import ContextWindowError
 from ca_jax.models import rope
 from ca_jax.models.config import ModelConfig
-from ca_jax.models.kv import KVCache, LayerKV
+from ca_jax.models.kv import KVCache, LayerKV, quantize
 from ca_jax.overflow.config import METHODS, DiscardContext, OverflowConfig, check_discarded, num_leaving
 from ca_jax.pretrained import LoadedModel, check_token_ids
 from ca_jax.recompute.drift import Drift, add_drift
@@ -301,7 +301,7 @@ class ContextStream:
             for each in seen:
                 attention[:stop] += to_host(each)[0, :stop]
             if self._rounds_kv:
-                rounded = steps.unpack_kv(steps.pack_kv(kv), self._model.dtype)
+                rounded = _packed(kv)
                 numbers = (to_device(number, np.int32) for number in ([0], 0, start, len(token_ids)))
                 pages, _ = steps.fill_pages(pages, rounded, *numbers)
             self._kv = [*self._kv[:i], pages, *self._kv[i + 1 :]]
@@ -309,6 +309,9 @@ class ContextStream:
         self._is_shared = False
         self._token_ids += token_ids
         return x
+
+
+_packed = jax.jit(quantize)
 
 
 def _capacity(num_tokens: int) -> int:

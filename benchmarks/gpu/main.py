@@ -1,6 +1,7 @@
 """Measures the accelerator and the engine on it, in one go: what the hardware gives, and how much of it is reached.
 
     python -m ca_jax.launch.gpu_bench --json_out=results/gpu/h100.json --markdown_out=results/gpu/h100.md
+    python -m ca_jax.launch.tpu_bench --json_out=results/tpu/v5e.json --markdown_out=results/tpu/v5e.md
 
 Without an accelerator the same runs small on CPU. Sections come in order of importance. One that would not end within
 `--budget_s` is skipped, one that breaks is noted, and what is there is written after each, so that a run that is cut
@@ -26,6 +27,7 @@ from benchmarks.gpu.paper import PANELS
 from benchmarks.gpu.report import Report, make_report, to_markdown
 from benchmarks.gpu.rows import GpuBenchConfig, SectionResult
 from benchmarks.gpu.sections import GpuBench, choose_sections, run_sections
+from ca_jax import backend
 from ca_jax.config import EngineConfig
 from ca_jax.errors import CaJaxError
 from ca_jax.launch import machine
@@ -41,7 +43,8 @@ FLAGS = flags.FLAGS
 ERRORS = (CaJaxError,)
 """What ends the script with one line; a section that fails is told of and ends nothing."""
 
-_LARGE_MODEL_BYTES = 45e9  # The 13B model in 16 bits, and the KV pools of the engines that are compared.
+# What models in 16 bits take of a device with the KV pools of the engines that are compared, the largest first.
+_TAKEN_BYTES = {"llama2-13b": 45e9, "llama3-8b": 28e9, "smollm2-1.7b": 0}
 
 
 def define_flags() -> None:
@@ -59,11 +62,14 @@ def define_flags() -> None:
 
 def _config() -> GpuBenchConfig:
     """As the flags say, and where they do not, as the backend does."""
-    is_small = jax.default_backend() == "cpu" if FLAGS.small is None else FLAGS.small
+    is_small = backend.here().shares_memory if FLAGS.small is None else FLAGS.small
     config = GpuBenchConfig.small() if is_small else GpuBenchConfig()
     stats = jax.local_devices()[0].memory_stats() or {}
-    if not is_small and stats.get("bytes_limit", math.inf) < _LARGE_MODEL_BYTES:
-        config = dataclasses.replace(config, overlap_preset="llama2-7b")
+    if not is_small:
+        memory_bytes = stats.get("bytes_limit", math.inf)
+        fitting = [preset for preset, taken_bytes in _TAKEN_BYTES.items() if taken_bytes <= memory_bytes]
+        preset = config.preset if config.preset in fitting else fitting[-1]
+        config = dataclasses.replace(config, preset=preset, overlap_preset=fitting[0])
     given = {name: FLAGS[name].value for name in ("preset", "overlap_preset", "repeats")}
     return dataclasses.replace(config, **{name: value for name, value in given.items() if value is not None})
 
@@ -96,7 +102,7 @@ def main(_: Sequence[str]) -> int:
     about = {
         "machine": machine.describe_machine(),
         "versions": machine.describe_versions(),
-        "command": command_line("gpu_bench"),
+        "command": command_line("tpu_bench" if backend.here() is backend.TPU else "gpu_bench"),
         "budget_s": FLAGS.budget_s,
     }
     with contextlib.ExitStack() as stack:

@@ -20,6 +20,7 @@ import numpy as np
 
 from benchmarks.gpu.rows import Findings, GpuBenchConfig, Probes
 from benchmarks.harness import timed
+from ca_jax import backend
 from ca_jax.device import transfer
 from ca_jax.models.attention import matmul_precision
 from ca_jax.storage.tiers.dram import host_array, touch
@@ -123,7 +124,7 @@ def _plain_rates(config: GpuBenchConfig) -> dict[str, Any]:
     """Between the device and arrays of numpy, mapped for DMA and not. None where there is no such copy."""
     names = ("to_device_mapped_bytes_per_s", "to_device_pageable_bytes_per_s", "to_host_pageable_bytes_per_s")
     rates: dict[str, Any] = dict.fromkeys(names)
-    if jax.default_backend() == "cpu":
+    if backend.here().shares_memory:
         return rates
     memory = _host_memory(config)
 

@@ -256,6 +256,7 @@ class Runner:
             self.config.window_of(layer),
             self._num_slots // self._num_parts,
             with_attention=self.with_attention,
+            packs=self.packs_kv,
             sharding=self.sharding,
         )
         return [x, kv, first, *received]
@@ -454,24 +455,18 @@ class Runner:
             layers = [self.pool.read(slot, i, start, size, packs=self.packs_kv) for i in range(self.config.num_layers)]
             yield slice(start, min(start + size, num_tokens)), row, layers
 
-    def loaded_shapes(self, num_tokens: int) -> list[jax.ShapeDtypeStruct]:
-        """How a layer's history may come: as it is kept and, if that is in int8, as it is computed."""
-        kinds = [(self.config.head_dim, self.dtype)]
+    def loaded_shape(self, num_tokens: int) -> jax.ShapeDtypeStruct:
+        """How a layer's history comes, as it is kept: `[2, T, K, H]`, or in int8 `[2, T, K, H + 2]`."""
+        width, dtype = self.config.head_dim, self.dtype
         if self.packs_kv:
-            kinds.insert(0, (self.config.head_dim + SCALE_BYTES, "int8"))
+            width, dtype = width + SCALE_BYTES, "int8"
         sharding = None if self.sharding is None else self.sharding.kv
-        of_heads = 2, num_tokens, self.config.num_kv_heads
-        return [jax.ShapeDtypeStruct((*of_heads, width), dtype, sharding=sharding) for width, dtype in kinds]
+        return jax.ShapeDtypeStruct((2, num_tokens, self.config.num_kv_heads, width), dtype, sharding=sharding)
 
     def empty_kv(self, num_tokens: int) -> jax.Array:
-        """One layer's KV `[2, T, K, H]`, all zeros."""
-        shape = (2, num_tokens, self.config.num_kv_heads, self.config.head_dim)
-        sharding = None if self.sharding is None else self.sharding.kv
-        return to_device(np.zeros(shape, self.dtype), sharding=sharding)
-
-    def at_rest(self, kv: jax.Array) -> jax.Array:
-        """One layer's KV `[2, T, K, H]` as it is kept: in int8 `[2, T, K, H + 2]`, or as it is. Does not wait."""
-        return steps.pack_kv(kv, self.sharding) if self.packs_kv else kv
+        """One layer's KV as it is kept, all zeros."""
+        shape = self.loaded_shape(num_tokens)
+        return to_device(np.zeros(shape.shape, shape.dtype), sharding=shape.sharding)
 
     def unpacked(self, kv: jax.Array) -> jax.Array:
         """One layer's KV as it is kept to `[2, T, K, H]`. Does not wait."""

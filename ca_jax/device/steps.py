@@ -96,12 +96,6 @@ def rotation_table(
     return rope.Rotation(*(constrain(part, sharding) for part in table))
 
 
-@partial(jax.jit, static_argnames=("sharding",))
-def pack_kv(kv: jax.Array, sharding: ModelSharding | None = None) -> jax.Array:
-    """Unrotated KV `[2, T, K, H]` as it is kept in int8, `[2, T, K, H + 2]`."""
-    return constrain(quantize(kv), sharding, KV_HEADS)
-
-
 @partial(jax.jit, static_argnames=("dtype", "sharding"))
 def unpack_kv(kv: jax.Array, dtype: str, sharding: ModelSharding | None = None) -> jax.Array:
     """KV that is kept in int8 `[2, S, K, H + 2]`, unrotated, `[2, S, K, H]`."""
@@ -159,6 +153,7 @@ def through_layer(
     with_attention: bool,
     sharding: ModelSharding | None,
     has_gaps: bool = False,
+    packs: bool = False,
     move: Move | None = None,
     moved: tuple[jax.Array, ...] = (),
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
@@ -166,6 +161,7 @@ def through_layer(
 
     Args:
       has_gaps: whether places of a row's tokens may have gaps.
+      packs: whether the new KV comes in int8, but for that of first tokens.
       move: changes the pages before the tokens' KV is put into them, given `moved`, whose first axis is of the parts.
     """
 
@@ -195,7 +191,7 @@ def through_layer(
         return out, tuple(carried)
 
     x, (kv, first, pages, *seen) = apply(Layer(config, sharding), variables_of(layer_params), x, attend_fn)
-    kv, first = (constrain(each, sharding, _handed_out(sharding)) for each in (kv, first))
+    kv, first = (constrain(each, sharding, _handed_out(sharding)) for each in (quantize(kv) if packs else kv, first))
     return constrain(x, sharding, ROWS), (kv, first, pages, *(constrain(each.sum(0), sharding) for each in seen))
 
 
@@ -205,7 +201,7 @@ def _handed_out(sharding: ModelSharding | None) -> Axes:
 
 @partial(
     jax.jit,
-    static_argnames=("config", "num_tokens", "window", "num_first", "with_attention", "sharding"),
+    static_argnames=("config", "num_tokens", "window", "num_first", "with_attention", "packs", "sharding"),
     donate_argnames=("x", "pages"),
 )
 def layer_step(
@@ -220,6 +216,7 @@ def layer_step(
     num_first: int = 1,
     *,
     with_attention: bool = False,
+    packs: bool = False,
     sharding: ModelSharding | None = None,
 ) -> tuple[jax.Array, ...]:
     """One layer over some tokens of each row. Layers of a window share a compiled function for each T. Donates both.
@@ -230,11 +227,12 @@ def layer_step(
       num_tokens: T, static.
       num_first: static: of how many first tokens of each part KV is handed out by itself, too.
       with_attention: static: also return the attention that places received.
+      packs: static: return the new KV in int8, `[2, D T, K, H + 2]`.
 
     Returns:
-      `x` for the next layer; the tokens' unrotated KV `[2, D T, K, H]`, that of each part's first tokens, both fresh
-      buffers; the pages. If asked for, the attention that places received, f32 `[n, M page]`: summed over query heads
-      and new tokens.
+      `x` for the next layer; the tokens' unrotated KV `[2, D T, K, H]`, or packed; that of each part's first tokens,
+      both fresh buffers; the pages. If asked for, the attention that places received, f32 `[n, M page]`: summed over
+      query heads and new tokens.
     """
     part, carried = through_layer(
         config,
@@ -247,6 +245,7 @@ def layer_step(
         num_first,
         one_each=False,
         with_attention=with_attention,
+        packs=packs,
         sharding=sharding,
     )
     return constrain(lax.dynamic_update_slice_in_dim(x, part, 0, 1), sharding, ROWS), *carried

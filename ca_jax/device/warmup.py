@@ -105,9 +105,8 @@ def functions_of(shapes: Shapes, max_new: int) -> list[Compile]:
     def layer(layer: int, num_tokens: int) -> None:
         x, rows, window = shapes.embedded(width), shapes.rows(num_slots, width), config.window_of(layer)
         given = config, shapes.layers[layer], x, shapes.pages[layer], rows, shapes.table, num_tokens, window, each_part
-        _, kv, first[layer], *_ = shapes.compiled(steps.layer_step, *given, **attention)
-        if runner.packs_kv:
-            shapes.compiled(steps.pack_kv, kv, sharding)
+        given_out = shapes.compiled(steps.layer_step, *given, packs=runner.packs_kv, **attention)
+        first[layer] = given_out[2]
 
     def stack() -> None:
         of_each = [first[runner.kinds[0]]] * config.num_layers
@@ -127,8 +126,8 @@ def functions_of(shapes: Shapes, max_new: int) -> list[Compile]:
         sampler.compile(shapes.compiled, shapes.small, logits, tokens)
 
     def fill(size: int) -> None:
-        for kv in runner.loaded_shapes(size):
-            shapes.compiled(steps.fill_pages, shapes.pages[0], kv, table, scalar, scalar, scalar, sharding)
+        kv = runner.loaded_shape(size)
+        shapes.compiled(steps.fill_pages, shapes.pages[0], kv, table, scalar, scalar, scalar, sharding)
 
     def read() -> None:
         shapes.compiled(steps.read_pages, shapes.pages[0], table, scalar, runner.read_tokens, runner.packs_kv, sharding)

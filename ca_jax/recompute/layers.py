@@ -33,7 +33,11 @@ _LN_TOLERANCE = 16.0  # Of the fit, the natural logarithm of one over it: what f
 _MOVED_TOKENS = 1024  # Places that are moved at a time.
 
 
-@partial(jax.jit, static_argnames=("config", "num_tokens", "window", "sharding"), donate_argnames=("x", "pages"))
+@partial(
+    jax.jit,
+    static_argnames=("config", "num_tokens", "window", "sharding", "packs"),
+    donate_argnames=("x", "pages"),
+)
 def recompute_layer(
     config: ModelConfig,
     layer_params: Params,
@@ -45,6 +49,7 @@ def recompute_layer(
     carried: tuple[jax.Array, ...] = (),
     window: int | None = None,
     sharding: ModelSharding | None = None,
+    packs: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes one layer of some tokens anew, over the KV of all. Donates `x` and the pages.
 
@@ -55,9 +60,11 @@ def recompute_layer(
       table: the rotations of all places.
       carried: bool `[D, n]` and `[D, C]`: by which of these tokens others move, and which places do, see `carry_along`;
         empty: the others stay.
+      packs: static: return the KV in int8, `[2, D n, K, H + 2]`.
 
     Returns:
-      `x` for the next layer; the tokens' unrotated KV `[2, D n, K, H]`; and the pages, with that in their places.
+      `x` for the next layer; the tokens' unrotated KV `[2, D n, K, H]`, or packed; and the pages, with that in their
+      places.
     """
     part, (kv, _, pages) = through_layer(
         config,
@@ -72,6 +79,7 @@ def recompute_layer(
         with_attention=False,
         sharding=sharding,
         has_gaps=True,
+        packs=packs,
         move=carry_along if carried else None,
         moved=carried,
     )

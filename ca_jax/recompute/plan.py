@@ -255,6 +255,11 @@ def repaired_rows(count: int) -> int:
     return next((rows for rows in (32, 48, 64, 96) if count <= rows), 1 << (count - 1).bit_length())
 
 
+def step_width(step_tokens: int, rows: int) -> int:
+    """Places for tokens of a step that computes so many rows: those of other steps; beyond, powers of 4."""
+    return step_tokens if rows <= step_tokens else 1 << (-(-(rows - 1).bit_length() // 2) * 2)
+
+
 def padded_rows(count: int) -> int:
     """Rows that a blend computes for so many tokens."""
     step = _ROW_STEP if count > _SMALL_ROWS else _SMALL_ROW_STEP

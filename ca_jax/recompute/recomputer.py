@@ -19,7 +19,6 @@ from typing import Protocol
 import jax
 import numpy as np
 
-from ca_jax.device import steps
 from ca_jax.device.passes import LayerSource
 from ca_jax.device.runner import Runner
 from ca_jax.device.steps import Params
@@ -30,7 +29,7 @@ from ca_jax.models.rope import Rotation
 from ca_jax.models.sharding import ModelSharding
 from ca_jax.recompute.drift import Drift, add_drift
 from ca_jax.recompute.layers import choose_deviating, recompute_layer
-from ca_jax.recompute.plan import Plan, repaired_rows
+from ca_jax.recompute.plan import Plan, repaired_rows, step_width
 
 JOINED_TOKENS = 128
 """Tokens, at most, of a history that are computed anew in one with new ones: more take long enough by themselves."""
@@ -45,6 +44,8 @@ class Computer(Protocol):
     """Its layers' parameters."""
     table: Rotation
     """Rotations of all places."""
+    packs_kv: bool
+    """Whether new KV is handed out in int8."""
 
     @property
     def sharding(self) -> ModelSharding | None:
@@ -99,7 +100,7 @@ class Recomputer:
         self._num_rows = (repaired_rows(self._count),) * plan.num_layers if behind else plan.rows
         chosen = plan.start + plan.first_rows
         new = np.arange(len(token_ids), len(token_ids) + len(behind))
-        tokens, places = np.zeros((2, self._num_parts, max(width, self._num_rows[0])), np.int32)
+        tokens, places = np.zeros((2, self._num_parts, step_width(width, self._num_rows[0])), np.int32)
         tokens[part, : self._count] = [*(token_ids[place] for place in chosen), *behind]
         places[part, : self._count] = *chosen, *new
         self.x = computer.embed(tokens)
@@ -145,6 +146,7 @@ class Recomputer:
             self._carried_at(layer),
             by.config.window_of(layer),
             by.sharding,
+            by.packs_kv,
         )
         return pages
 
@@ -290,12 +292,12 @@ def make_recomputer(
 def functions_of(shapes: Shapes, plan: Plan) -> list[Compile]:
     """What computing anew by such a plan needs to be compiled."""
     runner, places = shapes.runner, shapes.most_pages * shapes.runner.pool.size.page_tokens
-    width = max(runner.step_tokens, plan.rows[0])
+    width = step_width(runner.step_tokens, plan.rows[0])
     bools = partial(shapes.small, shapes.num_parts, dtype=bool)
 
     def recompute(layer: int) -> None:
         moves = plan.moves is not None and layer >= plan.moves_from
-        _, kv, _ = shapes.compiled(
+        shapes.compiled(
             recompute_layer,
             runner.config,
             shapes.layers[layer],
@@ -307,9 +309,8 @@ def functions_of(shapes: Shapes, plan: Plan) -> list[Compile]:
             (bools(plan.rows[layer]), bools(places)) if moves else (),
             runner.config.window_of(layer),
             runner.sharding,
+            runner.packs_kv,
         )
-        if runner.packs_kv:
-            shapes.compiled(steps.pack_kv, kv, runner.sharding)
 
     def choose(layer: int) -> None:
         x, rows = shapes.embedded(width), shapes.rows(shapes.num_parts, width)

@@ -180,7 +180,7 @@ class Prefilling:
         """A layer was dispatched, which gives new KV, this job's from `first` on."""
         self._first = first
         if self.saver is not None:
-            self.saver.add_layer(layer, self._runner.at_rest(kv), first)
+            self.saver.add_layer(layer, kv, first)
         self._watch.layer(kv, self._layer_since_s, layer=layer, job=self.job.job_id)
         self._layer_since_s = time.perf_counter()
 
@@ -222,11 +222,10 @@ class Prefilling:
             # All of it is read before what is stored gives way to it.
             length = prefill.history_length
             found = list(self._runner.read(prefill.slot, length))
-            new_kv = [self._runner.at_rest(kv) for kv in prefill.outputs]
             self.saver = self._kv.write_buffer.begin_anew(session, mended.num_plain, mended.num_fused)
             for places, row, layers in found:
                 self.saver.add_pass(self.job.prompt_ids[places], places.start, layers, row)
-            self.saver.add_pass(prefill.tokens[: prefill.num_done], length, new_kv, self._first)
+            self.saver.add_pass(prefill.tokens[: prefill.num_done], length, prefill.outputs, self._first)
         self.job.repaired_tokens = round(mended.num_recomputed)
         self._metrics.repaired_tokens += self.job.repaired_tokens
         self._metrics.blended_turns += mended.is_blended

@@ -168,7 +168,7 @@ class EngineCore:
         for num_tokens in (longest // 4, longest):
             token_ids, layers = [0] * num_tokens, range(runner.config.num_layers)
             saver = kv.write_buffer.begin(TurnKV(key, Owner(), 0))
-            saver.add_pass(token_ids, 0, (runner.at_rest(runner.empty_kv(num_tokens)) for _ in layers))
+            saver.add_pass(token_ids, 0, (runner.empty_kv(num_tokens) for _ in layers))
             kv.write_buffer.end(saver)
             kv.write_buffer.collect(wait=True, key=key)
             loaded = kv.store.prepare_load(key, token_ids)

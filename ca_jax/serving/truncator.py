@@ -134,9 +134,11 @@ class Truncator:
             shapes.compiled(steps.cut_pages, *given, drift, None if drift is None else scalar, runner.sharding)
 
         def add(drift: jax.ShapeDtypeStruct, size: int) -> None:
-            kept, *_ = runner.loaded_shapes(size)
+            kept = runner.loaded_shape(size)
             if runner.packs_kv:
                 kept = shapes.compiled(steps.unpack_kv, kept, runner.dtype, runner.sharding)
+                table = shapes.small(shapes.most_pages)
+                shapes.compiled(steps.fill_pages, shapes.pages[0], kept, table, scalar, scalar, scalar, runner.sharding)
             shapes.compiled(add_drift, kept, shapes.small(*drift.shape[1:], dtype=drift.dtype), scalar, scalar)
 
         found: list[Compile] = [cut]
@@ -316,7 +318,7 @@ class Truncator:
         def begin(start: int, num_tokens: int) -> Callable[[int, jax.Array, int], None]:
             self._kv.write_buffer.make_room(num_tokens)
             saver.begin_pass(token_ids[start : start + num_tokens], start)
-            return lambda layer, kv, first: saver.add_layer(layer, self._runner.at_rest(kv), first)
+            return saver.add_layer
 
         self._runner.compute(slot, token_ids, begin, saver.end_pass)
 

@@ -224,8 +224,6 @@ class Setup:
                 sent_bytes=self._activations(num_tokens),
                 **self._work(layer, num_tokens),
             )
-            kv = self.kv(num_tokens, axes=steps.STEP_KV)
-            yield self._step(f"pack_kv, {num_tokens} tokens", steps.pack_kv, kv, sharding=sharding)
         arguments = (model, layer, x, self.pages, self.rows(1, width), self.table, REPAIRED_TOKENS)
         places = self.pool.most_pages * self.pool.page_tokens
         moved = [self.shape(1, size, dtype=bool) for size in (REPAIRED_TOKENS, places)]

@@ -44,7 +44,7 @@ def test_what_is_wrong_is_said_in_a_line_and_nothing_is_written(
     assert not (tmp_path / "out.json").exists()
 
 
-@pytest.mark.parametrize("module", ["bench", "demo", "evaluate", "gpu_bench", "replay"])
+@pytest.mark.parametrize("module", ["bench", "demo", "evaluate", "gpu_bench", "replay", "tpu_bench"])
 def test_a_package_without_its_checkout_says_where_benchmarks_are(tmp_path, monkeypatch, module):
     monkeypatch.setattr(ca_jax, "__file__", str(tmp_path / "ca_jax" / "__init__.py"))
     done = run_script(module)

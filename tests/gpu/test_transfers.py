@@ -1,4 +1,4 @@
-"""What only a GPU shows of crossing between host and device; all else of it is in tests that run on either."""
+"""What only an accelerator shows of crossing between host and device; all else of it is in tests that run on either."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import jax
 import numpy as np
 import pytest
 
+from ca_jax import backend
 from ca_jax.device import transfer
 from ca_jax.kv.async_saver import Part
 from ca_jax.kv.layer_loader import LayerLoader
 from ca_jax.storage.layout import KVLayout
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(jax.default_backend() != "gpu", reason="wants a GPU")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(backend.here().shares_memory, reason="wants an accelerator")]
 
 SHAPE = (2, 1000, 4, 64)  # As a layer's KV; no whole number of pages.
 
