@@ -25,6 +25,7 @@ from ca_jax.pretrained import LoadedModel
 from ca_jax.session import Session
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.store import AttentionStore
+from ca_jax.storage.tickets import LoadTicket
 from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
 from ca_jax.testing import tiny
 from ca_jax.turns.requests import Usage
@@ -220,12 +221,16 @@ def store_in(engine: Engine) -> AttentionStore:
 
 
 def stored_kv(engine: Engine, session: Session) -> np.ndarray:
-    """What the store holds of a session: `[L, 2, T, K, H]`."""
+    """What the store holds of a session."""
     store = store_in(engine)
     key, lineage = engine._kv.key(session.session_id, session.tenant), session.conversation.lineage
-    ticket = store.prepare_load(key, session.token_ids, num_dropped=lineage)
+    return loaded(store, store.prepare_load(key, session.token_ids, num_dropped=lineage))
+
+
+def loaded(store: AttentionStore, ticket: LoadTicket) -> np.ndarray:
+    """All that a ticket loads, as it is at rest: `[L, 2, T, K, H]`."""
     layout = store.layout
-    out = np.full((layout.num_layers, 2, ticket.num_tokens, layout.num_kv_heads, layout.head_dim), np.nan, np.float32)
+    out = np.zeros((layout.num_layers, 2, ticket.num_tokens, *layout.block_shape[3:]), layout.numpy_dtype)
     for layer in range(layout.num_layers):
         ticket.read(layer, out[layer]).result()
     store.complete_load(ticket)

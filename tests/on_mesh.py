@@ -29,23 +29,19 @@ from ca_jax.models.transformer import Transformer
 from ca_jax.models.weights import parameter_slots
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import LoadedModel
-from ca_jax.recompute.drift import Drift
 from ca_jax.storage.config import GIB
 from ca_jax.storage.layout import KVLayout
 from ca_jax.testing import tiny
 from ca_jax.turns.requests import SamplingParams
 from tests import engine_kit as kit
+from tests import overflow_kit as ok
 from tests.storage.store_helpers import as_bits, make_kv
 
 WINDOW = 256
 BLEND = ca_jax.BlendConfig(recompute_ratio=0.4)
-MESHES = [(2, 2), (1, 8)]  # data, tensor
 TURNS = [(60, 9), (120, 9), (59, 9), (50, 9), (40, 9)]
 """New tokens and tokens of the answer of each; the second takes two passes, the third overflows."""
 SHORT = [(60, 8), (50, 8)]
-
-on_meshes = pytest.mark.parametrize(("data", "tensor"), MESHES, ids=[f"{data}x{tensor}" for data, tensor in MESHES])
-
 
 SIZES = {"num_layers": 2, "embed_dim": 32, "mlp_dim": 64, "num_heads": 8, "head_dim": 8, "max_positions": kit.WINDOW}
 
@@ -107,14 +103,9 @@ SPECS = {
 }
 
 
-@pytest.fixture(scope="module")
-def mesh() -> Mesh:
-    return Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
-
-
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
-def test_each_device_gets_its_part_of_staging_and_no_other(mesh, spec, monkeypatch):
-    sharding = NamedSharding(mesh, spec)
+def test_each_device_gets_its_part_of_staging_and_no_other_and_each_part_is_read_once(spec, monkeypatch):
+    sharding = NamedSharding(Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model")), spec)
     put: dict[jax.Device, np.ndarray] = {}
 
     def device_put(part: np.ndarray, device: jax.Device, original=jax.device_put) -> jax.Array:
@@ -123,7 +114,6 @@ def test_each_device_gets_its_part_of_staging_and_no_other(mesh, spec, monkeypat
 
     monkeypatch.setattr(jax, "device_put", device_put)
     array = transfer.staging_to_device(KV[0].copy(), sharding)
-    monkeypatch.undo()
     assert array.sharding == sharding
     indices = sharding.devices_indices_map(KV[0].shape)
     assert put.keys() == indices.keys() == set(jax.devices()[:4])
@@ -135,20 +125,15 @@ def test_each_device_gets_its_part_of_staging_and_no_other(mesh, spec, monkeypat
     assert pinned.sharding.memory_kind == "pinned_host"
     assert (pinned.sharding.spec, pinned.sharding.device_set) == (spec, array.sharding.device_set)
     for each in (array, pinned):
+        num_read = []
+
+        def asarray(data: jax.Array, num_read: list[int] = num_read) -> np.ndarray:
+            num_read.append(data.nbytes)
+            return np.asarray(data)
+
+        monkeypatch.setattr(transfer, "np", types.SimpleNamespace(asarray=asarray, empty=np.empty))
         np.testing.assert_array_equal(as_bits(transfer.host_view(each)), as_bits(KV[0]))
-
-
-def test_replicas_are_read_once(mesh, monkeypatch):
-    array = transfer.staging_to_device(KV[0].copy(), NamedSharding(mesh, SPECS["by heads"]))
-    num_read = []
-
-    def asarray(data: jax.Array) -> np.ndarray:
-        num_read.append(data.nbytes)
-        return np.asarray(data)
-
-    monkeypatch.setattr(transfer, "np", types.SimpleNamespace(asarray=asarray, empty=np.empty))
-    np.testing.assert_array_equal(as_bits(transfer.host_view(array)), as_bits(KV[0]))
-    assert sum(num_read) == KV[0].nbytes
+        assert sum(num_read) == KV[0].nbytes, "replicas are read once"
 
 
 # Tokens.
@@ -176,14 +161,12 @@ def passing(monkeypatch) -> dict[str, list[jax.Array]]:
         seen["decoded"].append(kv)
         original(self, token, kv, row)
 
-    monkeypatch.setattr(LayerLoad, "layer", layer)
-    monkeypatch.setattr(TurnSaver, "add_layer", add_layer)
-    monkeypatch.setattr(TurnSaver, "add_pass", add_pass)
-    monkeypatch.setattr(TurnSaver, "add_decoded", add_decoded)
+    for owner, method in ((LayerLoad, layer), *((TurnSaver, each) for each in (add_layer, add_pass, add_decoded))):
+        monkeypatch.setattr(owner, method.__name__, method)
     return seen
 
 
-@on_meshes
+@pytest.mark.parametrize(("data", "tensor"), [(2, 2), (1, 8)])
 def test_the_tokens_are_those_of_one_device_and_each_holds_its_share(data, tensor, passing):
     """Turns with reuse, one of which overflows, where every transfer that is not asked for is an error."""
     expected = answers_of_one_device()
@@ -227,8 +210,7 @@ def test_what_one_mesh_stored_on_ssd_others_go_on_from(tmp_path, num_kv_heads, m
         with engine_of(1, 1, model, kv_rest_dtype=rest) as engine:
             expected = talk(engine, TURNS[: len(meshes)])
     for turn, (data, tensor) in enumerate(meshes):
-        sizes = {"store": store, "kv_rest_dtype": rest}
-        with jax.transfer_guard("disallow"), engine_of(data, tensor, model, **sizes) as engine:
+        with jax.transfer_guard("disallow"), engine_of(data, tensor, model, store=store, kv_rest_dtype=rest) as engine:
             num_known = len(engine.session(session_id="one").token_ids)
             assert talk(engine, TURNS[turn : turn + 1], start=turn) == expected[turn : turn + 1]
             usage = engine.sessions[0].usage
@@ -255,26 +237,6 @@ def test_chunks_are_blended_as_on_one_device():
         assert blended(2, 2) == expected
 
 
-def test_fewer_kv_heads_than_shards():
-    """Each device has the one KV head that its query heads share, and no other."""
-    num_kv_heads, data, tensor = 2, 2, 4
-    model = model_of(num_kv_heads)
-    with engine_of(data, tensor, model) as engine:
-        expect_greedy(talk(engine, TURNS[:2]), model, TURNS[:2])
-        runner = engine._runner
-        pages, kv = runner.pool.buffers[0], runner.empty_kv(16)
-        wq = engine.model.params["params"]["layer_0"]["attn"]["wq"]
-        head_of = {shard.device: range(num_kv_heads)[shard.index[2]] for shard in kv.addressable_shards}
-        assert sorted(map(list, head_of.values())) == sorted(
-            [head] for head in range(num_kv_heads) for _ in range(data * tensor // num_kv_heads)
-        )
-        for shard in pages.addressable_shards:
-            assert range(num_kv_heads)[shard.index[2]] == head_of[shard.device]
-        for shard in wq.addressable_shards:
-            groups = {query // (8 // num_kv_heads) for query in range(8)[shard.index[1]]}
-            assert groups == set(head_of[shard.device])
-
-
 def test_what_devices_do_not_divide_each_has_whole(caplog):
     model = model_of(vocab_size=257, mlp_dim=63)
     with engine_of(1, 2, model) as engine:
@@ -287,23 +249,16 @@ def test_what_devices_do_not_divide_each_has_whole(caplog):
         assert f"{what} is not divisible by tensor_parallel_size=2" in caplog.text
 
 
+GELU = {"norm": "layer", "mlp": "gelu", "is_parallel": True}
 FAMILIES = {
     "mixtral": {"num_experts": 4, "num_experts_per_token": 2, "num_kv_heads": 4},
     "qwen3": {"qkv_bias": True, "qk_norm": True, "sliding_window": 40, "full_layers": (0,)},
-    "falcon-7b": {"num_kv_heads": 1, "norm": "layer", "mlp": "gelu", "is_parallel": True, "shares_norm": True},
-    "gpt_neox": {
-        "norm": "layer",
-        "mlp": "gelu",
-        "is_parallel": True,
-        "qkv_bias": True,
-        "out_bias": True,
-        "mlp_bias": True,
-        "rope": RopeConfig(rotary_dim=4),
-    },
+    "falcon-7b": {**GELU, "num_kv_heads": 1, "shares_norm": True},
+    "gpt_neox": {**GELU, "qkv_bias": True, "out_bias": True, "mlp_bias": True, "rope": RopeConfig(rotary_dim=4)},
     "llama": {"num_kv_heads": 4},
     "mistral": {"sliding_window": 40},
     "qwen2": {"qkv_bias": True, "sliding_window": 40, "full_layers": (0,)},
-    "falcon-40b": {"num_kv_heads": 2, "norm": "layer", "mlp": "gelu", "is_parallel": True},
+    "falcon-40b": {**GELU, "num_kv_heads": 2},
 }
 HAVE_NOTHING_ELSE = ("llama", "mistral", "qwen2", "falcon-40b")
 """All that these have, others before them have too."""
@@ -334,15 +289,8 @@ def test_every_family_on_a_mesh(name):
 
 def test_jobs_together_on_two_parts_of_the_rows():
     """More than there are rows, some sampled with a penalty, some cut in their answers, some over pages that stayed."""
-    sampling = SamplingParams(
-        temperature=0.8,
-        top_k=20,
-        repetition_penalty=1.2,
-        presence_penalty=0.5,
-        logit_bias={9: 3.0},
-        logprobs=3,
-        seed=3,
-    )
+    penalties = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "logit_bias": {9: 3.0}}
+    sampling = SamplingParams(temperature=0.8, top_k=20, logprobs=3, seed=3, **penalties)
 
     def answers(data: int, tensor: int) -> tuple[list[list[int]], np.ndarray]:
         logprobs = []
@@ -377,12 +325,7 @@ REPAIRS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*REPAIRS, "drift"])
 def test_every_way_to_overflow(name, tmp_path):
-    if name == "drift":
-        values = np.random.default_rng(0).normal(0, 0.2, (2, 2, 8, 8)).astype(np.float32)
-        of_model = {"fingerprint": model_of().fingerprint, "window": WINDOW}
-        drift = Drift(values=values, **of_model, truncation_ratio=0.5, num_tokens=1)
-        drift.save(tmp_path / "drift.npz")
-    overflow = REPAIRS.get(name) or OverflowConfig(drift=str(tmp_path / "drift.npz"))
+    overflow = REPAIRS.get(name) or OverflowConfig(drift=ok.random_drift(model_of(), WINDOW, tmp_path)[0])
     turns = [(100, 5), (90, 5), (80, 5), (20, 110), (9, 5)]  # One is cut before its turn, one in its answer.
 
     def answers(data: int, tensor: int) -> list[list[int]]:

@@ -110,7 +110,7 @@ class LateGate:
         self._transfers = transfers
         self._transfer = Transfer(direction, "ssd", None, 1, 1)
 
-    def pass_through(self) -> None:
+    def __call__(self) -> None:
         self._transfers.submit(self._transfer, lambda: None).result()
 
 

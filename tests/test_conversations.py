@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ca_jax.turns.conversations import OTHERWISE, Conversation, as_messages, chain_of, padded
+from ca_jax.turns.conversations import OTHERWISE, Conversation, as_messages, chain_of
 
 
 def numbers(values: list, dtype: str) -> str:
@@ -215,26 +215,6 @@ def messages_of(*numbers: int) -> list[dict[str, str]]:
     return [SYSTEM, *(message for number in numbers for message in said(number))]
 
 
-def test_a_turn_goes_behind_what_there_is():
-    before = dataclasses.replace(of_turns(10), num_dropped=3, lineage=2, num_to_repair=4, to_drift=[3])
-    said_next, attention = as_messages("message 1"), np.array([0.5] * 29, np.float32)
-    after = before.with_turn(list(range(30)), said_next, "answer 1", attention=attention)
-    assert after == Conversation(
-        token_ids=list(range(30)),
-        messages=messages_of(0, 1),
-        turn_starts=[(0, 1), (10, 3)],
-        num_dropped=3,
-        lineage=2,
-        attention=[0.5] * 29 + [0.0],
-        num_to_repair=4,
-        to_drift=[3],
-        chain=chain_of(messages_of(0, 1)),
-        states=[(chain_of(messages_of(0)), 10), (chain_of(messages_of(0, 1)), 30)],
-    )
-    assert before.messages == messages_of(0)  # As it was.
-    assert padded([0.5, 0.25], 1).tolist() == [0.5]
-
-
 @pytest.mark.parametrize(
     ("num_tokens", "turns"),
     [(0, ()), (1, (0,)), (10, (0,)), (11, (0, 1)), (60, (0, 1, 2))],
@@ -352,13 +332,3 @@ def test_two_cuts_are_one(data):
     assert [start for start, _ in twice.turn_starts] == sorted(start for start, _ in twice.turn_starts)
     assert all(start < len(twice.token_ids) for start, _ in twice.turn_starts)
     assert len(twice.messages) == 1 + 2 * len(twice.turn_starts)
-
-
-def test_each_cut_adds_what_drifts_and_takes_from_what_did():
-    whole = of_turns(10).with_repair(8, drifts=True).cut(mask(10, 0, 9)).with_repair(5, drifts=True)
-    assert (whole.to_drift, whole.num_to_repair) == ([7, 5], 5)
-    assert whole.with_repair(8, drifts=False).to_drift == [7, 5]
-    assert whole.with_kv_of(6).to_drift == [6, 5]
-    assert (whole.with_kv_of(0).to_drift, whole.with_kv_of(0).num_to_repair) == ([], 0)
-    running = of_turns(4).with_repair(6, drifts=True).cut(mask(4, 0), others=mask(4, 0))  # Two of its are the turn's.
-    assert (running.to_drift, running.num_to_repair) == ([4], 4)

@@ -9,13 +9,6 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.compiles import CompileCounter
-from ca_jax.device.pages import PoolSize
-from ca_jax.device.passes import PassPart, Prefill
-from ca_jax.device.runner import Runner, RunnerSizes
-from ca_jax.device.warmup import Shapes, compile_all, functions_of
-from ca_jax.session import Job
-from ca_jax.turns.requests import SamplingParams
 from tests import engine_kit as kit
 from tests import families_kit
 from tests import overflow_kit as ok
@@ -66,22 +59,3 @@ def test_three_turns_and_an_overflow(name):
                 assert both.session.token_ids == prompt_ids + pair.their_answer(prompt_ids, max_tokens)
         assert both.session.num_dropped == 3 * WINDOW // 4, "before the last two prompts, and in the last answer"
         both.expect_stored_kv()
-
-
-def test_layers_of_each_window_are_compiled_once_and_by_the_warm_up():
-    model = kit.model_of(num_layers=4, sliding_window=20, full_layers=(0, 3))
-    pool = PoolSize.for_window(WINDOW, num_rows=1, num_parts=1, page_tokens=kit.BLOCK_TOKENS)
-    runner, plain_runner = (
-        Runner(each.config, each.params, RunnerSizes(pool=pool, chunk_tokens=64))
-        for each in (model, kit.model_of(num_layers=4))
-    )
-    functions = functions_of(Shapes(runner), max_new=8)
-    assert len(functions) == len(functions_of(Shapes(plain_runner), max_new=8)) + 1
-    compile_all(functions)
-    job = Job([1, 2, 3], SamplingParams(), output=None, stop_ids=frozenset(), slot=0)
-    runner.pool.begin(0, WINDOW)
-    with CompileCounter() as counter:
-        runner.run_pass([PassPart(Prefill(0, job.prompt_ids, 0), 3, draws_behind=3)])
-        job.add(4)
-        runner.decode([job], run_ahead=True)
-    assert counter.count == 0

@@ -41,6 +41,7 @@ def test_an_edited_history_forks_and_both_branches_live_on():
         assert cached_of(twig, [*branch.token_ids[:-1], 65]) == len(branch.token_ids) - 1
 
         assert cached_of(stranger, edited) == 0
+        assert [info.session_id for info in engine.stored.list(tenant="bob")] == [stranger.session_id]
         engine.stored.drop(source.session_id, tenant="alice")
         assert cached_of(branch, [65]) == 123 + 21 + 12
         assert cached_of(source, [66]) >= 101, "dropped, and begins with what its branch has"

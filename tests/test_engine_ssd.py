@@ -5,16 +5,16 @@ They are found by id and by prefix, by their tenant only; pinned, dropped, expir
 
 from __future__ import annotations
 
-import threading
+import functools
 
 import pytest
 
-from ca_jax.errors import InvalidRequestError, SessionBusyError
+from ca_jax.errors import InvalidRequestError, SessionBusyError, TenantError, UnknownSessionError
 from ca_jax.storage.config import StoreConfig
 from ca_jax.storage.records import MissReason, Residency, SkipReason
 from ca_jax.storage.tickets import SaveTicket
 from tests import engine_kit as kit
-from tests.reliability import workload
+from tests.storage.store_helpers import writer_stopped
 from tests.test_overlap_release import broken
 
 PROMPTS = [kit.prompt(40), kit.prompt(30), kit.prompt(25)]
@@ -62,22 +62,6 @@ def test_a_conversation_goes_on_from_ssd_in_another_engine(tmp_path, driver):
         assert cached_of(session, [66]) == {"ssd": 40}
 
 
-def test_a_conversation_without_a_name_is_found_by_its_tokens_and_copied(store):
-    with kit.small_engine(store=store) as engine:
-        session = engine.session()
-        cached_of(session, PROMPTS[0])
-        cached_of(session, PROMPTS[1])
-        token_ids = session.token_ids
-    with kit.small_engine(store=store) as engine:
-        first, second, stranger = engine.session(), engine.session(), engine.session(tenant="another")
-        assert cached_of(first, [*token_ids, 65]) == {"ssd": len(token_ids) - 1}
-        assert cached_of(second, token_ids[:50] + PROMPTS[2]) == {"dram": 50}
-        assert cached_of(stranger, [*token_ids, 65])["dram"] == 0
-        assert cached_of(first, [66])["dram"] > len(token_ids)
-        assert {info.session_id for info in engine.stored.list(tenant="another")} == {stranger.session_id}
-        assert len(engine.stored.list(tenant="")) == 3
-
-
 def test_more_conversations_than_dram_holds_take_turns_without_recomputing(tmp_path):
     """Five conversations of five blocks and more, room for fourteen: all of them are on SSD, a few in DRAM."""
     with kit.small_engine(store=kit.ssd_store(tmp_path, dram_blocks=14), max_batch_size=2) as engine:
@@ -117,7 +101,7 @@ def test_other_weights_meet_neither_kv_nor_conversation(store):
         assert engine.session(session_id="one").token_ids == [], "there is no SSD"
 
 
-def test_pin_drop_and_list(store):
+def test_pin_drop_and_list_by_their_own_tenant_alone(store):
     with kit.small_engine(store=store) as engine:
         session = engine.session(session_id="one")
         cached_of(session, PROMPTS[0])
@@ -126,7 +110,18 @@ def test_pin_drop_and_list(store):
         (info,) = engine.stored.list()
         assert (info.session_id, info.num_tokens, info.ssd_tokens, info.pinned) == ("one", 51, 51, True)
     with kit.small_engine(store=store) as engine:
-        assert [info.pinned for info in engine.stored.list()] == [True]
+        stored = engine.stored
+        assert [info.pinned for info in stored.list()] == [True]
+        for call in (stored.pin, stored.unpin, stored.drop, functools.partial(stored.set_ttl, ttl_s=1.0)):
+            with pytest.raises(TenantError, match="'one' must be asked for by its own tenant, got 'b'"):
+                call("one", tenant="b")
+            with pytest.raises(UnknownSessionError, match="the session must be stored, and 'two' is not"):
+                call("two", tenant="b")
+        for ttl_s in (-1.0, float("nan")):
+            with pytest.raises(InvalidRequestError, match=f"ttl_s must be a number of seconds >= 0, got {ttl_s}"):
+                engine.session(ttl_s=ttl_s)
+            with pytest.raises(ValueError, match=f"got {ttl_s}"):
+                stored.set_ttl("one", ttl_s)
         engine.stored.unpin("one")
         session = engine.session(session_id="one")
         answer = session.send_ids(PROMPTS[1], max_tokens=12)
@@ -176,15 +171,11 @@ def test_a_turn_that_ends_before_the_store_has_room_for_it_is_kept_with_its_conv
     """DRAM is full of what SSD has not yet, and SSD writes nothing for a while."""
     store = kit.ssd_store(tmp_path, dram_blocks=6)
     with kit.small_engine(store=store, max_batch_size=1) as engine:
-        may_write = threading.Event()
-        workload.ssd_of(engine)._mover._put_change(may_write.wait)
-        try:
+        with writer_stopped(engine._kv.store):
             kit.say(engine.session(session_id="first"), kit.prompt(85), max_tokens=4)
             session = engine.session(session_id="second")
             kit.say(session, kit.prompt(30), max_tokens=4)
             assert [info.session_id for info in engine.stored.list()] == ["first"]
-        finally:
-            may_write.set()
         left = session.conversation
     with kit.small_engine(store=store) as engine:
         session = engine.session(session_id="second")
@@ -225,18 +216,6 @@ def test_a_conversation_larger_than_the_store_is_reused_as_far_as_it_fits():
         stats = engine.store_stats()
         assert stats.skipped_saves[SkipReason.TOO_LARGE] == 2
         assert (stats.num_evictions, stats.num_hits, engine.metrics.failed_saves) == (0, 2, 0)
-
-
-def test_the_least_recently_used_conversation_goes_when_room_is_needed():
-    with kit.small_engine(store=kit.store_of(8)) as engine:
-        old, used, new = engine.session(), engine.session(), engine.session()
-        cached_of(old, PROMPTS[0])  # 51 tokens, 4 blocks
-        cached_of(used, kit.prompt(20))  # 31 tokens, 2 blocks
-        cached_of(old, [65])  # 64 tokens, still 4
-        cached_of(new, kit.prompt(41))  # 4 blocks more than the 2 that are free
-        assert engine.store_stats().num_evictions == 1
-        assert cached_of(old, [66]) == {"dram": 64}
-        assert cached_of(used, [66]) == {"dram": 0}
 
 
 def test_conversations_that_all_run_are_not_evicted_under_each_other():

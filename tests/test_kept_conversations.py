@@ -17,20 +17,13 @@ from ca_jax.storage.records import Residency
 from tests import engine_kit as kit
 from tests import overlap_kit
 from tests.reliability import workload
-from tests.storage.store_helpers import StoppedClock, open_gated
+from tests.storage.store_helpers import StoppedClock, open_gated, writer_stopped
 from tests.test_engine_ssd import PROMPTS, cached_of
 
 
-@contextlib.contextmanager
 def nothing_gets_to_ssd(engine):
     """What SSD was asked for by now is done, and nothing else until the block ends."""
-    reached, may_write = threading.Event(), threading.Event()
-    workload.ssd_of(engine)._mover._put_change(lambda: (reached.set(), may_write.wait()))
-    assert reached.wait(60)
-    try:
-        yield
-    finally:
-        may_write.set()
+    return writer_stopped(engine._kv.store)
 
 
 def as_killed(directory, to, **changes):

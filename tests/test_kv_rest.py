@@ -40,18 +40,6 @@ def unpacked(packed: np.ndarray) -> np.ndarray:
     return packed[..., :-2].astype(np.float32) * scales
 
 
-def stored_rows(engine, session) -> np.ndarray:
-    """What the store holds of a session, int8 `[L, 2, T, K, H + 2]`."""
-    store = kit.store_in(engine)
-    key = engine._kv.key(session.session_id)
-    ticket = store.prepare_load(key, session.token_ids, num_dropped=session.conversation.lineage)
-    out = np.zeros((LAYOUT.num_layers, 2, ticket.num_tokens, *LAYOUT.block_shape[3:]), np.int8)
-    for layer in range(LAYOUT.num_layers):
-        ticket.read(layer, out[layer]).result()
-    store.complete_load(ticket)
-    return out
-
-
 def test_turns_over_rounded_history_are_those_of_a_rounded_cache(store):
     """Passes over a loaded history and behind one, with unused memory full of NaN."""
     with int8_engine(context_window=kit.WINDOW, store=store) as engine:
@@ -59,7 +47,7 @@ def test_turns_over_rounded_history_are_those_of_a_rounded_cache(store):
         pair = pair_of(engine)
         pair.turns(40, 9, 150, 1)  # A pass is 64 tokens.
         session = pair.session
-        rows = stored_rows(engine, session)
+        rows = kit.stored_kv(engine, session)
         pair.reference.cache.round_all()
         expected = pair.reference.cache.kv
         off = np.abs(unpacked(rows) - expected[:, :, : rows.shape[2]]) > 1e-4
@@ -75,7 +63,7 @@ def test_both_tiers_give_the_same_tokens_and_the_same_bytes(tmp_path):
     messages = [kit.prompt(60), kit.prompt(9, 1), kit.prompt(100, 2)]
     with int8_engine(context_window=kit.WINDOW) as engine:
         session = engine.session()
-        found.append((kit.converse(session, messages), stored_rows(engine, session)))
+        found.append((kit.converse(session, messages), kit.stored_kv(engine, session)))
         assert session.usage.cached_tokens["dram"] > 0
     for driver in ("zarr3", "raw"):
         store, answers = kit.ssd_store(tmp_path / driver, ssd_driver=driver), []
@@ -84,7 +72,7 @@ def test_both_tiers_give_the_same_tokens_and_the_same_bytes(tmp_path):
                 session = engine.session(session_id="one")
                 answers.append(kit.say(session, message))
                 assert session.usage.cached_tokens.get("ssd", 0) == max(len(session.token_ids) - 13 - len(message), 0)
-                rows = stored_rows(engine, session)
+                rows = kit.stored_kv(engine, session)
         found.append((answers, rows))
     for answers, rows in found[1:]:
         assert answers == found[0][0]
@@ -145,7 +133,7 @@ def test_what_stays_after_a_cut_is_the_rounded_cache_with_it_done(name, tmp_path
         assert engine.metrics.truncations > 0
         assert bool(engine.metrics.repaired_tokens) == (name == "repaired")
         assert engine.metrics.failed_saves == 0
-        assert np.isfinite(unpacked(stored_rows(engine, pair.session))).all()
+        assert np.isfinite(unpacked(kit.stored_kv(engine, pair.session))).all()
 
 
 # What the tool that measures it tells.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
 import types
 from collections.abc import Callable, Iterator
 
@@ -292,26 +291,6 @@ def test_the_next_load_begins_when_all_of_this_one_has_begun(store, device_ahead
 
 
 # Room that has to be made.
-
-
-@device_ahead
-@pytest.mark.parametrize("depth", [1, LAYERS])
-def test_room_is_made_by_layers_that_are_computed_oldest_first(store, depth, device_ahead):
-    """With room for three layers each place is used again, once what reads it is done."""
-    rig = Rig(store, None, num_regions=3, device_ahead=device_ahead)
-    load = rig.open("a", depth)
-    computations: list[Computation] = []
-    load.begin()
-    for layer in range(LAYERS):
-        array = load.layer(layer)
-        expect("a", layer, array)
-        computations.append(Computation(functools.partial(expect, "a", layer, array)))  # Read as late as can be.
-        load.computed(layer, computations[-1])
-        assert load.num_issued - sum(each.has_ended for each in computations) <= 3
-    rig.end(load)
-    for each in computations:
-        each.finish()
-    assert rig.is_free
 
 
 def test_a_layer_is_had_though_the_ring_has_no_room_for_the_one_in_front_of_it():

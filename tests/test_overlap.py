@@ -12,13 +12,11 @@ import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
 from ca_jax.engine import Engine
 from ca_jax.kv.costs import RateMeter
-from ca_jax.kv.layer_loader import LayerLoad
 from ca_jax.session import Answer, Session
 from ca_jax.storage.config import GIB
 from ca_jax.storage.records import Residency
@@ -181,34 +179,3 @@ def test_answers_closed_anywhere_leave_the_others_and_their_own_sessions_right(
         assert engine.metrics.cancelled > NUM_SESSIONS // 2
         assert sum(session.usage.num_cached_tokens > 0 for session in sessions) > NUM_SESSIONS // 2
         assert (engine.metrics.resident_histories > 0) == keep_pages
-
-
-@pytest.mark.parametrize("device_ahead", [0, 1])
-@pytest.mark.parametrize("num_ahead", [0, 3])
-def test_the_read_buffer_bounds_what_of_a_history_is_on_the_device(monkeypatch, num_ahead, device_ahead):
-    """Two layers come on top: the one that is computed on, and the one that is filled."""
-    config = kit.tiny.tiny_config(num_layers=7)
-    params = jax.device_put(kit.tiny.tiny_params(config))
-    layer_bytes = 256 * config.kv_bytes_per_token(itemsize=4) // config.num_layers
-    small = dataclasses.replace(kit.SMALL, context_window=256, read_buffer_gib=num_ahead * layer_bytes / GIB)
-    live: list[int] = []
-
-    def layer(load: LayerLoad, index: int, original=LayerLoad.layer) -> jax.Array:
-        array = original(load, index)
-        staged = [each for each in jax.live_arrays() if each.shape == array.shape and id(each) not in others]
-        live.append(sum(each.nbytes for each in staged) // layer_bytes)
-        return array
-
-    model = dataclasses.replace(kit.tiny_model(), config=config, params=params, fingerprint="7 layers")
-    with Engine(model, small) as engine:
-        engine._kv._loader.device_ahead = device_ahead
-        session = engine.session()
-        for prompt_tokens in (60, 60, 60):
-            kit.say(session, kit.prompt(prompt_tokens), 4)
-        kept = jax.live_arrays()  # Referred to, so that no new one has the place of one of them.
-        others = {id(each) for each in kept}
-        monkeypatch.setattr(LayerLoad, "layer", layer)
-        kit.say(session, kit.prompt(9), 4)
-        assert session.usage.num_cached_tokens == 191
-    assert len(live) == config.num_layers
-    assert max(live) <= num_ahead + 2

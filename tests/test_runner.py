@@ -56,19 +56,16 @@ def runner(request) -> Runner:
 
 
 class HeldHistory:
-    """A history on the device, NaN behind its tokens, that notes who has read it, and may break at a layer."""
+    """A history on the device, NaN behind its tokens, that notes who has read it."""
 
-    def __init__(self, runner: Runner, kv: np.ndarray, breaks_at: int | None = None) -> None:
+    def __init__(self, runner: Runner, kv: np.ndarray) -> None:
         self.kv, num_tokens = kv, kv.shape[2]
         padded = np.full((*kv.shape[:2], runner.padded_history(num_tokens), *kv.shape[3:]), np.nan, np.float32)
         padded[:, :, :num_tokens] = kv
         self.layers = [jax.device_put(layer) for layer in padded]
-        self.breaks_at = breaks_at
         self.read: list[int] = []
 
     def layer(self, layer: int) -> jax.Array:
-        if layer == self.breaks_at:
-            raise OSError("worn out")
         return self.layers[layer]
 
     def computed(self, layer: int, result: jax.Array) -> None:
@@ -93,7 +90,6 @@ class Row:
         self.history = HeldHistory(runner, kv[:, :, :num_history]) if num_history else None
         self.runner = runner
         self.received = np.zeros(kit.WINDOW)
-        self.refuses_at: int | None = None  # The layer that is not taken.
         runner.pool.end(slot)
         runner.pool.begin(slot, kit.WINDOW)
         self.begin(num_history)
@@ -111,8 +107,6 @@ class Row:
 
         def take(layer: int, kv: jax.Array, first: int) -> None:
             assert layer == len(layers)
-            if layer == self.refuses_at:
-                raise OSError("worn out")
             layers.append(np.asarray(kv)[:, first : first + num_tokens])
             if layer == kit.NUM_LAYERS - 1:
                 self.kv.append(np.stack(layers))
@@ -199,30 +193,6 @@ def test_whatever_is_packed_into_a_pass_computes_what_each_does_alone_in_one(run
     decode(runner, rows)
     decode(runner, rows[::-1])
     for row in rows:
-        row.expect()
-
-
-@pytest.mark.parametrize("breaks", ["its history", "what takes its KV"])
-@pytest.mark.parametrize("beside", [0, 1, 2])  # A job that decodes, and another prompt.
-def test_what_breaks_of_one_prompt_is_kept_in_its_part_and_it_may_begin_anew(runner, breaks, beside):
-    others = [Row(runner, slot, 40, num_new) for slot, num_new in ((2, 16), (6, 80))[:beside]]
-    if beside:
-        run_pass(runner, others[:1], itertools.repeat(CHUNK))
-    broken = Row(runner, 4, 40, 20)
-    if breaks == "its history":
-        broken.history.breaks_at = 1
-    else:
-        broken.refuses_at = 1
-    *parts, last = run_pass(runner, [*others, broken], itertools.repeat(CHUNK // 2))
-    assert str(last.error) == "worn out"
-    assert [part.error for part in parts] == [None] * max(beside - 1, 0)
-    assert broken.prefill.num_done == 0
-    assert broken.history.read == [0] if breaks == "its history" else len(broken.history.read) > 1
-    broken.history, broken.refuses_at = None, None
-    broken.begin(0)
-    while any(row.prefill.num_left for row in (*others, broken)):
-        run_pass(runner, [*others, broken], itertools.repeat(CHUNK))
-    for row in (*others, broken):
         row.expect()
 
 

@@ -21,7 +21,7 @@ from ca_jax.storage.tickets import SaveTicket
 from ca_jax.telemetry.metrics import EngineMetrics
 from ca_jax.telemetry.timeline import Timeline
 from tests.overlap_kit import in_thread, open_gate
-from tests.storage.store_helpers import as_bits, load, make_kv, save
+from tests.storage.store_helpers import as_bits, load, make_kv
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, dtype="float32", block_tokens=4)
 LAYERS = range(LAYOUT.num_layers)
@@ -201,24 +201,6 @@ def decode(turn: TurnSaver, start: int, stop: int) -> None:
         turn.add_decoded(TOKENS[token], to_device(np.roll(rows, token % 3, axis=2)), token % 3)
 
 
-@pytest.mark.parametrize("num_stored", [0, 1, 5, 10, 12, 15])
-def test_a_turn_in_passes_and_groups_is_stored_whole_and_nothing_twice(rig, num_stored):
-    """A history that is recomputed is handed in again, in passes that begin within it, end within it, or at its end."""
-    if num_stored:
-        save(rig.inner, "s", TOKENS[:num_stored], KV[:, :, :num_stored], owner=OWNER)
-    turn = rig.begin(num_stored)
-    run_pass(turn, 0, 10)
-    run_pass(turn, 10, 15)
-    decode(turn, 15, 26)
-    assert turn.held_bytes == 3 * LAYOUT.token_bytes, "two groups of 4 are on their way, 3 tokens are not"
-    turn.end()
-    assert (turn.is_held, turn.held_bytes, rig.publish()) == (False, 0, [])
-    rig.expect_stored(26)
-    assert rig.store.stats().saved_bytes == 26 * LAYOUT.token_bytes
-    (info,) = rig.store.list()
-    assert (info.tenant, info.session_id, info.in_use) == ("t", "s", False)
-
-
 @pytest.mark.parametrize("num_layers", [0, 1, 3])
 @pytest.mark.parametrize("ends", ["saved", "given up"])
 def test_what_waits_for_room_is_held_in_order_and_goes_when_there_is_some(rig, ends, num_layers):
@@ -250,26 +232,6 @@ def test_what_waits_for_room_is_held_in_order_and_goes_when_there_is_some(rig, e
     turn.end()
     assert (rig.publish(), rig.saver.pending_bytes) == ([], 0)
     rig.expect_stored(22 if ends == "saved" else 10)
-
-
-@pytest.mark.parametrize("num_free", [3, 0])
-def test_what_finds_no_room_ends_the_saving_and_what_is_stored_has_no_gap(rig, num_free):
-    num_others, num_kept = 4 * (NUM_BLOCKS - num_free), num_free * GROUP_TOKENS
-    save(rig.inner, "other", range(num_others), np.resize(KV, (3, 2, num_others, 2, 8)))
-    rig.store.pin("other")
-    turn = rig.begin()
-    if not num_free:
-        run_pass(turn, 0, 10)
-    decode(turn, 0, num_kept + GROUP_TOKENS)
-    assert turn.held_bytes == 0, "what is not saved is not held either"
-    rig.publish()
-    rig.store.unpin("other")
-    rig.store.drop("other")
-    decode(turn, num_kept + GROUP_TOKENS, NUM_TOKENS)
-    run_pass(turn, 0, 10)
-    turn.end()
-    assert (turn.is_held, rig.publish(), rig.saver.pending_bytes) == (False, [], 0)
-    rig.expect_stored(num_kept)
 
 
 # All turns together.
@@ -330,29 +292,3 @@ def test_a_turn_runs_until_it_ends_and_is_unsaved_until_its_saves_are_taken_in(g
     gated.buffer.end(gated.begin_turn("a", 5, start=6))
     gated.buffer.settle()
     gated.expect_stored(11, "a")
-
-
-def test_what_was_given_up_with_its_session_says_nothing_of_the_turn_behind_it(gated):
-    gated.buffer.end(gated.begin_turn("a", 3))
-    gated.buffer.when_saved("a", lambda: pytest.fail("it is not saved"))
-    gated.gate.wait_held()
-    gated.buffer.give_up("a")
-    gated.expect_stored(0, "a")
-    turn = gated.begin_turn("a", 4)
-    gated.write_out(1, OSError("worn out"))
-    gated.gate.open()
-    gated.buffer.end(turn)
-    gated.buffer.settle()
-    gated.expect_stored(4, "a")
-
-
-def test_settling_gives_up_what_the_store_has_no_room_for_in_the_end(rig):
-    settled = iter((True, True, False))
-    rig.store.settle = settled.__next__
-    rig.is_room_coming = True
-    rig.buffer.end(rig.begin_turn("a", 3))
-    rig.buffer.settle()
-    assert [*settled] == [], "the store may still make room"
-    assert not rig.buffer.is_unsaved("a")
-    rig.expect_stored(0, "a")
-    assert not any(info.pinned for info in rig.inner.list())

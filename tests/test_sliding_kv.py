@@ -108,37 +108,23 @@ def test_tokens_taken_back_or_dropped_by_hand_leave_right_answers():
         assert session.usage.new_tokens == 6
 
 
-def test_a_full_context_loses_what_has_slid_first():
+@pytest.mark.parametrize("sizes", [[(40, 16)] * 9, [(70, 12), (90, 12), (33, 180), (5, 12)]], ids=["turns", "answer"])
+def test_a_full_context_loses_what_has_slid_first(sizes):
     """Then nothing is forgotten that a layer looks back to, and answers are as if no context were full."""
     with engine(context_window=256, overflow=OverflowConfig()) as served:
         session, everything = served.session(), []
-        for turn in range(9):
-            prompt = kit.prompt(40, turn)
-            everything += prompt
-            everything += kit.say(session, prompt, max_tokens=16)
-            assert kit.num_wrong(everything, [range(len(everything) - 16, len(everything))], model()) == 0
+        for turn, (num_new, max_tokens) in enumerate(sizes):
+            answer = session.send_ids(kit.prompt(num_new, turn), max_tokens=max_tokens)
+            kit.drain(answer)
+            everything += [*kit.prompt(num_new, turn), *answer.job.output_ids]
+            assert len(answer.job.output_ids) == max_tokens
+            assert kit.num_wrong(everything, [range(len(everything) - max_tokens, len(everything))], model()) == 0
             num_stored(served)
         assert served.metrics.truncations > 0
         assert served.metrics.repaired_tokens == 0, "nothing is lost that could be repaired"
         assert session.num_dropped + len(session.token_ids) == len(everything)
-
-
-def test_an_answer_that_fills_the_context_loses_what_has_slid_first():
-    with engine(context_window=256, overflow=OverflowConfig()) as served:
-        session = served.session()
-        expect_right_answers(session, [PROMPTS[0], PROMPTS[2]])
-        num_stored(served)
-        before = session.token_ids + PROMPTS[3]
-        answer = session.send_ids(PROMPTS[3], max_tokens=180)
-        kit.drain(answer)
-        everything = before + answer.job.output_ids
-        assert len(answer.job.output_ids) == 180
-        assert kit.num_wrong(everything, [range(len(before), len(everything))], model()) == 0
         kept = session.token_ids[4:]  # The first ones stay, as far away as they are.
         assert kept == everything[-len(kept) :]
-        assert session.usage.dropped_tokens > 0
-        assert len(session.token_ids) <= 256
-        expect_right_answers(session, [PROMPTS[1]])
 
 
 def test_where_a_layer_looks_further_or_discarding_may_everything_is_stored():

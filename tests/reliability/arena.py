@@ -184,7 +184,7 @@ class Arena:
             self.tally.loaded_chunks += len(turn.context) - usage.missed_chunks
             self.tally.missed_chunks += usage.missed_chunks
             if self.ratio in (None, 1.0):
-                self.tally.wrong_tokens += workload.num_wrong(token_ids, usage.completion_tokens)
+                self.tally.wrong_tokens += kit.num_wrong(token_ids, [kit.last_answer(turn.session)])
             self._known[turn.name] = list(token_ids)
 
     def converse(self, names: Sequence[str] | None = None, num_new: tuple[int, int] = (2, 12)) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 import os
 import select
 import shutil
@@ -21,6 +20,7 @@ from ca_jax.storage.catalog.file import CATALOG_NAME, CatalogAccessError
 from ca_jax.storage.tiers.formats import FORMATS
 from tests import engine_kit as kit
 from tests.reliability import workload
+from tests.storage.store_reference import num_common
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _ANSWER_S = 240.0  # How long a victim may be silent: the first one compiles.
@@ -274,12 +274,6 @@ def _read_disk(directory: Path, driver: str) -> tuple[dict[str, Stored], set[int
     return found, stored - held
 
 
-def _num_alike(token_ids: list[int], others: list[int]) -> int:
-    """How many first tokens are the same."""
-    pairs = zip(token_ids, others, strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
 def _check_restart(
     directory: Path, driver: str, stored: dict[str, Stored], report: Report, random: np.random.Generator
 ) -> None:
@@ -323,7 +317,7 @@ def _check_restart(
                     *kv_ids.values(),
                     *(other.token_ids for other, _, _ in found if other is not session),
                 ]
-                num_known = max(_num_alike(session.token_ids, ids) for ids in known)
+                num_known = max(num_common(session.token_ids, ids) for ids in known)
                 assert session.usage.num_cached_tokens <= num_known, "KV of tokens that are gone"
                 report.ahead_sessions += 1
             else:
@@ -332,7 +326,7 @@ def _check_restart(
             report.cut_sessions += session.num_dropped > 0
             if not session.num_dropped or session.conversation.lineage > info.num_dropped:
                 # The others go on behind KV that no one pass gives.
-                report.wrong_tokens += workload.num_wrong(session.token_ids, _ANSWER_TOKENS)
+                report.wrong_tokens += kit.num_wrong(session.token_ids, [kit.last_answer(session)])
             report.answers += 1
             report.sessions_checked += 1
             report.tokens_checked += info.ssd_tokens

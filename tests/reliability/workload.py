@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import hashlib
 import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ca_jax.engine import Engine
@@ -27,7 +24,7 @@ from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.ssd import SsdIndex
 from ca_jax.storage.store import AttentionStore
 from tests import engine_kit as kit
-from tests.tolerances import LOGITS_ATOL
+from tests.storage.store_reference import check_books as check_blocks
 
 DRIVERS = ("zarr3", "raw")
 CHUNKS = tuple(tuple(kit.prompt(num_tokens, seed=9)) for num_tokens in (33, 16, 40, 25, 32, 19))
@@ -52,23 +49,6 @@ def ssd_store(directory: Path, driver: str, *, dram_blocks: int, ssd_blocks: int
         ssd_free_floor_gib=0.0,
         **changes,
     )
-
-
-@functools.partial(jax.jit, static_argnames=("model",))
-def _likeliest(model, params, tokens):
-    """Which tokens no other is likelier than, but for rounding: bool `[T, V]`."""
-    logits = model.apply(params, tokens, jnp.arange(tokens.shape[1])[None])[0][0]
-    return logits > logits.max(-1, keepdims=True) - LOGITS_ATOL["float32"]
-
-
-def num_wrong(token_ids: Sequence[int], num_generated: int) -> int:
-    """How many of the last `num_generated` tokens are not what one pass of the tiny model finds likeliest there."""
-    model = kit.tiny_model()
-    padded = np.zeros((1, kit.WINDOW), np.int32)
-    padded[0, : len(token_ids)] = token_ids
-    likeliest = np.asarray(_likeliest(model.model, model.params, padded))
-    start, stop = len(token_ids) - num_generated, len(token_ids)
-    return int(np.sum(~likeliest[start - 1 : stop - 1][np.arange(num_generated), padded[0, start:stop]]))
 
 
 def store_of(engine: Engine) -> AttentionStore:
@@ -117,11 +97,7 @@ def is_whole(engine: Engine, chunk: Sequence[int]) -> bool:
     if ticket is None:
         return False
     assert ticket.num_tokens == len(chunk), f"there must be {len(chunk)} tokens of a chunk, got {ticket.num_tokens}"
-    layout = store.layout
-    found = np.empty((layout.num_layers, 2, len(chunk), layout.num_kv_heads, layout.head_dim), np.float32)
-    for layer in range(layout.num_layers):
-        ticket.read(layer, found[layer]).result()
-    store.complete_load(ticket)
+    found = kit.loaded(store, ticket)
     np.testing.assert_allclose(found, kit.full_pass(list(chunk))[1], atol=1e-4)
     return True
 
@@ -146,10 +122,7 @@ def check_books(engine: Engine, directory: Path, *, fresh: bool = False) -> None
         records = list(reader.load_all(lambda key, reason: None))
     holders = collections.Counter(block for record in records for block in record.block_ids.tolist())
     held = sorted(holders)
-    assert ssd._blocks._others == {block: number - 1 for block, number in holders.items() if number > 1}
-    taken = [block for block, is_taken in enumerate(ssd._blocks._taken) if is_taken]
-    assert taken == held, f"the free list must be {held} to be taken, got {taken}"
-    assert ssd._blocks.num_free == tier.num_blocks - len(held)
+    check_blocks(ssd._blocks, [(record.tenant, record.block_ids.tolist()) for record in records])
     assert stats.ssd is not None
     assert stats.ssd.used_bytes == len(held) * tier.stored_block_bytes
     assert sum(info.ssd_bytes for info in infos) == holders.total() * tier.stored_block_bytes

@@ -58,9 +58,6 @@ class StoppedClock:
         return self.now_s
 
 
-# Stores.
-
-
 def ssd_config(directory: Path | None, num_blocks: float, **fields: Any) -> StoreConfig:
     """The config of a store with so many blocks on SSD in a directory."""
     return StoreConfig(
@@ -236,57 +233,14 @@ def replaced(owner: object, name: str, value: Callable[..., object]) -> Iterator
         yield
 
 
-class Stall:
-    """Calls that begin and do not end before `end`."""
-
-    def __init__(self) -> None:
-        self.num_begun = 0
-        self.begun, self._go_on = threading.Event(), threading.Event()
-
-    def end(self) -> None:
-        self._go_on.set()
-
-    def __call__(self) -> None:
-        self.num_begun += 1
-        self.begun.set()
-        self._go_on.wait(PATIENCE_S)
-
-
-@contextlib.contextmanager
-def stalled(*methods: tuple[object, str]) -> Iterator[Stall]:
-    """Has methods of objects begin and not end, until the block does."""
-    stall = Stall()
-
-    def late(method: Callable[..., object], *args: object, **options: object) -> object:
-        stall()
-        return method(*args, **options)
-
-    with contextlib.ExitStack() as stack:
-        for owner, name in methods:
-            stack.enter_context(replaced(owner, name, functools.partial(late, getattr(owner, name))))
-        stack.callback(stall.end)
-        yield stall
-
-
-@contextlib.contextmanager
-def writer_stopped(store: AttentionStore) -> Iterator[Stall]:
-    """Keeps whoever writes from going on with the catalog."""
-    stall = Stall()
-    store._ssd._mover._put_change(stall)
-    assert stall.begun.wait(PATIENCE_S)
-    try:
-        yield stall
-    finally:
-        stall.end()
-
-
 class Gate:
-    """Holds moves back while it is closed."""
+    """Holds calls and moves back while it is closed, each for as long as a test waits at most."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_closed: bool = False) -> None:
         self._changed = threading.Condition()
-        self._is_closed = False
+        self._is_closed = is_closed
         self._num_held = 0
+        self.num_come = 0
 
     def close(self) -> None:
         with self._changed:
@@ -297,17 +251,46 @@ class Gate:
             self._is_closed = False
             self._changed.notify_all()
 
-    def wait_held(self, num_moves: int = 1) -> None:
-        """Waits until so many moves stand before the gate."""
+    def wait_held(self, num_calls: int = 1) -> None:
+        """Waits until so many stand before the gate."""
         with self._changed:
-            assert self._changed.wait_for(lambda: self._num_held >= num_moves, PATIENCE_S), "no move came to the gate"
+            assert self._changed.wait_for(lambda: self._num_held >= num_calls, PATIENCE_S), "none came to the gate"
 
-    def pass_through(self) -> None:
+    def __call__(self) -> None:
         with self._changed:
+            self.num_come += 1
             self._num_held += 1
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._is_closed)
+            self._changed.wait_for(lambda: not self._is_closed, PATIENCE_S)
             self._num_held -= 1
+
+
+@contextlib.contextmanager
+def stalled(*methods: tuple[object, str]) -> Iterator[Gate]:
+    """Has methods of objects begin and not end, until the block does."""
+    gate = Gate(is_closed=True)
+
+    def late(method: Callable[..., object], *args: object, **options: object) -> object:
+        gate()
+        return method(*args, **options)
+
+    with contextlib.ExitStack() as stack:
+        for owner, name in methods:
+            stack.enter_context(replaced(owner, name, functools.partial(late, getattr(owner, name))))
+        stack.callback(gate.open)
+        yield gate
+
+
+@contextlib.contextmanager
+def writer_stopped(store: AttentionStore) -> Iterator[Gate]:
+    """Keeps whoever writes from going on with the catalog once what it was asked for by now is done."""
+    gate = Gate(is_closed=True)
+    store._ssd._mover._put_change(gate)
+    gate.wait_held()
+    try:
+        yield gate
+    finally:
+        gate.open()
 
 
 class GatedTier:
@@ -321,11 +304,11 @@ class GatedTier:
         return getattr(self._tier, name)
 
     def read_blocks(self, *arguments: Any) -> None:
-        self.reads.pass_through()
+        self.reads()
         self._tier.read_blocks(*arguments)
 
     def write_blocks(self, *arguments: Any) -> None:
-        self.writes.pass_through()
+        self.writes()
         self._tier.write_blocks(*arguments)
 
     def let_time_pass(self, seconds: float) -> None:
@@ -345,9 +328,6 @@ def open_gated(monkeypatch) -> list[GatedTier]:
     monkeypatch.setattr(ssd_setup, "open_ssd", open_it)
     monkeypatch.setattr(ssd_setup, "SsdWorker", functools.partial(SsdWorker, clock=clock))
     return tiers
-
-
-# Tiers.
 
 
 @dataclasses.dataclass

@@ -11,6 +11,8 @@ from ca_jax.storage.records import Owner
 from ca_jax.storage.sessions import Entry, SessionIndex
 from ca_jax.storage.tokens import Lineage, PrefixIndex, Published, SsdCopy, TokenPlaces, as_units, prefix_hashes
 
+from .store_reference import num_common
+
 TOKEN_IDS = st.lists(st.sampled_from([0, 256]), max_size=6)
 MIN_TOKENS = BLOCK_TOKENS = 2
 
@@ -18,10 +20,6 @@ MIN_TOKENS = BLOCK_TOKENS = 2
 def published(token_ids: list[int], tenant: str = "x", num_plain: int | None = None) -> Published:
     num_plain = len(token_ids) if num_plain is None else num_plain
     return tenant, np.array(token_ids, np.int32), num_plain
-
-
-def num_common(a: list[int], b: list[int]) -> int:
-    return next((i for i, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), min(len(a), len(b)))
 
 
 @given(

@@ -111,7 +111,7 @@ def test_an_abort_waits_for_the_write_under_way(store):
     with kit.stalled((ticket, "_copy")) as copying:
         writer = threading.Thread(target=ticket.write_all, args=(kv,))
         writer.start()
-        assert copying.begun.wait(kit.PATIENCE_S)
+        copying.wait_held()
         aborter = threading.Thread(target=store.abort_save, args=(ticket,))
         aborter.start()
         aborter.join(0.05)

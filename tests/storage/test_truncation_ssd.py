@@ -76,25 +76,6 @@ def test_a_cut_that_is_copied_together_in_dram_is_durable_before_it_is_written_a
 # While it moves.
 
 
-def test_a_session_is_fetched_before_the_catalog_knows_that_it_was_cut(open_store, driver):
-    """What is left of it is found in the older row, cut after cut; the catalog has it in the end."""
-    store = open_store()
-    kv = kit.put(store, "a", 18)
-    store = open_store()
-    with kit.writer_stopped(store):
-        assert store.discard("a", kit.mask_of(18, [0, 4, 5, 6, 7, 9, 17])) == 11
-        assert store.discard("a", kit.mask_of(11, [3, 7])) == 9
-        kit.fetch(store, "a")
-        kept = np.delete(np.delete(np.arange(18), [0, 4, 5, 6, 7, 9, 17]), [3, 7])
-        found = kit.load(store, "a", 100 + kept, 8)
-        assert found is not None, store.stats().misses
-        kit.assert_same(found, kv[:, :, kept])
-        assert used_ssd_blocks(store) == 4
-    store.settle()
-    store = open_store()
-    kit.assert_loads(store, "a", 100 + kept, kv[:, :, kept], 8)
-
-
 def test_a_flush_that_fails_leaves_its_older_state_cut(open_store, gates):
     store = open_store(8)
     kv = kit.make_kv(kit.LAYOUT, 11)
@@ -225,96 +206,6 @@ def test_at_any_moment_of_a_change_the_disk_has_one_state_or_the_other(tmp_path,
         store.close()
     assert seen[True] > 3
     assert seen[False] > 0
-
-
-def test_a_fetch_that_is_under_way_is_begun_anew(open_store, gates):
-    store = open_store()
-    kv = kit.put(store, "a", 14)
-    store = open_store()
-    gates[1].reads.close()
-    assert store.request("a")
-    gates[1].reads.wait_held()
-    assert store.discard("a", kit.mask_of(14, range(1, 9))) == 6
-    assert store.residency("a") is Residency.SSD
-    assert kit.used_blocks(store) == 4, "memory that is still being written was given away"
-    gates[1].reads.open()
-    kept = np.delete(np.arange(14), range(1, 9))
-    kit.assert_loads(store, "a", 100 + kept, kv[:, :, kept], 8)
-    kit.wait_until(store, lambda: kit.used_blocks(store) == 3)
-    assert store.stats().ssd.num_fetches == 1
-
-
-@pytest.mark.parametrize("is_known", [False, True], ids=["first flush", "later flush"])
-def test_a_flush_that_is_under_way_goes_on_and_is_cut_when_it_has_ended(open_store, gates, driver, is_known):
-    """In between the session is cut once more, and saved on."""
-    store = open_store(8, ssd_driver=driver)
-    kv = kit.make_kv(kit.LAYOUT, 16)
-    kit.save(store, "a", kit.ids(5), kv[:, :, :5])
-    if is_known:
-        store.settle()
-    gates[0].writes.close()
-    kit.save(store, "a", kit.ids(13)[5:], kv[:, :, 5:13], start_token=5)
-    kit.begin_flush(store, gates[0])
-    assert store.discard("a", kit.mask_of(13, [1, *range(4, 9)]), b"cut") == 7
-    assert kit.info(store, "a").num_blocks == 3, "of the second block nothing is left"
-    assert kit.save(store, "a", kit.ids(16)[13:], kv[:, :, 13:], start_token=7)
-    assert store.discard("a", kit.mask_of(10, [0])) == 9
-    assert kit.ssd_tokens(store, "a") == (5 if is_known else 0)
-    gates[0].writes.open()
-    kit.wait_until(store, lambda: kit.ssd_tokens(store, "a") == 6)
-    assert kit.info(store, "a").ssd_bytes == 3 * kit.SLOT_BYTES, "of those that were just written one is free already"
-    store.settle()
-    assert kit.ssd_tokens(store, "a") == 9
-    assert set(store.stats().ssd.failed_flushes.values()) == {0}
-    assert store.note("a") == b"cut"
-    store = open_store(8, ssd_driver=driver)
-    assert store.note("a") == b"cut"
-    kept = np.array([2, 3, 9, 10, 11, 12, 13, 14, 15])
-    kit.assert_loads(store, "a", 100 + kept, kv[:, :, kept], 7)
-
-
-@pytest.mark.parametrize("is_cut", [False, True])
-def test_a_session_that_is_saved_anew_while_its_older_state_is_flushed(open_store, gates, driver, is_cut):
-    """That state gets to SSD, and stays there until the new one does."""
-    store = open_store(10, ssd_driver=driver)
-    kv, anew = kit.make_kv(kit.LAYOUT, 10), kit.make_kv(kit.LAYOUT, 12, seed=1)
-    gates[0].writes.close()
-    kit.save(store, "a", kit.ids(10), kv)
-    kit.begin_flush(store, gates[0])
-    kept = np.arange(10)
-    if is_cut:
-        store.discard("a", kit.mask_of(10, [1, 2]))
-        kept = np.delete(kept, [1, 2])
-    store.leave_dram("a")
-    assert kit.used_blocks(store) == 3, "memory that is still being read was given away"
-    ticket = store.prepare_save("a", 0, kit.ids(12), num_dropped=7, num_plain=4)
-    ticket.write_all(anew)
-    gates[0].writes.open()
-    kit.wait_until(store, lambda: kit.ssd_tokens(store, "a") == len(kept))
-    store.complete_save(ticket)
-    kit.assert_same(kit.load(store, "a", kit.ids(12), 7), anew)
-    kit.assert_same(kit.load(store, "a", kit.ids(12)), anew[:, :, :4])
-    store.settle()
-    store = open_store(10, ssd_driver=driver)
-    kit.assert_loads(store, "a", kit.ids(12), anew, 7)
-    kit.assert_same(kit.load(store, "a", kit.ids(12)), anew[:, :, :4])
-
-
-def test_blocks_that_a_cut_freed_go_to_other_sessions(open_store, driver):
-    """In the order in which the catalog is told: what is written there is never taken for what was."""
-    store = open_store(12, ssd_blocks=6, ssd_driver=driver)
-    kv = kit.put(store, "a", 24)
-    with kit.writer_stopped(store):
-        assert store.discard("a", kit.mask_of(24, range(4, 16))) == 12
-        other = kit.make_kv(kit.LAYOUT, 12, seed=1)
-        kit.save(store, "b", kit.ids(12, 500), other)
-        store.poll()
-    store.settle()
-    assert used_ssd_blocks(store) == 6
-    store = open_store(12, ssd_blocks=6, ssd_driver=driver)
-    kept = np.delete(np.arange(24), range(4, 16))
-    kit.assert_loads(store, "a", 100 + kept, kv[:, :, kept], 12)
-    kit.assert_loads(store, "b", kit.ids(12, 500), other)
 
 
 @pytest.mark.parametrize("note", [None, b"cut"])
