@@ -150,10 +150,10 @@ def test_a_load_that_breaks_while_it_is_repaired_is_recomputed(name, layer, drif
         assert pair.session.usage.repaired_tokens == 0
 
 
-@pytest.mark.parametrize("broken", ["run_pass", "at_rest"])
+@pytest.mark.parametrize("broken", ["run_pass", "read"])
 @pytest.mark.parametrize("name", ["all", "drift and anchor"])
 def test_a_repair_that_breaks_otherwise_is_done_by_the_next_turn(name, broken, drift, monkeypatch):
-    """Computing it, or packing it to be saved: what is stored gives way to nothing less than all of it."""
+    """Computing it, or reading it to be saved: what is stored gives way to nothing less than all of it."""
 
     def fail(*_: object) -> None:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")

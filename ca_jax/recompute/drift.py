@@ -143,7 +143,7 @@ def measure_drift(
     settled = overflow.keep_first_tokens + round(_UNSETTLED * window)
     nothing = kv.empty(model.config, 1, window + _PASS_TOKENS, model.dtype)
     total, num_tokens, cache = np.zeros(0), 0, nothing
-    text = np.asarray(token_ids, np.int32)
+    text = np.fromiter(token_ids, np.int32)
     context, rest = text[:0], text
     while len(rest):
         part, rest = np.split(rest, [window - len(context)])
