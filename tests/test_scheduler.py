@@ -183,6 +183,17 @@ TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
+def test_a_job_that_waits_or_runs_is_not_queued_again():
+    scheduler = Scheduler(2)
+    [waiting] = submitted(scheduler, 0)
+    with pytest.raises(ValueError, match="must neither wait nor run"):
+        scheduler.submit(waiting)
+    assert scheduler.schedule().taken is waiting
+    scheduler.prefilled(waiting)
+    with pytest.raises(ValueError, match="must neither wait nor run"):
+        scheduler.submit(waiting)
+
+
 def test_where_slots_are_in_parts_jobs_take_one_of_each_in_turn():
     scheduler = Scheduler(6, num_parts=2)
 

@@ -32,7 +32,10 @@ ROOT = Path(__file__).resolve().parent.parent
 TARGETS = {
     "scheduler": ("ca_jax/serving/scheduler.py", ["tests/test_scheduler.py"]),
     "placement": ("ca_jax/storage/placement/policy.py", ["tests/storage/test_policy.py"]),
-    "lineage": ("ca_jax/storage/tokens.py", ["tests/storage/test_tokens.py", "tests/storage/test_truncation.py"]),
+    "lineage": (
+        "ca_jax/storage/tokens.py",
+        ["tests/storage/test_tokens.py", "tests/storage/test_truncation.py", "tests/storage/test_prefixes.py"],
+    ),
     "seals": ("ca_jax/storage/layout.py", ["tests/storage/test_layout.py"]),
     "router": ("ca_jax/server/router.py", ["tests/server/test_router.py"]),
     "truncation": ("ca_jax/storage/truncation.py", ["tests/storage/test_truncation.py"]),

@@ -81,6 +81,8 @@ def attend_blocks(
     whole = [*within, *starts, *([] if sinks is None else [sinks[..., None]])]
     of_block = pl.BlockSpec((1, num_kv, num_queries, head_dim), lambda b, *_: (b, 0, 0, 0))
     most_keys = min(table.shape[1] * page, (window or table.shape[1] * page) + num_queries)
+    # XLA would bring pages that fit VMEM there, all of them each time, and back.
+    held = pages if interpret else pltpu.with_memory_space_constraint(pages, pltpu.HBM)
     kernel = functools.partial(
         _kernel, half=rotation[0].shape[1], at_once=at_once, window=window, cap=cap, has_sinks=sinks is not None
     )
@@ -112,7 +114,7 @@ def attend_blocks(
         ),
         interpret=interpret,
         name="attend_pages",
-    )(bounds, table, own[..., None], queries, *whole, pages)
+    )(bounds, table, own[..., None], queries, *whole, held)
 
 
 def _turns(

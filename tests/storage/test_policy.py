@@ -80,6 +80,24 @@ def test_figure_9_of_the_paper():
     assert choose(SchedulerAwarePolicy(), ssd, 1) == ("9",)
 
 
+@pytest.mark.parametrize("name", ["scheduler_aware", "return_aware"])
+def test_none_is_named_that_is_needed_sooner(name):
+    waiting = [
+        StoredEntry(key=str(place), num_blocks=1, last_used_s=place, created_s=place, queue_position=place)
+        for place in (1, 5, 7)
+    ]
+    assert choose(make_policy(name), make_view(waiting), 2, needed_at=3) == ("7", "5")
+    assert choose(make_policy(name), make_view(waiting), 3, needed_at=3) == ()
+    assert choose(make_policy(name), make_view(waiting), 3, needed_at=0) == ("7", "5", "1")
+
+
+def test_what_is_used_and_free_is_all_there_is():
+    blocks = ChargedBlocks(5)
+    blocks.alloc("x", 2)
+    tier = Room(SchedulerAwarePolicy(), blocks, lambda tenant: make_view([]), lambda key: (), lambda: 0.0).stats(10)
+    assert (tier["capacity_bytes"], tier["used_bytes"], tier["free_bytes"]) == (50, 20, 30)
+
+
 @st.composite
 def entries(draw, prefix="s") -> list[StoredEntry]:
     count = draw(st.integers(0, 12))
