@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ca_jax.storage.config import StoreConfig
-from ca_jax.storage.layout import layer_sums
+from ca_jax.storage.layout import KVLayout, layer_sums
 
 from .store_helpers import as_bits, make_kv, make_layout
 
@@ -50,6 +50,19 @@ def test_a_layout_refuses_what_it_cannot_store():
     for name, value, message in (("head_dim", 0, "head_dim must be positive, got 0"), ("dtype", "int7", "got 'int7'")):
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(make_layout(), **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "token_bytes", "stored_bytes"),
+    [("bfloat16", 3 * 2 * 5 * 36 * 2, 77824), ("int8", 3 * 2 * 5 * 36, 40960), ("float32", 4320, 155648)],
+)
+def test_a_layout_says_what_tokens_and_blocks_take(dtype, token_bytes, stored_bytes):
+    layout = KVLayout(num_layers=3, num_kv_heads=5, head_dim=36, dtype=dtype, block_tokens=36)
+    assert layout.block_shape == (3, 2, 36, 5, 36)
+    assert (layout.token_bytes, layout.block_bytes) == (token_bytes, token_bytes * 36)
+    assert layout.block_bytes == np.empty(layout.block_shape, layout.numpy_dtype).nbytes
+    assert layout.stored_block_bytes == stored_bytes, "whole pages of 4,096 bytes"
+    assert [layout.num_blocks(count) for count in (0, 1, 35, 36, 37, 72, 73)] == [0, 1, 1, 1, 2, 2, 3]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
