@@ -7,7 +7,6 @@ import textwrap
 
 import pytest
 import rich.console
-from ca_jax.evaluation.stream import ComparedOverflow
 
 import benchmarks
 from benchmarks import figures, harness, tables
@@ -18,6 +17,7 @@ from benchmarks.evaluate.mmlu import MmluConfig
 from benchmarks.evaluate.perplexity import PerplexityConfig
 from benchmarks.evaluate.rag import GateConfig
 from benchmarks.evaluate.rag_methods import Blends
+from benchmarks.evaluate.stream import ComparedOverflow
 from benchmarks.figures import Panel
 from benchmarks.gpu.rows import GpuBenchConfig
 from benchmarks.harness import SUITES, Row
