@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -91,3 +93,23 @@ def test_in_both_tiers_it_is_the_longest_that_a_scan_finds_on_ssd_by_whole_block
         key = table.find_prefix("x", wanted)
         longest = max(agreeing.values(), default=0)
         assert (key is None, agreeing.get(key, 0)) == (not longest, longest)
+
+
+def test_each_hash_is_of_the_one_before_and_its_own_block():
+    token_ids = np.arange(1, 12)
+    expected, last = b"", b""
+    for block in ([1, 2, 3, 4], [5, 6, 7, 8]):  # What is behind the last full block is in none.
+        last = hashlib.sha256(last + np.array(block, "<i4").tobytes()).digest()[:8]
+        expected += last
+    assert prefix_hashes(token_ids, 4) == expected
+    assert prefix_hashes(token_ids, 4, known=expected[:8]) == expected
+    assert prefix_hashes(token_ids[:8], 4) == expected
+    assert prefix_hashes(token_ids[:3], 4) == b""
+
+
+def test_a_cut_keeps_hashes_of_blocks_before_it_alone():
+    prefixes = prefix_hashes(np.arange(12), 4)
+    copy = SsdCopy(block_ids=np.array([7, 8, 9]), places=TokenPlaces.dense(12), prefixes=prefixes)
+    kept = np.arange(12) != 9
+    cut, _ = copy.keep(kept, Lineage().after(~kept, 12), 4)
+    assert cut.prefixes == prefixes[:16]
