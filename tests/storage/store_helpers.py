@@ -283,7 +283,7 @@ def stalled(*methods: tuple[object, str]) -> Iterator[Gate]:
 
 @contextlib.contextmanager
 def writer_stopped(store: AttentionStore) -> Iterator[Gate]:
-    """Keeps whoever writes from going on with the catalog once what it was asked for by now is done."""
+    """Blocks the thread that writes the catalog, once all changes asked for so far are made."""
     gate = Gate(is_closed=True)
     store._ssd._mover._put_change(gate)
     gate.wait_held()
