@@ -23,7 +23,9 @@ from ca_jax.storage.records import BlockIoError
 from ca_jax.storage.store import AttentionStore
 from ca_jax.turns.conversations import Conversation
 
-LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, dtype="float16", block_tokens=StoreConfig.block_tokens)
+LAYOUT = KVLayout.uniform(
+    num_layers=1, num_kv_heads=1, head_dim=2, dtype="float16", block_tokens=StoreConfig.block_tokens
+)
 """Of the smallest blocks there are: bookkeeping does not depend on their size."""
 _STORED_BLOCK_BYTES = 8192  # On SSD, whatever a driver adds to a block.
 _STORE_SESSIONS = 4  # That the store has room for, one of which is there.
@@ -112,7 +114,7 @@ def save_tokens(store: AttentionStore, key: str, start_token: int, token_ids: np
     ticket = store.prepare_save(key, start_token, token_ids)
     if ticket is None:
         raise BenchError(f"DRAM must have room for {len(token_ids)} tokens, got none")
-    shape = (LAYOUT.num_layers, 2, len(token_ids), LAYOUT.num_kv_heads, LAYOUT.head_dim)
+    shape = (LAYOUT.num_layers, 2, len(token_ids), LAYOUT.groups[0].num_kv_heads, LAYOUT.groups[0].head_dim)
     ticket.write_all(np.zeros(shape, LAYOUT.numpy_dtype))
     store.complete_save(ticket)
 

@@ -230,7 +230,7 @@ def stored_kv(engine: Engine, session: Session) -> np.ndarray:
 def loaded(store: AttentionStore, ticket: LoadTicket) -> np.ndarray:
     """All that a ticket loads, as it is at rest: `[L, 2, T, K, H]`."""
     layout = store.layout
-    out = np.zeros((layout.num_layers, 2, ticket.num_tokens, *layout.block_shape[3:]), layout.numpy_dtype)
+    out = np.zeros((layout.num_layers, *layout.layer_shape(0, ticket.num_tokens)), layout.numpy_dtype)
     for layer in range(layout.num_layers):
         ticket.read(layer, out[layer]).result()
     store.complete_load(ticket)

@@ -93,7 +93,7 @@ def eight_devices() -> None:
 # Single arrays: sharded KV on its way to four of the devices and back.
 
 
-LAYOUT = KVLayout(num_layers=3, num_kv_heads=4, head_dim=8, dtype="bfloat16", block_tokens=4)
+LAYOUT = KVLayout.uniform(num_layers=3, num_kv_heads=4, head_dim=8, dtype="bfloat16", block_tokens=4)
 KV = make_kv(LAYOUT, 16)
 SPECS = {
     "by heads": PartitionSpec(None, None, "model", None),

@@ -207,7 +207,7 @@ def test_no_donated_buffer_is_read_by_a_save(monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_hbm_to_dram_to_hbm_is_bit_exact(dtype):
     """Prefilled and decoded KV of every bit pattern, NaNs with payload included, in parts that cross blocks."""
-    layout = KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, dtype=dtype, block_tokens=8)
+    layout = KVLayout.uniform(num_layers=3, num_kv_heads=2, head_dim=16, dtype=dtype, block_tokens=8)
     kv = make_kv(layout, 45)  # 30 tokens prefilled in passes of 20 and 10, then two groups of 8 and 7 decoded ones
     on_device = to_device(kv)
     np.testing.assert_array_equal(as_bits(to_host(on_device)), as_bits(kv))

@@ -27,7 +27,7 @@ from ca_jax.telemetry.timeline import Timeline
 from tests.storage.store_helpers import as_bits, make_kv, save
 from tests.transfers_kit import GatedTransfers, ManualTimer
 
-LAYOUT = KVLayout(num_layers=5, num_kv_heads=2, head_dim=16, dtype="float32", block_tokens=4)
+LAYOUT = KVLayout.uniform(num_layers=5, num_kv_heads=2, head_dim=16, dtype="float32", block_tokens=4)
 LAYERS = LAYOUT.num_layers
 NUM_TOKENS, PADDED = 11, 16
 REGION_BYTES = PADDED * LAYOUT.token_bytes // LAYERS
@@ -302,7 +302,7 @@ def test_a_layer_is_had_though_the_ring_has_no_room_for_the_one_in_front_of_it()
         SSSS..MMMMMMssss    S: its layer 1, where m was
         SSSSLLLLLLLL....    L: layer 0 of 16; without S there is no room for layer 1 either
     """
-    layout = KVLayout(num_layers=2, num_kv_heads=2, head_dim=16, dtype="float32", block_tokens=8)
+    layout = KVLayout.uniform(num_layers=2, num_kv_heads=2, head_dim=16, dtype="float32", block_tokens=8)
     kvs = {str(num_tokens): make_kv(layout, num_tokens) for num_tokens in (8, 12, 16)}
     with contextlib.closing(filled_store(layout, kvs)) as store:
         loader = LayerLoader(layout, 2 * 16 * layout.token_bytes // 2)

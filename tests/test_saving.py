@@ -23,7 +23,7 @@ from ca_jax.telemetry.timeline import Timeline
 from tests.overlap_kit import in_thread, open_gate
 from tests.storage.store_helpers import as_bits, load, make_kv
 
-LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, dtype="float32", block_tokens=4)
+LAYOUT = KVLayout.uniform(num_layers=3, num_kv_heads=2, head_dim=8, dtype="float32", block_tokens=4)
 LAYERS = range(LAYOUT.num_layers)
 NUM_TOKENS, NUM_BLOCKS, GROUP_TOKENS = 40, 12, 4
 KV = make_kv(LAYOUT, NUM_TOKENS)
@@ -161,7 +161,7 @@ def test_a_write_that_breaks_ends_its_save_and_no_other(gated):
 
 
 def test_copies_large_enough_to_say_something_are_measured_and_all_are_on_the_timeline():
-    layout = KVLayout(num_layers=1, num_kv_heads=2, head_dim=64, dtype="float32", block_tokens=64)
+    layout = KVLayout.uniform(num_layers=1, num_kv_heads=2, head_dim=64, dtype="float32", block_tokens=64)
     rig, kv = Rig(layout), make_kv(layout, 64)
     for key, num_tokens in (("small", 63), ("large", 64)):
         ticket = rig.store.prepare_save(key, 0, range(num_tokens))

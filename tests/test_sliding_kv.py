@@ -8,7 +8,7 @@ import functools
 import pytest
 
 from ca_jax.engine import Engine
-from ca_jax.kv.layout import kept_window
+from ca_jax.kv.layout import kept_window, kv_layout
 from ca_jax.models.transformer import Transformer
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import LoadedModel
@@ -130,8 +130,11 @@ def test_a_full_context_loses_what_has_slid_first(sizes):
 def test_where_a_layer_looks_further_or_discarding_may_everything_is_stored():
     """As where the context is no longer than what a layer sees: what is left of a full one is repaired there."""
     any_token = dataclasses.replace(kit.SMALL, overflow=OverflowConfig(discarder="heavy_hitters"))
-    assert [kept_window(model().config, kit.SMALL, window) for window in (SLIDING, SLIDING + 1)] == [None, SLIDING]
-    assert kept_window(model().config, any_token, SLIDING + 1) is None
+    slides, mixed = (kv_layout(model(full_layers=layers), kit.SMALL) for layers in ((), (1,)))
+    assert [group.layers for group in mixed.groups] == [(0, 2), (1,)]
+    assert [kept_window(slides, kit.SMALL, window) for window in (SLIDING, SLIDING + 1)] == [None, SLIDING]
+    assert kept_window(mixed, kit.SMALL, SLIDING + 1) is None
+    assert kept_window(slides, any_token, SLIDING + 1) is None
     with kit.small_engine(model(full_layers=(1,))) as served:
         session = served.session()
         kit.converse(session, PROMPTS[:3])

@@ -73,7 +73,7 @@ def main(address: str, index: int, directory: str, data: int, tensor: int, first
             report(**turn(session, number))
         engine.wait_for_saves()
         stats, layout = engine.store_stats(), engine._kv.store.layout
-        report(heads=layout.num_kv_heads, stored=[info.num_tokens for info in engine.stored.list()])
+        report(heads=layout.groups[0].num_kv_heads, stored=[info.num_tokens for info in engine.stored.list()])
         report(hits=stats.num_hits, from_ssd=stats.num_hits_from_ssd, misses=stats.misses["other_shard"])
         sys.stdin.readline()
     JaxProcesses("end").gather("end", None)

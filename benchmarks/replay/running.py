@@ -191,7 +191,7 @@ def simulate(engine: Engine, workload: Workload, served: Served, *, warmup_turns
         num_layers=model.num_layers,
         num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
-        head_dim=layout.head_dim,
+        head_dim=layout.groups[0].head_dim,
         window=engine.window,
         dtype_bytes=layout.numpy_dtype.itemsize,
     )

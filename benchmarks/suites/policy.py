@@ -51,7 +51,7 @@ _MAX_FETCHES = 8  # Of a plan.
 _PARTS = ("queue", "lookup", "plan", "victims")
 
 # The smallest blocks there are: of the start-up only the catalog is real, and its size does not depend on them.
-_LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, dtype="float16", block_tokens=128)
+_LAYOUT = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=2, dtype="float16", block_tokens=128)
 _STORED_BLOCK_BYTES = 4096
 _BLOCKS_URL = "memory://benchmark"  # There are none, and no room on the disk is wanted for them.
 _WEIGHTS = "benchmark"

@@ -72,7 +72,7 @@ class StoreBenchConfig(harness.Config):
     @property
     def layout(self) -> KVLayout:
         """The shape of a block."""
-        return KVLayout(
+        return KVLayout.uniform(
             num_layers=self.num_layers,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
@@ -153,7 +153,9 @@ def store(run: Run[StoreBenchConfig]) -> Iterator[StoreRow]:
 def _measure_dram(run: Run[StoreBenchConfig]) -> StoreRow:
     """A session into staging as `LayerLoader` does it: all layers are issued, then waited for."""
     layout, num_tokens = run.config.layout, run.config.session_tokens
-    kv = _random(run.config, (layout.num_layers, 2, num_tokens, layout.num_kv_heads, layout.head_dim))
+    kv = _random(
+        run.config, (layout.num_layers, 2, num_tokens, layout.groups[0].num_kv_heads, layout.groups[0].head_dim)
+    )
     staging = host_array(kv.shape, layout.numpy_dtype)
     touch(staging)
     dram_gib = (layout.num_blocks(num_tokens) + 1) * layout.block_bytes / GIB

@@ -135,8 +135,9 @@ def make_pages(
     config: ModelConfig, num_pages: int, page_tokens: int, dtype: str, sharding: ModelSharding | None = None
 ) -> list[jax.Array]:
     """Per layer `[P, 2, K, page, H]`, all zeros, in buffers of their own."""
-    shape = (num_pages, 2, config.num_kv_heads, page_tokens, config.head_dim)
-    return [constrain(jnp.zeros(shape, dtype), sharding, PAGES) for _ in range(config.num_layers)]
+    shapes = map(config.kv_shape, range(config.num_layers))
+    pages = [(num_pages, parts, num_kv, page_tokens, width) for parts, num_kv, width in shapes]
+    return [constrain(jnp.zeros(shape, dtype), sharding, PAGES) for shape in pages]
 
 
 def through_layer(

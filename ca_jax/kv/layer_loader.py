@@ -20,6 +20,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import math
 import threading
 import time
 from typing import Any
@@ -138,9 +139,8 @@ class LayerLoad:
         """Seconds in which the device waited for its copies."""
         self._loader = loader
         self._job = job
-        layout = loader.layout
-        self._shape = (2, padded_tokens, layout.num_kv_heads, layout.head_dim)
-        self._dtype = layout.numpy_dtype
+        self._padded_tokens = padded_tokens
+        self._dtype = loader.layout.numpy_dtype
         self._all_at_once = all_at_once
         self._has_begun = False
         self._stages: list[_Stage] = []
@@ -239,7 +239,11 @@ class LayerLoad:
 
     @property
     def _num_bytes(self) -> int:
-        return int(np.prod(self._shape)) * self._dtype.itemsize
+        """Of the layer whose copy begins next."""
+        return math.prod(self._shape(self.num_issued)) * self._dtype.itemsize
+
+    def _shape(self, layer: int) -> tuple[int, ...]:
+        return self._loader.layout.layer_shape(layer, self._padded_tokens)
 
     def _computed_before(self, layer: int) -> int:
         """The layer that must be computed before this one is loaded, two regions being for execution; below 0: none."""
@@ -277,7 +281,7 @@ class LayerLoad:
 
     def _issue(self, region: slice) -> None:
         layer = self.num_issued
-        view = self._loader.buffer.view(region, self._shape, self._dtype)
+        view = self._loader.buffer.view(region, self._shape(layer), self._dtype)
         stage = _Stage(layer, view, None, time.perf_counter())
         self._stages.append(stage)
         self._loader.staged.append(stage)

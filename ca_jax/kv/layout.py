@@ -19,7 +19,7 @@ from ca_jax.models.sharding import ModelSharding
 from ca_jax.models.weights import resolve_dtype
 from ca_jax.pretrained import LoadedModel
 from ca_jax.storage.config import GIB
-from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.layout import KVLayout, LayerGroup
 
 EXECUTION_REGIONS = 2
 """Of staging, behind the read buffer: one layer that is computed on, one that is filled."""
@@ -28,26 +28,37 @@ EXECUTION_REGIONS = 2
 def rest_layout(model: ModelConfig, dtype: str, config: EngineConfig) -> KVLayout:
     """The shape of the blocks that an engine of that config keeps KV in, of a model that computes it in `dtype`."""
     is_packed = config.kv_rest_dtype == "int8"
-    return KVLayout(
-        num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim + (SCALE_BYTES if is_packed else 0),
-        dtype="int8" if is_packed else dtype,
-        block_tokens=config.store.block_tokens,
+    layers_of: dict[tuple[tuple[int, int, int], int | None], list[int]] = {}
+    for layer in range(model.num_layers):
+        layers_of.setdefault((model.kv_shape(layer), model.window_of(layer)), []).append(layer)
+    groups = tuple(
+        LayerGroup(
+            layers=tuple(layers),
+            num_parts=num_parts,
+            num_kv_heads=num_kv,
+            head_dim=width + (SCALE_BYTES if is_packed else 0),
+            window=window,
+        )
+        for ((num_parts, num_kv, width), window), layers in layers_of.items()
     )
+    return KVLayout(groups=groups, dtype="int8" if is_packed else dtype, block_tokens=config.store.block_tokens)
 
 
-def kept_window(model: ModelConfig, config: EngineConfig, window: int) -> int | None:
-    """How many last tokens of a session have KV that is needed: as far as the model looks back. None: all of them."""
-    slides = model.kv_window is not None and model.kv_window < window
-    return model.kv_window if slides and not (config.overflow and config.overflow.needs_everything) else None
+def kept_window(layout: KVLayout, config: EngineConfig, window: int) -> int | None:
+    """How many last tokens of a session have KV that is needed: as far as any layer looks back. None: all of them."""
+    windows = [group.window for group in layout.groups if group.window is not None]
+    slides = len(windows) == len(layout.groups) and max(windows) < window
+    return max(windows) if slides and not (config.overflow and config.overflow.needs_everything) else None
 
 
 def kv_layout(model: LoadedModel, config: EngineConfig) -> KVLayout:
     """As `rest_layout`, of a model that is loaded: of the heads that this process has."""
     layout = rest_layout(model.config, model.dtype, config)
-    heads = None if model.sharding is None else held_heads(model.sharding.kv, layout.num_kv_heads)
-    return layout if heads is None else dataclasses.replace(layout, num_kv_heads=heads.stop - heads.start)
+    heads = None if model.sharding is None else held_heads(model.sharding.kv, model.config.num_kv_heads)
+    if heads is None:
+        return layout
+    held = (dataclasses.replace(group, num_kv_heads=heads.stop - heads.start) for group in layout.groups)
+    return dataclasses.replace(layout, groups=tuple(held))
 
 
 def pool_size(
@@ -63,8 +74,7 @@ def pool_size(
       ValueError: what is asked for holds no window.
     """
     page_tokens, num_parts = config.page_tokens, config.data_parallel_size
-    values = model.num_layers * 2 * model.num_kv_heads * model.head_dim
-    page_bytes = page_tokens * values * resolve_dtype(dtype).itemsize
+    page_bytes = page_tokens * model.kv_bytes_per_token(resolve_dtype(dtype).itemsize)
     least = -(-window // page_tokens) * num_parts
     if config.kv_pool_gib is not None:
         most: int | None = int(config.kv_pool_gib * GIB / page_bytes)
@@ -77,16 +87,18 @@ def pool_size(
 
 def pool_bytes(model: ModelConfig, dtype: str, size: PoolSize, sharding: ModelSharding | None) -> int:
     """Bytes of a pool on each device."""
-    shape: tuple[int, ...] = (size.num_pages * size.num_parts, 2, model.num_kv_heads, size.page_tokens, model.head_dim)
-    if sharding is not None:
-        shape = sharding.pages.shard_shape(shape)
-    return model.num_layers * math.prod(shape) * resolve_dtype(dtype).itemsize
+    numbers = 0
+    for parts, num_kv, width in map(model.kv_shape, range(model.num_layers)):
+        shape: tuple[int, ...] = (size.num_pages * size.num_parts, parts, num_kv, size.page_tokens, width)
+        numbers += math.prod(shape if sharding is None else sharding.pages.shard_shape(shape))
+    return numbers * resolve_dtype(dtype).itemsize
 
 
 def staging_bytes(layout: KVLayout, config: EngineConfig, max_tokens: int) -> int:
     """Bytes of staging: the read buffer under its cap, and the execution regions behind it."""
-    layer_bytes = layout.token_bytes // layout.num_layers * max_tokens
-    everything = layout.num_layers * layer_bytes
+    numbers = max(group.token_numbers for group in layout.groups)
+    layer_bytes = numbers * layout.numpy_dtype.itemsize * max_tokens
+    everything = layout.token_bytes * max_tokens
     if config.read_buffer_gib is None:
         return everything
     return min(int(config.read_buffer_gib * GIB) + EXECUTION_REGIONS * layer_bytes, everything)

@@ -122,7 +122,7 @@ class Histories:
         self._chunks = chunks
         self._resident = resident
         self._processes = runtime.processes
-        self._window = kept_window(runner.config, runtime.config, runner.window) or 0
+        self._window = kept_window(store.layout, runtime.config, runner.window) or 0
         self._store = store
         self._loader = loader
         self._runner = runner
@@ -274,7 +274,8 @@ class Histories:
           `[1, S, K, H]` a layer, S as many as there are tokens; `lengths [1]` says of how many the KV is in DRAM.
         """
         layout = self._layout
-        layers = np.zeros((layout.num_layers, 2, len(token_ids), *layout.block_shape[3:]), layout.numpy_dtype)
+        shapes = (layout.layer_shape(layer, len(token_ids)) for layer in range(layout.num_layers))
+        layers = [np.zeros(shape, layout.numpy_dtype) for shape in shapes]
         ticket = self._store.prepare_load(session.key, token_ids, num_dropped=session.conversation.kv_lineage)
         if ticket is not None:
             for read in [ticket.read(layer, kv) for layer, kv in enumerate(layers)]:

@@ -103,7 +103,7 @@ class SessionKV:
         self.histories = Histories(self.store, self._loader, runner, self.meter, self.chunks, self.resident, runtime)
         self.conversations = KeptConversations(self.store, log, processes, config.store.ttl_s, runtime.metrics)
         # How far all layers look back, tokens, the one that looks among them; None: nothing is ever left behind.
-        self._window = kept_window(runner.config, config, runner.window)
+        self._window = kept_window(layout, config, runner.window)
         self._to_slide: dict[str, Session] = {}  # By key, those with turns since they were looked at.
         # Of waiting jobs the key of the session, and of what they will load: what that begins with, and chunks.
         self._queued: dict[Job, tuple[str, tuple[str, ...]]] = {}

@@ -121,7 +121,7 @@ def make_plan(
     token_bytes = config.kv_bytes_per_token(resolve_dtype(dtype).itemsize)
     part_bytes = token_bytes // num_kv  # Each device has the part of a token that its heads are.
     num_tokens, num_sessions = (num_data * (kv_bytes // (part_bytes * num)) for num in (1, session_tokens))
-    stored_tokens, kept = session_tokens, kept_window(config, engine, window)
+    stored_tokens, kept = session_tokens, kept_window(layout, engine, window)
     if kept is not None:
         stored_tokens = min(session_tokens, kept + layout.block_tokens - 2)
 

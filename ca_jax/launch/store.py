@@ -212,7 +212,11 @@ def _write(read: SessionKV, path: Path) -> None:
         "num_dropped": str(record.lineage.num_dropped),
         "axes": "kv: layer, key or value, token, KV head, head dim",
     }
-    safetensors.numpy.save_file({"kv": read.kv, "token_ids": read.token_ids}, path, metadata=metadata)
+    arrays = {"token_ids": read.token_ids}
+    for group, kv in zip(namespace.layout.groups, read.groups, strict=True):
+        name = "kv" if len(read.groups) == 1 else f"kv of layers {' '.join(map(str, group.layers))}"
+        arrays[name] = kv
+    safetensors.numpy.save_file(arrays, path, metadata=metadata)
 
 
 def _drop(inspector: StoreInspector, request: Request, now_s: float, _: Progress) -> Facts:

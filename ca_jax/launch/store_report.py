@@ -68,7 +68,7 @@ def row_facts(row: Verdict) -> Facts:
 
 def namespace_facts(namespace: Namespace) -> Facts:
     """A namespace's name and what makes it."""
-    return {"name": namespace.directory_name, **dataclasses.asdict(namespace)}
+    return {"name": namespace.directory_name, **namespace.to_dict()}
 
 
 def usage_facts(namespace: Namespace, listing: Listing, use: DiskUse | None, now_s: float) -> Facts:
@@ -124,7 +124,10 @@ def _list(facts: Facts) -> _Parts:
 def _show(facts: Facts) -> _Parts:
     session, namespace = facts["session"], facts["namespace"]
     layout, token_ids = namespace["layout"], facts["first_token_ids"]
-    shape = f"{layout['num_layers']} layers x {layout['num_kv_heads']} KV heads x {layout['head_dim']}"
+    groups = layout.get("groups") or [{**layout, "layers": range(layout["num_layers"])}]
+    shape = " and ".join(
+        f"{len(group['layers'])} layers x {group['num_kv_heads']} KV heads x {group['head_dim']}" for group in groups
+    )
     rows = [
         *((name, session[field]) for name, field in (("session", "session_id"), ("key", "key"), ("tenant", "tenant"))),
         ("tokens", f"{session['num_tokens']:,}, after {session['num_dropped']:,} were dropped"),

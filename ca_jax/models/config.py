@@ -6,6 +6,7 @@ Not here: mesh, paths, dtypes of weights, kernels, tokenizer; published architec
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
@@ -172,14 +173,13 @@ class ModelConfig:
         """How many tokens a token sees in a layer, itself among them; None: all before it."""
         return None if layer in self.full_layers else self.sliding_window
 
-    @property
-    def kv_window(self) -> int | None:
-        """How far all layers look back, tokens, the one that looks among them; None: some layer looks at all."""
-        return None if self.full_layers else self.sliding_window
+    def kv_shape(self, layer: int) -> tuple[int, int, int]:
+        """What a token leaves in a layer: parts (keys and values), KV heads, numbers of each."""
+        return (2, self.num_kv_heads, self.head_dim)
 
     def kv_bytes_per_token(self, itemsize: int = 2) -> int:
         """Bytes of keys and values one token leaves in all layers, at `itemsize` bytes a number (2 for bf16)."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+        return sum(math.prod(self.kv_shape(layer)) for layer in range(self.num_layers)) * itemsize
 
     @classmethod
     def from_dict(cls, described: Mapping[str, Any]) -> ModelConfig:

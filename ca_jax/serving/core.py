@@ -80,13 +80,13 @@ class EngineCore:
         check(
             check_layers <= num_layers, "blend check_layers", f"at most the model's {num_layers} layers", check_layers
         )
-        overflow, drift = config.overflow, None
+        layout, overflow, drift = kv_layout(model, config), config.overflow, None
         if overflow is not None:
             overflow.check_window(window)
             if overflow.drift is not None:
                 drift = Drift.load(overflow.drift)
                 drift.check_model(model.config, model.fingerprint)
-            if kept_window(model.config, config, window) is not None:
+            if kept_window(layout, config, window) is not None:
                 # Tokens that leave are behind every layer's window: there is nothing to repair.
                 overflow = dataclasses.replace(overflow, repair="none")
         self._config = config
@@ -98,7 +98,6 @@ class EngineCore:
             packs_kv=config.kv_rest_dtype == "int8",
         )
         self.runner = Runner(model.config, model.params, sizes, timeline=timeline, sharding=model.sharding)
-        layout = kv_layout(model, config)
         check_buffers(config, layout, self.runner)
         self._watch = watch = ComputeWatch(timeline)
         runtime = Runtime(

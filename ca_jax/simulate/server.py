@@ -393,7 +393,9 @@ class Server:
             self._leave_if_saved(client)
 
     def _open_store(self, sizes: StoreSizes) -> AttentionStore:
-        layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="float16", block_tokens=sizes.block_tokens)
+        layout = KVLayout.uniform(
+            num_layers=1, num_kv_heads=1, head_dim=1, dtype="float16", block_tokens=sizes.block_tokens
+        )
         block_bytes = self._config.model.token_bytes * sizes.block_tokens
         num_blocks = int(sizes.dram_bytes // block_bytes)
         if num_blocks < 1:

@@ -1,6 +1,6 @@
 """The AttentionStore: KV kept between turns, in blocks of host DRAM and of SSD.
 
-    layout = KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, dtype="float32", block_tokens=128)
+    layout = KVLayout.uniform(num_layers=30, num_kv_heads=3, head_dim=64, dtype="float32", block_tokens=128)
     store = AttentionStore(layout, StoreConfig(dram_gib=2.0))
     save = store.prepare_save("session", 0, token_ids)  # None: no room, and nothing is lost by it
     save.write_all(kv)                                  # [L, 2, T, K, H], from any thread

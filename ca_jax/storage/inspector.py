@@ -18,7 +18,7 @@ import dataclasses
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -116,8 +116,8 @@ class SessionKV:
     """As it was when it was read."""
     token_ids: np.ndarray
     """int32 `[T]`."""
-    kv: np.ndarray
-    """`[L, 2, T, K, H]`, keys (as they are stored, unrotated) before values."""
+    groups: tuple[np.ndarray, ...]
+    """Of each layer group `[l, P, T, K, H]`, keys (as they are stored, unrotated) before values."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -353,12 +353,13 @@ def _read(inspector: StoreInspector, session: StoredSession, *, keep: bool) -> t
         found = reader.load(key)
         while found is not None:
             record, contents = found
-            session, kv = StoredSession(namespace, record), None
+            session = StoredSession(namespace, record)
+            groups: tuple[np.ndarray, ...] = ()
             if keep:
-                shape = (layout.num_layers, 2, record.num_tokens, layout.num_kv_heads, layout.head_dim)
-                kv = host_array(shape, layout.numpy_dtype)
-                read = SessionKV(session, contents.token_ids, kv)
-            damages = _read_blocks(inspector, session, contents.sums, kv)
+                shapes = [(len(group.layers), *group.shape(record.num_tokens)) for group in layout.groups]
+                groups = tuple(host_array(shape, layout.numpy_dtype) for shape in shapes)
+                read = SessionKV(session, contents.token_ids, groups)
+            damages = _read_blocks(inspector, session, contents.sums, groups)
             found = reader.load(key)
             if found is not None and _state(found[0]) == _state(record):
                 break
@@ -375,9 +376,9 @@ def _state(record: SessionRecord) -> tuple[object, ...]:
 
 
 def _read_blocks(
-    inspector: StoreInspector, session: StoredSession, sums: np.ndarray, kv: np.ndarray | None
+    inspector: StoreInspector, session: StoredSession, sums: np.ndarray, groups: Sequence[np.ndarray]
 ) -> list[Damage]:
-    """Reads and verifies the blocks of a session, and keeps their KV if there is room for it; what is wrong."""
+    """Reads and verifies the blocks of a session, and keeps their KV if there are groups for it; what is wrong."""
     record, layout = session.record, session.namespace.layout
     try:
         tier = inspector.open_blocks(session.namespace, int(record.block_ids.max()) + 1)
@@ -396,9 +397,10 @@ def _read_blocks(
         block = memory.pop()
         try:
             tier.read_blocks([block_ids[index]], [block], sums[index : index + 1])
-            if kv is not None and index in rows_of:
+            if index in rows_of:
                 rows = rows_of[index]
-                kv[:, :, rows.first_token : rows.first_token + rows.num_tokens] = block[:, :, rows.rows]
+                for kv, part in zip(groups, layout.by_group(block) if groups else (), strict=True):
+                    kv[:, :, rows.first_token : rows.first_token + rows.num_tokens] = part[:, :, rows.rows]
         except BlockIoError as error:
             return Damage(error.reason, str(error), index, block_ids[index])
         finally:

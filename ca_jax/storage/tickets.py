@@ -39,7 +39,7 @@ class TicketState(enum.Enum):
 class SaveTicket:
     """Room for the KV of tokens `[start_token, start_token + num_tokens)` of one session.
 
-    Any thread may write, several at a time to different layers. L layers, T tokens, K KV heads, H head dim.
+    Any thread may write, several at a time to different layers. Axes as in `layout`; T tokens.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class SaveTicket:
 
         Args:
           layer: which layer.
-          kv: `[2, T, K, H]` of the layout's dtype: keys unrotated, then values. Any strides.
+          kv: `[P, T, K, H]` of the layer's group and the layout's dtype: keys unrotated, then values. Any strides.
           token_offset: where it goes, in tokens from `start_token`.
 
         Returns:
@@ -101,13 +101,16 @@ class SaveTicket:
         Raises:
           ValueError: a layer, shape, dtype or offset that does not fit.
         """
-        if not 0 <= layer < self._tier.layout.num_layers:
-            raise ValueError(f"layer must be below {self._tier.layout.num_layers}, got {layer}")
-        return self._write(slice(layer, layer + 1), kv[None], token_offset)
+        group, index = self._tier.layout.place(layer)
+        return self._write({group: (slice(index, index + 1), kv[None])}, token_offset)
 
     def write_all(self, kv: np.ndarray, token_offset: int = 0) -> bool:
-        """Copies all layers' KV in, `[L, 2, T, K, H]`. Otherwise as `write`."""
-        return self._write(slice(0, self._tier.layout.num_layers), kv, token_offset)
+        """Copies all layers' KV in, `[L, P, T, K, H]`, of layers of one shape. Otherwise as `write`."""
+        groups = self._tier.layout.groups
+        if len(groups) == 1:
+            return self._write({0: (slice(0, len(groups[0].layers)), kv)}, token_offset)
+        of_groups = (kv[list(group.layers)] for group in groups)
+        return self._write({i: (slice(0, len(each)), each) for i, each in enumerate(of_groups)}, token_offset)
 
     def mark_written(self) -> None:
         """Says that all is written, by other means than this ticket's: a simulator has no bytes."""
@@ -119,31 +122,36 @@ class SaveTicket:
             self.state = state
             self._idle.wait_for(lambda: not self._num_writers)
 
-    def _write(self, layers: slice, kv: np.ndarray, token_offset: int) -> bool:
-        _, _, _, num_kv_heads, head_dim = self._tier.layout.block_shape
-        num_layers = layers.stop - layers.start
-        num_tokens = kv.shape[-3] if kv.ndim == 5 else -1
-        _check_array("kv", kv, self._tier.layout.numpy_dtype, (num_layers, 2, num_tokens, num_kv_heads, head_dim))
-        if not 0 <= token_offset <= self.num_tokens - num_tokens:
-            raise ValueError(
-                f"tokens must lie within [0, {self.num_tokens}) of the save, "
-                f"got [{token_offset}, {token_offset + num_tokens})"
-            )
+    def _write(self, of_groups: dict[int, tuple[slice, np.ndarray]], token_offset: int) -> bool:
+        """Copies in, of some groups, some layers' `[l, P, T, K, H]`; layers by their places in the group."""
+        layout = self._tier.layout
+        for group, (layers, kv) in of_groups.items():
+            num_tokens = kv.shape[-3] if kv.ndim == 5 else -1
+            shape = (layers.stop - layers.start, *layout.groups[group].shape(num_tokens))
+            _check_array("kv", kv, layout.numpy_dtype, shape)
+            if not 0 <= token_offset <= self.num_tokens - num_tokens:
+                raise ValueError(
+                    f"tokens must lie within [0, {self.num_tokens}) of the save, "
+                    f"got [{token_offset}, {token_offset + num_tokens})"
+                )
         with self._idle:
             if self.state is not TicketState.OPEN:
                 return False
             self._num_writers += 1
         try:
-            self._copy(layers, kv, self.start_place + token_offset)
+            for group, (layers, kv) in of_groups.items():
+                self._copy(group, layers, kv, self.start_place + token_offset)
         finally:
             with self._idle:
                 self._num_writers -= 1
                 self._idle.notify_all()
-        self._written[layers, token_offset : token_offset + num_tokens] = True
+        for group, (layers, kv) in of_groups.items():
+            written = layout.groups[group].layers[layers]
+            self._written[written, token_offset : token_offset + kv.shape[2]] = True
         return True
 
-    def _copy(self, layers: slice, kv: np.ndarray, start: int) -> None:
-        """Copies `kv` `[l, 2, T, K, H]` to the rows from place `start` on."""
+    def _copy(self, group: int, layers: slice, kv: np.ndarray, start: int) -> None:
+        """Copies `kv` `[l, P, T, K, H]` to the rows from place `start` on."""
         layout = self._tier.layout
         stretches, parts = _stretches(start, kv.shape[2], layout.block_tokens)
         copies = []
@@ -151,12 +159,12 @@ class SaveTicket:
             blocks = _as_blocks(kv[:, :, first : first + num_blocks * layout.block_tokens], layout.block_tokens)
             ids = self._block_ids[first_block : first_block + num_blocks]
             # The reference ends with this call, which waits for the copy.
-            write = self._tier.blocks[ids, layers].write(
+            write = self._tier.blocks[group][ids, layers].write(
                 blocks.transpose(2, 0, 1, 3, 4, 5), can_reference_source_data_indefinitely=True
             )
             copies.append(write)
         for part in parts:
-            block = self._tier.slab[self._block_ids[part.index]]
+            block = self._tier.groups[group][self._block_ids[part.index]]
             block[layers, :, part.rows] = kv[:, :, part.first_token : part.first_token + part.num_tokens]
         for write in copies:
             write.result()
@@ -204,8 +212,9 @@ class LoadTicket:
 
         Args:
           layer: which layer.
-          dst: `[2, S, K, H]` of the layout's dtype, S >= num_tokens, writable: staging that the caller reuses, best of
-            `host_array` (unaligned staging halves the speed). It must not be used until the future is done.
+          dst: `[P, S, K, H]` of the layer's group and the layout's dtype, S >= num_tokens, writable: staging that the
+            caller reuses, best of `host_array` (unaligned staging halves the speed). It must not be used until the
+            future is done.
 
         Returns:
           A future, done when the bytes are in place.
@@ -216,10 +225,9 @@ class LoadTicket:
         layout = self._tier.layout
         if self.state is not TicketState.OPEN:
             raise ValueError(f"the load of {self.key!r} must be open, got one that is {self.state.value}")
-        if not 0 <= layer < layout.num_layers:
-            raise ValueError(f"layer must be below {layout.num_layers}, got {layer}")
+        group, index = layout.place(layer)
         num_slots = dst.shape[1] if dst.ndim == 4 else -1
-        _check_array("dst", dst, layout.numpy_dtype, (2, num_slots, layout.num_kv_heads, layout.head_dim))
+        _check_array("dst", dst, layout.numpy_dtype, layout.groups[group].shape(num_slots))
         if num_slots < self.num_tokens or not dst.flags.writeable:
             raise ValueError(
                 f"dst must have room for {self.num_tokens} tokens and be writable; "
@@ -228,12 +236,12 @@ class LoadTicket:
         futures = []
         stretches, parts = self.plan
         for first_token, blocks in stretches:
-            staging = dst[:, first_token : first_token + blocks.shape[0] * layout.block_tokens]
+            staging = dst[:, first_token : first_token + blocks[group].shape[0] * layout.block_tokens]
             staging = _as_blocks(staging, layout.block_tokens).transpose(1, 0, 2, 3, 4)
-            futures.append(ts.array(staging).write(blocks[:, layer]).commit)
+            futures.append(ts.array(staging).write(blocks[group][:, index]).commit)
         self._reads += futures
         for part in parts:
-            block = self._tier.slab[self._block_ids[part.index], layer]
+            block = self._tier.groups[group][self._block_ids[part.index], index]
             into = dst[:, part.first_token : part.first_token + part.num_tokens]
             if isinstance(part.rows, slice):
                 into[...] = block[:, part.rows]
@@ -249,11 +257,11 @@ class LoadTicket:
         self._reads.clear()
 
     @functools.cached_property
-    def plan(self) -> tuple[list[tuple[int, ts.TensorStore]], tuple[BlockRows, ...]]:
-        """How the tokens are read: stretches of whole blocks, each with its first token, and parts of blocks."""
+    def plan(self) -> tuple[list[tuple[int, list[ts.TensorStore]]], tuple[BlockRows, ...]]:
+        """How the tokens are read: stretches of whole blocks, by group, each with its first token; parts of blocks."""
         stretches, parts = self._places.stretches(self._tier.layout.block_tokens)
-        blocks = self._tier.blocks
-        return [(token, blocks[self._block_ids[first : first + count]]) for token, first, count in stretches], parts
+        taken = ((token, self._block_ids[first : first + count]) for token, first, count in stretches)
+        return [(token, [blocks[ids] for blocks in self._tier.blocks]) for token, ids in taken], parts
 
 
 @functools.lru_cache(maxsize=64)

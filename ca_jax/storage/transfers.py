@@ -326,7 +326,8 @@ class Transfers:
 
     def _copy_rows(self, source: int, block: int, num_rows: int) -> None:
         """Copies the first rows of a block of DRAM to another. Those behind may be written meanwhile."""
-        np.copyto(self._dram.slab[block, :, :, :num_rows], self._dram.slab[source, :, :, :num_rows])
+        for blocks in self._dram.groups:
+            np.copyto(blocks[block, :, :, :num_rows], blocks[source, :, :, :num_rows])
 
     def _new_entry(self, key: str, owner: Owner | None) -> Entry:
         owner = owner or Owner()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 
@@ -236,7 +237,7 @@ class Truncation:
         self._blocks.share(table)  # Whatever becomes of the session, they are not written while they are read.
         entry.num_pins += 1
         self._index.place(entry)
-        done = self._thread.submit(copy_together, self._dram.slab, places, table, fresh, self._layout.block_tokens)
+        done = self._thread.submit(copy_together, self._dram.groups, places, table, fresh, self._layout.block_tokens)
         self._copy = _Copy(entry=entry, block_ids=table, places=places, fresh_ids=fresh, done=done)
         done.add_done_callback(lambda _: self._on_progress())
 
@@ -260,24 +261,28 @@ class Truncation:
 
 
 def copy_together(
-    slab: np.ndarray, places: TokenPlaces, block_ids: Sequence[int], fresh_ids: Sequence[int], block_tokens: int
+    groups: Sequence[np.ndarray],
+    places: TokenPlaces,
+    block_ids: Sequence[int],
+    fresh_ids: Sequence[int],
+    block_tokens: int,
 ) -> None:
     """Copies a sequence's tokens to blocks in which they lie side by side.
 
     Args:
-      slab: all blocks, `[num_blocks, L, 2, block_tokens, K, H]`.
+      groups: all blocks, `[num_blocks, l, P, block_tokens, K, H]` of each layer group.
       places: of the tokens.
       block_ids: the blocks that these are in.
       fresh_ids: as many as the tokens need, which nothing else reads or writes.
       block_tokens: tokens in a block.
     """
-    for part in places.by_block(block_tokens):
-        rows = slab[block_ids[part.index]][:, :, part.rows]  # [L, 2, n, K, H]
+    for part, blocks in itertools.product(places.by_block(block_tokens), groups):
+        rows = blocks[block_ids[part.index]][:, :, part.rows]  # [l, P, n, K, H]
         done = 0
         while done < part.num_tokens:
             index, row = divmod(part.first_token + done, block_tokens)
             num_rows = min(block_tokens - row, part.num_tokens - done)
-            slab[fresh_ids[index]][:, :, row : row + num_rows] = rows[:, :, done : done + num_rows]
+            blocks[fresh_ids[index]][:, :, row : row + num_rows] = rows[:, :, done : done + num_rows]
             done += num_rows
 
 

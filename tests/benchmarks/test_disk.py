@@ -14,7 +14,7 @@ from ca_jax.storage.tiers.formats import FORMATS
 
 @pytest.mark.parametrize("driver", FORMATS)
 def test_plain_reads_give_what_the_tier_wrote(tmp_path: Path, driver: str) -> None:
-    layout = KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, dtype="float32", block_tokens=32)
+    layout = KVLayout.uniform(num_layers=3, num_kv_heads=2, head_dim=16, dtype="float32", block_tokens=32)
     tier = FORMATS[driver](layout, tmp_path, 12 * layout.stored_block_bytes)
     blocks = np.random.default_rng(0).standard_normal((11, *layout.block_shape)).astype(np.float32)
     tier.write_blocks(range(11), blocks)

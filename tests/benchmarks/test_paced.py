@@ -10,7 +10,7 @@ from ca_jax.storage.store import AttentionStore
 from tests.transfers_kit import ManualTimer
 
 PATIENCE_S = 60
-LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, dtype="float32", block_tokens=4)
+LAYOUT = KVLayout.uniform(num_layers=3, num_kv_heads=2, head_dim=8, dtype="float32", block_tokens=4)
 TOKEN_BYTES = LAYOUT.token_bytes // LAYOUT.num_layers
 NUM_TOKENS = 11
 
@@ -85,7 +85,7 @@ def store():
 
 
 def test_a_load_brings_its_bytes_at_the_end_of_its_transfer_and_no_sooner(store, timer):
-    heads = (LAYOUT.num_kv_heads, LAYOUT.head_dim)
+    heads = (LAYOUT.groups[0].num_kv_heads, LAYOUT.groups[0].head_dim)
     kv = np.random.default_rng(0).standard_normal((3, 2, NUM_TOKENS, *heads), np.float32)
     ticket = store.prepare_save("a", 0, range(NUM_TOKENS))
     ticket.write_all(kv)

@@ -38,7 +38,7 @@ def test_a_copy_to_the_host_outlives_the_donation_of_its_buffer():
 
 
 def test_staging_is_registered_for_dma_with_the_driver():
-    layout = KVLayout(num_layers=3, num_kv_heads=2, head_dim=64, dtype="float32", block_tokens=16)
+    layout = KVLayout.uniform(num_layers=3, num_kv_heads=2, head_dim=64, dtype="float32", block_tokens=16)
     with contextlib.closing(LayerLoader(layout, 32 * layout.token_bytes)) as loader:
         loader.touch()
         assert loader._is_pinned

@@ -87,14 +87,14 @@ def test_a_runner_of_that_config_takes_what_is_planned():
     runner = Runner(config, params, RunnerSizes(pool=pool, chunk_tokens=engine.max_num_batched_tokens))
     assert planned.parts["the weights"] == planned.total_weight_bytes == runner.param_bytes
     assert planned.parts["the pool of KV"] == runner.pool.num_bytes == 3 * 256 * planned.token_bytes
-    layout = KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, dtype="float32", block_tokens=128)
+    layout = KVLayout.uniform(num_layers=3, num_kv_heads=2, head_dim=16, dtype="float32", block_tokens=128)
     assert planned.parts["the read buffer"] == staging_bytes(layout, engine, history_buckets(256)[-1])
 
 
 @pytest.mark.parametrize("driver", ["zarr3", "raw"])
 def test_tiers_hold_as_many_blocks_as_planned(tmp_path, driver):
     config = tiny.tiny_config()
-    layout = KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, dtype="bfloat16", block_tokens=16)
+    layout = KVLayout.uniform(num_layers=3, num_kv_heads=2, head_dim=16, dtype="bfloat16", block_tokens=16)
     store = StoreConfig(dram_gib=0.003, ssd_gib=0.005, ssd_driver=driver, block_tokens=16)
     engine = EngineConfig(overflow=None, store=store)
     planned = make_plan(config, engine, dtype="bfloat16", device_bytes=2 * GIB, session_tokens=40)

@@ -24,7 +24,7 @@ from ca_jax.storage import opening as ssd_setup
 from ca_jax.storage.catalog.catalog import Catalog
 from ca_jax.storage.catalog.records import Namespace, SessionRecord
 from ca_jax.storage.config import GIB, StoreConfig
-from ca_jax.storage.layout import KVLayout, layer_sums
+from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.opening import open_ssd
 from ca_jax.storage.records import EntryInfo, Owner, StoreRuntime
 from ca_jax.storage.store import AttentionStore
@@ -40,8 +40,9 @@ PATIENCE_S = 60.0  # How long a test waits for another thread before it fails.
 BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
-def make_layout(dtype: str = "float32", block_tokens: int = BLOCK_TOKENS) -> KVLayout:
-    return KVLayout(num_layers=3, num_kv_heads=2, head_dim=5, dtype=dtype, block_tokens=block_tokens)
+def make_layout(dtype: str = "float32", block_tokens: int = BLOCK_TOKENS, **sizes: int) -> KVLayout:
+    sizes = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 5, **sizes}
+    return KVLayout.uniform(dtype=dtype, block_tokens=block_tokens, **sizes)
 
 
 LAYOUT = make_layout()
@@ -73,6 +74,7 @@ def make_store(
     num_blocks: int = 4,
     *,
     dtype: str = "float32",
+    layout: KVLayout | None = None,
     eviction_policy: str = "lru",
     ssd_dir: Path | None = None,
     ssd_blocks: int = 16,
@@ -87,7 +89,7 @@ def make_store(
 
     With `ssd_dir` it has an SSD of `ssd_blocks` blocks too.
     """
-    layout = make_layout(dtype)
+    layout = layout or make_layout(dtype)
     config = dataclasses.replace(
         ssd_config(ssd_dir, ssd_blocks, ssd_driver=ssd_driver, **fields),
         dram_gib=num_blocks * layout.block_bytes / GIB,
@@ -104,7 +106,7 @@ def make_store(
 def make_kv(layout: KVLayout, num_tokens: int, seed: int = 0) -> np.ndarray:
     """`[L, 2, T, K, H]` of random bits: every pattern a dtype has, NaNs with payload and subnormals among them."""
     bits = BITS[layout.numpy_dtype.itemsize]
-    shape = (layout.num_layers, 2, num_tokens, layout.num_kv_heads, layout.head_dim)
+    shape = (layout.num_layers, *layout.groups[0].shape(num_tokens))
     return (
         np.random.default_rng(seed).integers(0, np.iinfo(bits).max, shape, bits, endpoint=True).view(layout.numpy_dtype)
     )
@@ -137,7 +139,7 @@ def load(store: AttentionStore, key: str, token_ids, num_dropped: int = 0) -> np
     if ticket is None:
         return None
     layout = store.layout
-    staging = np.empty((2, ticket.num_tokens + 3, layout.num_kv_heads, layout.head_dim), layout.numpy_dtype)
+    staging = np.empty(layout.layer_shape(0, ticket.num_tokens + 3), layout.numpy_dtype)
     layers = []
     for layer in range(layout.num_layers):
         as_int = staging.view(BITS[staging.itemsize])
@@ -461,7 +463,7 @@ def publish(
         **{"tenant": "alice", "session_id": key, "created_s": 1e9, "last_used_s": 1e9, **fields},
     )
     token_ids = np.arange(num_tokens, dtype=np.int32) + 1000 * (seed + 1)
-    record = catalog.publish(record, token_ids, np.array([layer_sums(block) for block in blocks]))
+    record = catalog.publish(record, token_ids, np.array([LAYOUT.layer_sums(block) for block in blocks]))
     kv = np.concatenate(list(blocks), axis=2)[:, :, :num_tokens]
     return Kept(record=record, token_ids=token_ids, kv=kv)
 

@@ -54,7 +54,7 @@ def kv_of(layout: KVLayout, tokens: list[Token]) -> np.ndarray:
 @functools.lru_cache(maxsize=1 << 14)
 def row_of(layout: KVLayout, seen: bytes) -> np.ndarray:
     """KV of one token, `[L, 2, K, H]`."""
-    shape = (layout.num_layers, 2, layout.num_kv_heads, layout.head_dim)
+    shape = (layout.num_layers, 2, layout.groups[0].num_kv_heads, layout.groups[0].head_dim)
     num_bytes = int(np.prod(shape)) * layout.numpy_dtype.itemsize
     return np.frombuffer(hashlib.shake_128(seen).digest(num_bytes), layout.numpy_dtype).reshape(shape)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 import tensorstore as ts
 
-from ca_jax.storage.layout import layer_sums
 from ca_jax.storage.records import BlockIoError, IoFailure
 from ca_jax.storage.tiers.dram import DramTier
 from ca_jax.storage.tiers.formats import Zarr3Tier
@@ -40,7 +38,7 @@ def reason(move, *arguments: object) -> IoFailure:
 
 def test_whole_pages_come_back_too(disk):
     # Such blocks, in page-aligned memory, go past the page cache where the disk is a raw file.
-    layout = dataclasses.replace(kit.make_layout(), num_kv_heads=4, head_dim=256)
+    layout = kit.make_layout(num_kv_heads=4, head_dim=256)
     assert layout.stored_block_bytes == layout.block_bytes
     tier = disk.open(layout, num_blocks=4)
     dram = DramTier(layout, 4 * layout.block_bytes)
@@ -125,7 +123,7 @@ def stored(tier, block_ids: list[int], blocks: np.ndarray) -> np.ndarray:
     """Writes blocks and returns their checksums."""
     sums = np.zeros((len(blocks), tier.layout.num_layers), np.uint32)
     tier.write_blocks(block_ids, blocks, sums)
-    assert np.array_equal(sums, [layer_sums(block) for block in blocks])
+    assert np.array_equal(sums, [tier.layout.layer_sums(block) for block in blocks])
     return sums
 
 
@@ -230,7 +228,7 @@ def test_a_store_of_another_layout_is_refused_and_left_alone(disk, change, named
     blocks = kit.make_blocks(tier.layout, 1)
     tier.write_blocks([0], blocks)
     with pytest.raises(ValueError, match=rf"must be of .*\b{named}\b.*, got another layout"):
-        disk.open(dataclasses.replace(tier.layout, **change))
+        disk.open(kit.make_layout(**change))
     kit.assert_same(kit.read(disk.open(), [0]), blocks)
 
 

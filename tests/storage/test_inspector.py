@@ -83,7 +83,7 @@ def test_many_blocks_are_read_in_order(tmp_path, driver):
         kept = kit.publish(catalog, tier, kit.KEYS["first"], block_ids, 4 * 11 + 1)
     with StoreInspector(tmp_path) as inspector:
         found = read_session(inspector, inspector.find("a"))
-        kit.assert_same(found.kv, kept.kv)
+        kit.assert_same(found.groups[0], kept.kv)
     tier.delete_blocks([11, 12])
     assert damages(tmp_path) == {kit.KEYS["first"]: [(IoFailure.MISSING, 5, 12), (IoFailure.MISSING, 10, 11)]}
     tier.close()
@@ -118,7 +118,7 @@ def test_damaged_blocks_are_found_and_placed(tmp_path, filled, driver, damage):
                 continue
             found = read_session(inspector, session)
             assert found.token_ids.tolist() == kept.token_ids.tolist()
-            np.testing.assert_array_equal(kit.as_bits(found.kv), kit.as_bits(kept.kv), strict=True)
+            np.testing.assert_array_equal(kit.as_bits(found.groups[0]), kit.as_bits(kept.kv), strict=True)
 
 
 def test_missing_directories_are_found_and_not_made(tmp_path, filled, driver):
@@ -218,7 +218,7 @@ def test_a_session_that_changes_meanwhile_is_read_again(tmp_path, filled, driver
         inspector.disturb = move
         session = inspector.find("a1")
         found = read_session(inspector, session)
-        kit.assert_same(found.kv, moved["kept"].kv)
+        kit.assert_same(found.groups[0], moved["kept"].kv)
         assert (found.session.record.generation, session.record.generation) == (2, 1)
         assert verify_session(inspector, session).ok
 

@@ -26,7 +26,7 @@ def test_a_shortened_load_of_a_cut_session():
     for num_tokens in range(1, len(kept) + 1):
         ticket = store.prepare_load("a", 100 + kept, num_dropped=6)
         ticket.shorten(num_tokens)
-        staging = np.zeros((2, len(kept), kit.LAYOUT.num_kv_heads, kit.LAYOUT.head_dim), np.float32)
+        staging = np.zeros((2, len(kept), kit.LAYOUT.groups[0].num_kv_heads, kit.LAYOUT.groups[0].head_dim), np.float32)
         ticket.read(1, staging).result()
         store.complete_load(ticket)
         kit.assert_same(staging[:, :num_tokens], np.ascontiguousarray(kv[1][:, kept[:num_tokens]]))
@@ -132,7 +132,7 @@ def test_a_session_that_changes_while_it_is_copied_stays_as_it_is(change):
         if change == "open save":
             store.abort_save(ticket)
         else:
-            staging = np.zeros((2, 10, kit.LAYOUT.num_kv_heads, kit.LAYOUT.head_dim), np.float32)
+            staging = np.zeros((2, 10, kit.LAYOUT.groups[0].num_kv_heads, kit.LAYOUT.groups[0].head_dim), np.float32)
             ticket.read(1, staging).result()
             kit.assert_same(staging, np.ascontiguousarray(rows[1]))
             store.complete_load(ticket)

@@ -39,9 +39,13 @@ class Namespace:
     location: str = ""
     """Where blocks are kept, if not beside the catalog."""
 
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, for JSON."""
+        return {**dataclasses.asdict(self), "layout": self.layout.to_dict()}
+
     def to_json(self) -> str:
         """The fields as canonical JSON; equal namespaces give equal text."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
+        return json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Namespace:
@@ -52,7 +56,7 @@ class Namespace:
         """
         try:
             fields = json.loads(text)
-            return cls(**{**fields, "layout": KVLayout(**fields["layout"])})
+            return cls(**{**fields, "layout": KVLayout.from_dict(fields["layout"])})
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"a namespace must be as to_json writes it, got {text!r}") from error
 
@@ -148,7 +152,7 @@ class Contents:
     token_ids: np.ndarray
     """int32 `[num_tokens]`, read-only."""
     sums: np.ndarray
-    """uint32 `[num_blocks, L]`, read-only: what `layer_sums` gives of each block."""
+    """uint32 `[num_blocks, L]`, read-only: what `KVLayout.layer_sums` gives of each block."""
     note: bytes = b""
     """What the session's owner wants kept with it; nothing here looks into it."""
 

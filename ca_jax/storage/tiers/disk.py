@@ -21,11 +21,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ca_jax.storage.layout import KVLayout, layer_sums
+from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.records import BlockIoError, IoFailure
 
 Blocks = Sequence[np.ndarray] | np.ndarray
-"""Memory of several blocks, `[L, 2, block_tokens, K, H]` each."""
+"""Memory of several blocks, of the layout's `block_shape` each."""
 MAX_READS = 4
 """Blocks that are read at once, each by a thread of its own."""
 MAX_WRITES = 8
@@ -46,7 +46,7 @@ class DiskTier(abc.ABC):
     what a disk does. Several may run at once: blocks of the one that began first go first. Only whole blocks are
     written. The tier does not know whose a block is: a write replaces what was there.
 
-    Any thread may move blocks. L layers, K KV heads, H head dim.
+    Any thread may move blocks. L layers.
 
     Args:
       layout: the shape of a block.
@@ -100,9 +100,9 @@ class DiskTier(abc.ABC):
 
         Args:
           block_ids: which.
-          into: one `[L, 2, block_tokens, K, H]` for each, C-contiguous, writeable: memory that is reused, such as
-            blocks of the DRAM tier. After an error they hold anything.
-          sums: what `layer_sums` gave of each, uint32 `[num_blocks, L]`; None: only its length is checked.
+          into: one array of the layout's `block_shape` for each, C-contiguous, writeable: memory that is reused, such
+            as blocks of the DRAM tier. After an error they hold anything.
+          sums: what `KVLayout.layer_sums` gave of each, uint32 `[num_blocks, L]`; None: only its length is checked.
           on_step: called before and after each block, by any thread; what it raises ends the move.
 
         Raises:
@@ -113,7 +113,7 @@ class DiskTier(abc.ABC):
 
         def read(block: int, dst: np.ndarray, wanted: np.ndarray | None) -> None:
             self._read(block, dst)
-            if wanted is not None and not np.array_equal(found := layer_sums(dst), wanted):
+            if wanted is not None and not np.array_equal(found := self.layout.layer_sums(dst), wanted):
                 layer = int(np.argmax(found != wanted))
                 raise BlockIoError(
                     IoFailure.CORRUPT,
@@ -134,8 +134,8 @@ class DiskTier(abc.ABC):
 
         Args:
           block_ids: which, each once.
-          blocks: one `[L, 2, block_tokens, K, H]` for each, C-contiguous.
-          sums: uint32 `[num_blocks, L]`, which gets what `layer_sums` gives of each.
+          blocks: one array of the layout's `block_shape` for each, C-contiguous.
+          sums: uint32 `[num_blocks, L]`, which gets what `KVLayout.layer_sums` gives of each.
           on_step: as for `read_blocks`.
 
         Raises:
@@ -150,7 +150,7 @@ class DiskTier(abc.ABC):
 
         def write(index: int, block: int, src: np.ndarray) -> None:
             if sums is not None:
-                sums[index] = layer_sums(src)
+                sums[index] = self.layout.layer_sums(src)
             self._write(block, src)
 
         num_bytes = len(block_ids) * self.stored_block_bytes

@@ -46,14 +46,17 @@ class DramTier:
         self.num_blocks = capacity_bytes // layout.block_bytes
         """How many blocks the capacity holds."""
         self.slab = host_array((self.num_blocks, *layout.block_shape), layout.numpy_dtype)
-        """`[num_blocks, L, 2, block_tokens, K, H]`: the slab itself. For parts of blocks."""
-        self.blocks = ts.array(self.slab)
+        """`[num_blocks, *block_shape]`: the slab itself."""
+        self.groups = layout.by_group(self.slab)
+        """The same by layer group, `[num_blocks, l, P, block_tokens, K, H]` each. For parts of blocks."""
+        self.blocks = [ts.array(group) for group in self.groups]
         """The same, as TensorStore sees it. For whole blocks."""
 
     def close(self) -> None:
         """Lets go of the slab. No copy may be under way."""
         self.slab = np.zeros((0, *self.layout.block_shape), self.layout.numpy_dtype)
-        self.blocks = ts.array(self.slab)
+        self.groups = self.layout.by_group(self.slab)
+        self.blocks = [ts.array(group) for group in self.groups]
 
 
 _ALIGNMENT = 2 << 20  # bytes: one huge page

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import errno
 import json
 import os
@@ -115,7 +114,7 @@ class Zarr3Tier(DiskTier):
         if self._directory is None:  # Straight into memory: `read` would give fresh memory, which is slow.
             ts.array(dst).write(self._groups[block // GROUP_BLOCKS][block % GROUP_BLOCKS]).result()
             return
-        path = self._directory / _block_key(block)
+        path = self._directory / _block_key(block, self.layout)
         try:
             opened = path.open("rb", buffering=0)
         except FileNotFoundError as error:
@@ -132,7 +131,7 @@ class Zarr3Tier(DiskTier):
         if self._directory is None:
             self._write_by_tensorstore(block, src)
             return
-        path = self._directory / _block_key(block)
+        path = self._directory / _block_key(block, self.layout)
         temporary = path.with_name(path.name + _TEMPORARY)
         try:
             file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -155,7 +154,7 @@ class Zarr3Tier(DiskTier):
         stored.write(src, can_reference_source_data_indefinitely=True).result()
 
     def _delete(self, block: int) -> None:
-        self.kvstore.write(_block_key(block), None).result()
+        self.kvstore.write(_block_key(block, self.layout), None).result()
 
     def _sync(self, block_ids: Sequence[int]) -> None:
         if self._directory is not None:
@@ -321,8 +320,8 @@ def _prepare_directory(parent: str | os.PathLike[str], name: str) -> Path:
     return directory
 
 
-def _block_key(block: int) -> str:
-    return f"{_group_path(block // GROUP_BLOCKS)}c.{block % GROUP_BLOCKS}" + 5 * ".0"
+def _block_key(block: int, layout: KVLayout) -> str:
+    return f"{_group_path(block // GROUP_BLOCKS)}c.{block % GROUP_BLOCKS}" + len(layout.block_shape) * ".0"
 
 
 def _group_path(group: int) -> str:
@@ -354,7 +353,7 @@ def _metadata(layout: KVLayout) -> dict[str, Any]:
 
 def _check_layout_file(directory: Path, layout: KVLayout, *, make: bool) -> None:
     """Checks what a block is against what an earlier run wrote down; writes it down if none did and `make` is set."""
-    path, wanted = directory / "layout.json", json.dumps({"format": _RAW_FORMAT, **dataclasses.asdict(layout)})
+    path, wanted = directory / "layout.json", json.dumps({"format": _RAW_FORMAT, **layout.to_dict()})
     if not path.exists():
         if make:
             write_file(path, wanted)

@@ -43,7 +43,6 @@ from ca_jax.storage.catalog.file import (
     quarantine,
 )
 from ca_jax.storage.catalog.records import Contents, DamagedRecordError
-from ca_jax.storage.layout import layer_sums
 from ca_jax.storage.records import BlockIoError, IoFailure, StoreRuntime
 from ca_jax.storage.tiers.disk import BusyPeriods, DiskTier, describe
 from ca_jax.storage.tiers.tasks import Changed, FetchTask, FlushTask, Task, TaskEnd
@@ -281,7 +280,7 @@ class SsdWorker:
         num_shared = task.num_shared_blocks
         sums = np.empty((len(task.sources), self.layout.num_layers), np.uint32)
         for index in range(num_shared):
-            sums[index] = layer_sums(task.sources[index])
+            sums[index] = self.layout.layer_sums(task.sources[index])
             self._progressed(task)
         block_ids = task.record.block_ids[task.num_kept_blocks + num_shared :].tolist()
         on_step = functools.partial(self._progressed, task, is_moving=True)
