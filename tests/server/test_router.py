@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ca_jax.config import OverflowConfig
 from ca_jax.errors import InvalidRequestError, SessionBusyError, SessionMovedError, UnknownSessionError
 from ca_jax.server.router import Router, client_name, engine_name
 from ca_jax.turns.requests import SamplingParams
@@ -164,9 +165,17 @@ def test_a_history_longer_than_the_window_is_cut_alike_whether_it_is_known_or_no
     assert rig.ask(asked, may_drop=False, is_known=True).name != known.name
 
 
+def test_a_history_does_not_find_what_was_cut_in_a_way_that_it_does_not_tell():
+    with kit.small_engine(context_window=WINDOW, overflow=OverflowConfig(whole_turns=True)) as engine:
+        rig = Rig(engine)
+        history, answers = long_talk(rig)
+        assert answers[-1].session.conversation.num_dropped > 0
+        assert rig.ask([*history, user("so?")]).name not in {each.name for each in answers}
+
+
 def test_two_who_said_the_same_do_not_meet_by_name(rig):
     history, [first] = rig.talk(["hello"])
-    other = rig.ask([*history, user("mine: NAME")])
+    other = rig.ask([*history, user("mine:"), user("NAME")])
     assert other.name == first.name, "it said all of it"
     for state in (None, "of before"):
         with pytest.raises(SessionMovedError):
@@ -225,10 +234,17 @@ def test_what_was_gone_on_with_by_its_history_is_moved_for_another_router_too(tm
     with kit.small_engine(context_window=WINDOW, store=ssd_store(tmp_path)) as engine:
         rig = Rig(engine)
         shared, [first] = rig.talk(["hello"])
-        rig.ask([*shared, user("mine: NAME")])
+        shared.append(user("mine: NAME"))
+        shared.append(assistant(rig.ask(shared).text))
     reopened = kit.small_engine(context_window=WINDOW, store=ssd_store(tmp_path))
-    with reopened as engine, pytest.raises(SessionMovedError):
-        Rig(engine).ask("and mine", first.name)
+    with reopened as engine:
+        router = Rig(engine).router
+        with pytest.raises(SessionMovedError):
+            router.by_id("", first.name, [user("and mine")], Texts())
+        router.learn("", first.name[:1] + first.name[1:], engine)  # Another object, as of a list.
+        router.learn("", "nobody", engine)
+        found = router.by_history("", [*shared, user("and on")], Texts())
+        assert (found.session.session_id, found.reached) == (first.name, "history")
 
 
 # Whatever several clients do, a prompt is what its own client has said.
