@@ -38,7 +38,10 @@ TARGETS = {
     ),
     "seals": ("ca_jax/storage/layout.py", ["tests/storage/test_layout.py"]),
     "router": ("ca_jax/server/router.py", ["tests/server/test_router.py"]),
-    "truncation": ("ca_jax/storage/truncation.py", ["tests/storage/test_truncation.py"]),
+    "truncation": (
+        "ca_jax/storage/truncation.py",
+        ["tests/storage/test_truncation.py", "tests/storage/test_truncation_ssd.py"],
+    ),
 }
 """Modules, and the tests that must notice what is wrong with each."""
 _LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", "build", "results", "docs", "__pycache__", ".*_cache")

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ca_jax.config import OverflowConfig
 from ca_jax.errors import InvalidRequestError, SessionBusyError, SessionMovedError, UnknownSessionError
-from ca_jax.server.router import Router
+from ca_jax.server.router import Router, client_name, engine_name
 from ca_jax.turns.requests import SamplingParams
-from ca_jax.turns.text import Texts
+from ca_jax.turns.text import Texts, TextWork
 from tests import engine_kit as kit
 from tests.server_kit import assistant, ssd_store, user
 
@@ -105,6 +106,7 @@ def test_a_name_goes_on_with_what_is_new_alone_or_with_all_of_it(rig):
     assert (third.name, third.prompt) == (first.name, ids_of(history))
     with pytest.raises(InvalidRequestError, match="must be what is new to session"):
         rig.ask([user("count with me"), assistant("no"), user("further")], first.name)
+    assert rig.router.look("", first.name) is first.session.conversation
     with pytest.raises(UnknownSessionError, match="'nobody'"):
         rig.ask("further", "nobody")
 
@@ -163,9 +165,17 @@ def test_a_history_longer_than_the_window_is_cut_alike_whether_it_is_known_or_no
     assert rig.ask(asked, may_drop=False, is_known=True).name != known.name
 
 
+def test_a_history_does_not_find_what_was_cut_in_a_way_that_it_does_not_tell():
+    with kit.small_engine(context_window=WINDOW, overflow=OverflowConfig(whole_turns=True)) as engine:
+        rig = Rig(engine)
+        history, answers = long_talk(rig)
+        assert answers[-1].session.conversation.num_dropped > 0
+        assert rig.ask([*history, user("so?")]).name not in {each.name for each in answers}
+
+
 def test_two_who_said_the_same_do_not_meet_by_name(rig):
     history, [first] = rig.talk(["hello"])
-    other = rig.ask([*history, user("mine: NAME")])
+    other = rig.ask([*history, user("mine:"), user("NAME")])
     assert other.name == first.name, "it said all of it"
     for state in (None, "of before"):
         with pytest.raises(SessionMovedError):
@@ -192,24 +202,49 @@ def test_open_and_known_conversations_are_bounded_and_the_least_recently_used_le
         rig = Rig(engine, max_open_sessions=2)
         held = [rig.talk([f"number {number}"], tenant="few") for number in range(rig.router.max_known + 2)]
         assert len(engine.sessions) == 2
-        assert len(rig.router._states) == rig.router.max_known
+        assert len(rig.router._states) == rig.router.max_known == 32
         rig.talk(["of another"], tenant="other")
         names = [answers[0].name for _, answers in held]
         for number, is_known in ((0, False), (5, True), (-1, True)):
             followed = rig.ask([*held[number][0], user("more")], tenant="few")
             assert (followed.name == names[number]) == is_known
-        rig.router.let_go([followed.session])
-        assert rig.ask([*held[-1][0], user("more")], tenant="few").name != names[-1], "it is forgotten"
+        oldest = client_name("few", names[0])
+        assert rig.router.look("few", oldest).chain == held[0][1][0].state
+        assert engine.opened(names[0], tenant="few") is None, "who looks opens nothing"
+        assert rig.router.look("other", oldest) is None
+        with pytest.raises(InvalidRequestError, match=f"not taken, got '{oldest}'"):
+            rig.router.begin("few", oldest)
+        history = [*held[-1][0], user("more"), assistant(followed.text), user("on")]
+        rig.router.forget("few", engine_name("few", client_name("few", followed.name)))
+        anew = rig.ask(history, tenant="few")
+        assert anew.name != followed.name, "it is forgotten"
+        rig.router.let_go([anew.session])
+        assert engine.opened(anew.name, tenant="few") is None
+        assert rig.ask([*history, assistant(anew.text), user("on")], tenant="few").name != anew.name
+
+
+@pytest.mark.parametrize(("num_chars", "is_much"), [(3299, False), (3300, True)])
+def test_a_hundred_characters_count_for_one_and_a_message_for_32_until_it_is_much_to_hash(rig, num_chars, is_much):
+    asked = [{**user("x" * (num_chars - 900)), "context": ["x" * 900, [1] * 900]}, *[assistant("")] * 125, user("")]
+    with pytest.raises(TextWork) if is_much else contextlib.nullcontext():
+        rig.router.by_history("", asked, Texts())
 
 
 def test_what_was_gone_on_with_by_its_history_is_moved_for_another_router_too(tmp_path):
     with kit.small_engine(context_window=WINDOW, store=ssd_store(tmp_path)) as engine:
         rig = Rig(engine)
         shared, [first] = rig.talk(["hello"])
-        rig.ask([*shared, user("mine: NAME")])
+        shared.append(user("mine: NAME"))
+        shared.append(assistant(rig.ask(shared).text))
     reopened = kit.small_engine(context_window=WINDOW, store=ssd_store(tmp_path))
-    with reopened as engine, pytest.raises(SessionMovedError):
-        Rig(engine).ask("and mine", first.name)
+    with reopened as engine:
+        router = Rig(engine).router
+        with pytest.raises(SessionMovedError):
+            router.by_id("", first.name, [user("and mine")], Texts())
+        router.learn("", first.name[:1] + first.name[1:], engine)  # Another object, as of a list.
+        router.learn("", "nobody", engine)
+        found = router.by_history("", [*shared, user("and on")], Texts())
+        assert (found.session.session_id, found.reached) == (first.name, "history")
 
 
 # Whatever several clients do, a prompt is what its own client has said.

@@ -86,6 +86,7 @@ def test_none_is_named_that_is_needed_sooner(name):
         StoredEntry(key=str(place), num_blocks=1, last_used_s=place, created_s=place, queue_position=place)
         for place in (1, 5, 7)
     ]
+    assert [entry.key for entry in make_policy(name).order(make_view(waiting), needed_at=3)] == ["7", "5"]
     assert choose(make_policy(name), make_view(waiting), 2, needed_at=3) == ("7", "5")
     assert choose(make_policy(name), make_view(waiting), 3, needed_at=3) == ()
     assert choose(make_policy(name), make_view(waiting), 3, needed_at=0) == ("7", "5", "1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 
 import numpy as np
 from hypothesis import given
@@ -59,6 +60,16 @@ def test_it_is_the_longest_that_a_scan_finds_of_the_tenants_own(changes, wanted)
         else:
             assert (num_tokens, common[key]) == (longest, longest)
     assert len(index._indexed) == sum(num_units >= MIN_TOKENS for _, _, num_units in known.values())
+
+
+def test_a_session_that_comes_to_share_more_or_less_of_the_same_tokens_is_found_by_as_many():
+    known: dict[str, Published] = {}
+    index = PrefixIndex(known.get, 4)
+    tokens = np.arange(12)
+    for num_units in itertools.chain(*itertools.permutations(range(1, 13), 2)):
+        known["a"] = ("x", tokens, num_units)
+        index.changed("a")
+        assert index.find("x", as_units(tokens)) == (num_units, "a")
 
 
 TOKENS_ON_SSD = st.lists(st.integers(0, 1), min_size=1, max_size=9)

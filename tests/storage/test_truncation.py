@@ -41,6 +41,7 @@ def test_a_mask_that_is_none_is_refused(store, wrong):
     assert kit.info(store, "a").num_tokens == 4
     with pytest.raises(ValueError, match="discarded must be"):
         store.discard("nobody", wrong)
+    assert store.discard("nobody", [True]) == 0
 
 
 def test_repeated_cuts_stay_within_the_blocks_their_tokens_need():
