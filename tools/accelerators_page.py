@@ -133,6 +133,20 @@ def _sent(sent: Mapping[str, Any] | None) -> str:
     return f"{sent['count']} of {sent['largest_bytes'] / 1024:,.0f} KiB at most" if sent else "0"
 
 
+def _of_counts(report: Report) -> Iterator[str]:
+    rows = []
+    for step in report["step"].values():
+        moved, least = step["figures"].get("moved_bytes"), step.get("product_bytes")
+        if moved is None or not least:
+            continue
+        times = (step["flops"] / step["rates"]["flops"], least / step["rates"]["bytes_per_s"])
+        waits = "memory" if times[1] > times[0] else "arithmetic"
+        ratio = f"{moved / least:.2f}"
+        numbers = (f"{step['figures']['num_launches']}", f"{least / 1e6:,.1f}", f"{moved / 1e6:,.1f}", ratio)
+        rows.append((f"{step['setup']}, {step['step']}", *numbers, waits))
+    yield from table(("step", "kernels", "MB: least", "MB: read and written", "ratio", "it waits for"), rows)
+
+
 def _of_estimates(report: Report) -> Iterator[str]:
     rows = []
     for step in report["step"].values():
@@ -166,6 +180,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Report], Iterable[str]]]] = {
     "memory": ("Memory and fit", _of_memory),
     "copies": ("What stays in place, and what is copied", _of_copies),
     "collectives": ("What is sent between devices", _of_collectives),
+    "counts": ("What a GPU is given, by count", _of_counts),
     "estimates": ("What XLA thinks a TPU takes", _of_estimates),
     "kernels": ("Our kernel on GPUs", _of_kernels),
 }

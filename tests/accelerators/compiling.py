@@ -3,7 +3,8 @@
     memory        what it takes, gives, keeps in place and needs besides, by the compiler's own count
     copies        what is laid out anew, of the size of a layer's pages and of weights
     collectives   what is sent between devices
-    kernels       ours, by their names; of a GPU registers, what is spilled and shared memory; launches
+    kernels       ours, by their names; of a GPU registers, what is spilled and shared memory; launches, and the bytes
+                  that they read and write by the shapes that they are given
 
 Not here: which steps (serving), what of it is right (test_steps).
 """
@@ -40,6 +41,8 @@ _SENT = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce
 _WIDTHS = {"pred": 1, "bf16": 2}
 _INSTRUCTION = re.compile(r"^\s*(ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9-]*)\(")
 _ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
+_NAME = re.compile(r"%([\w.-]+)")
+_IS_NO_KERNEL = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call")
 _LAUNCH = re.compile(r"k(?:Custom)?Kernel|kGemm|kCublasLt\w*|kCudnn|kConvolution|kMemset\w*|kCopy\w*|kMemcpy\w*")
 
 
@@ -58,12 +61,22 @@ class Instruction(NamedTuple):
     """Where in the step's own functions it is from."""
     is_stored: bool
     """Whether its result lies in memory: not within a fused computation, but for the last one there."""
+    operands: tuple[str, ...]
+    """Names of what it is given."""
+    is_fused: bool
+    """Whether it is within a fused computation: part of a kernel, and none itself."""
 
     @property
     def num_bytes(self) -> int:
         """Of its largest array, without padding."""
         sizes = (_width(kind) * math.prod(map(int, filter(None, dims.split(",")))) for kind, dims in self._arrays)
         return max(sizes, default=0)
+
+    @property
+    def all_bytes(self) -> int:
+        """Of all arrays of its result; without the scratch memory of a library's product."""
+        kept = [each for each in self._arrays if self.opcode != "custom-call" or each[0] != "s8"]
+        return sum(_width(kind) * math.prod(map(int, filter(None, dims.split(",")))) for kind, dims in kept)
 
     def is_of(self, pages: tuple[int, ...]) -> bool:
         """Whether an array of its result is all pages `[P, 2, K, page, H]`, or their keys, however laid out."""
@@ -150,6 +163,8 @@ class Figures:
     """The one that takes most registers, of a GPU."""
     num_launches: int | None
     """Kernels of any kind that a GPU is given, those of loops once."""
+    moved_bytes: int | None
+    """What they read and write, of a GPU, pages apart: all that each is given, and its result."""
     flops: float | None
     """By XLA's count, which not every compiler gives; of loops one turn."""
     accessed_bytes: float | None
@@ -214,6 +229,7 @@ def figures(setup: Setup, step: Step) -> Figures:
         num_kernels=sum(each.opcode == "custom-call" and f"/{KERNEL}/" in each.source for each in instructions),
         kernel=kernel,
         num_launches=len(launches) if setup.chip.platform == "gpu" else None,
+        moved_bytes=_moved_bytes(instructions, pages) if setup.chip.platform == "gpu" else None,
         flops=cost.get("flops"),
         accessed_bytes=cost.get("bytes accessed"),
         optimal_s=None if optimal_s is None else optimal_s + num_unknown,
@@ -231,7 +247,20 @@ def read(text: str) -> Iterator[Instruction]:
         elif found := _INSTRUCTION.match(line):
             root, *parts = found.groups()
             source = re.search(r'op_name="([^"]*)"', line)
-            yield Instruction(number, *parts, source.group(1) if source else "", root is not None or not is_fused)
+            operands = tuple(_NAME.findall(line[found.end() :].split(")", 1)[0]))
+            is_stored = root is not None or not is_fused
+            yield Instruction(number, *parts, source.group(1) if source else "", is_stored, operands, is_fused)
+
+
+def _moved_bytes(instructions: list[Instruction], pages: tuple[int, ...]) -> int:
+    """What kernels read and write, those of loops once. Of pages only some are touched: they do not count."""
+    sizes = {each.name: 0 if each.is_of(pages) else each.all_bytes for each in instructions}
+    kernels = [each for each in instructions if not each.is_fused and not each.opcode.endswith("-done")]
+    return sum(
+        sizes[each.name] + sum(sizes.get(operand, 0) for operand in each.operands)
+        for each in kernels
+        if each.opcode not in _IS_NO_KERNEL
+    )
 
 
 def compiler_version(chip: Chip) -> str:

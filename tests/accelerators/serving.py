@@ -71,6 +71,8 @@ class Step:
     """Of the products by weights on each device; attention comes on top."""
     read_bytes: float = 0
     """Of the weights on each device, which are read once."""
+    product_bytes: float = 0
+    """These, and what goes into each product by weights and comes out of it."""
 
     def lower(self) -> Any:
         """As jax has it, for the devices that the shapes name."""
@@ -323,7 +325,7 @@ class Setup:
     def _work(self, params: Any, num_tokens: int) -> dict[str, float]:
         """Of the matrices in them, but for embeddings that are only looked up: of experts those that tokens choose."""
         table, num_experts = self.params["params"]["embed"]["embedding"], self.model.num_experts
-        flops = read_bytes = 0.0
+        flops = read_bytes = product_bytes = 0.0
         for leaf in jax.tree.leaves(params):
             if leaf.ndim < 2 or (leaf is table and not self.model.tie_embeddings):
                 continue
@@ -332,4 +334,7 @@ class Setup:
             chosen = self.model.num_experts_per_token / num_experts if is_of_experts else 1.0
             flops += 2 * size * chosen * num_tokens
             read_bytes += size * leaf.dtype.itemsize * min(chosen * num_tokens, 1)
-        return {"flops": flops, "read_bytes": read_bytes}
+            width, of_each = self.model.embed_dim, num_experts if is_of_experts else 1
+            ends = width + size / of_each / width  # Of a product: all have the residual stream at one end.
+            product_bytes += ends * leaf.dtype.itemsize * num_tokens * of_each * chosen
+        return {"flops": flops, "read_bytes": read_bytes, "product_bytes": read_bytes + product_bytes}

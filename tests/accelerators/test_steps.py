@@ -100,6 +100,7 @@ def recorded(setup: Setup, step: Step, found: compiling.Figures) -> dict[str, An
         "step": step.name,
         "flops": step.flops,
         "read_bytes": step.read_bytes,
+        "product_bytes": step.product_bytes,
         "parts": dict(planned(setup).parts),
     }
     return {**of_setup, **of_chip, **of_step, "wrong": complaints(setup, step, found), "figures": asdict(found)}
