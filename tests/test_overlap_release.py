@@ -332,9 +332,10 @@ def test_pages_that_are_lost_to_a_history_end_all_that_run(who_runs):
         assert not pool.remake_if_broken()
 
 
+@pytest.mark.parametrize("keep_pages", [False, True])
 @pytest.mark.parametrize("loses", [False, True])
-def test_a_decode_step_that_breaks_ends_all_that_it_was_of(loses):
-    with scene() as at:
+def test_a_decode_step_that_breaks_ends_all_that_it_was_of(loses, keep_pages):
+    with scene(keep_pages=keep_pages) as at:
         answer = at.begin()
         overlap_kit.take(answer, 3)
         with lost_pages(at.engine, steps, "decode", loses=loses):
