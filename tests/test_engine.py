@@ -214,16 +214,6 @@ def test_the_models_own_stop_token_and_the_window_end_an_answer(engine, monkeypa
 # Cancelling, closing.
 
 
-def test_a_turn_cancelled_before_its_first_token_leaves_no_trace(engine):
-    session = engine.session(system="Be brief.")
-    kit.say(session, "Hello.")
-    before = session.conversation
-    session.send("Never mind.").close()
-    assert engine._scheduler.idle, "the turn is not queued any more"
-    assert session.conversation == before
-    assert kit.check_turn(session, "Hello again.").num_cached_tokens == len(before.token_ids) - 1
-
-
 def test_an_answer_let_go_of_while_a_step_runs_ends_once(engine, monkeypatch):
     """The garbage collector may find it at any moment: here while its last token is being computed."""
     stays, goes = engine.session(), engine.session()
