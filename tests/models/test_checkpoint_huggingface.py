@@ -89,6 +89,7 @@ UNSERVED = [
     ({"model_type": "rwkv"}, r"'rwkv' is not served: served are: .*llama"),
     ({"attention_bias": True}, "attention_bias=True"),
     ({"mlp_bias": True}, "mlp_bias=True"),
+    ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
 ]
 GPTQ = {"quantization_config": {"quant_method": "gptq"}}
 NEEDED = ("model_type", "hidden_size", "vocab_size")
