@@ -313,15 +313,6 @@ def random_drift(model: LoadedModel, window: int, directory: Path) -> tuple[str,
     return str(directory / "drift.npz"), drift
 
 
-def expected_repaired(overflow: OverflowConfig, num_tokens: int) -> int:
-    """How many of so many first tokens a turn says that it has repaired."""
-    if overflow.repair == "deviating" and 0 < overflow.repair_ratio < 1:
-        return round(repair_plan(overflow, kit.NUM_LAYERS, num_tokens).num_recomputed)
-    if overflow.repair_ratio == 1:
-        return num_tokens
-    return max(min(overflow.anchor_tokens, num_tokens), int(overflow.repair_ratio * num_tokens) // 8 * 8)
-
-
 Step = int | tuple[int, int] | tuple[str, int] | Callable[[int], np.ndarray]
 """Of a conversation: a prompt of so many tokens; the same and its answer's tokens; `lose` or `rewind`, and how many
 tokens stay; or what is discarded by hand: a mask, bool `[T]`, of as many tokens as there are."""

@@ -185,15 +185,6 @@ def take(answer: Answer, num_pieces: int) -> None:
         next(answer)
 
 
-def step_until(engine: Engine, reached: Callable[[], object]) -> None:
-    """Runs the engine, at most for a few hundred steps."""
-    for _ in range(500):
-        if reached():
-            return
-        engine.step()
-    raise AssertionError("the engine runs, and what was waited for does not come")
-
-
 # What is held.
 
 

@@ -20,9 +20,7 @@ from ca_jax.errors import (
     SessionBusyError,
     SessionClosedError,
 )
-from ca_jax.kv import layout as device_memory
 from ca_jax.overflow.config import DiscardContext, HeavyHitters, OverflowConfig
-from ca_jax.recompute.drift import Drift
 from ca_jax.session import Session
 from ca_jax.turns.requests import SamplingParams
 from tests import engine_kit as kit
@@ -115,13 +113,6 @@ def test_values_that_exclude_each_other_or_what_there_is_are_refused(make, says)
         make()
 
 
-def test_buffers_that_fit_each_and_not_together_are_refused(monkeypatch):
-    monkeypatch.setattr(device_memory, "device_memory_bytes", lambda: 1 << 30)
-    kit.small_engine(write_buffer_gib=0.5).close()
-    with pytest.raises(ValueError, match=r"device's 1\.00 GiB of memory.* got .*1\.00 for write_buffer_gib"):
-        kit.small_engine(write_buffer_gib=1.0)
-
-
 # Models.
 
 
@@ -143,20 +134,15 @@ def test_a_model_gives_logits_of_token_ids_and_refuses_others():
             model.logits(wrong)
 
 
-def test_a_file_that_is_not_this_models_drift_is_refused(tmp_path):
+def test_a_drift_of_another_model_and_one_that_is_not_there_are_refused(tmp_path):
     """What a file may be at all: test_drift."""
-    path = tmp_path / "drift.npz"
-    with pytest.raises(FileNotFoundError, match=r"drift\.npz"):
-        kit.small_engine(**ok.SMALL, overflow=ok.config(drift=str(path)))
-    Drift(
-        values=np.zeros((3, 2, 2, 16), np.float32),
-        fingerprint="another",
-        window=128,
-        truncation_ratio=0.5,
-        num_tokens=1,
-    ).save(path)
-    with pytest.raises(ValueError, match=r"drift must be \[3, 2, 2, 16\]"):
-        kit.small_engine(**ok.SMALL, overflow=ok.config(drift=str(path)))
+    path, _ = ok.random_drift(kit.model_of(), ok.WINDOW, tmp_path)
+    for drift, error, says in (
+        (path, ValueError, r"drift must be \[3, 2, 2, 16\]"),
+        (f"{path}.npz", FileNotFoundError, r"drift\.npz\.npz"),
+    ):
+        with pytest.raises(error, match=says):
+            kit.small_engine(**ok.SMALL, overflow=ok.config(drift=drift))
 
 
 # Requests.
@@ -316,12 +302,11 @@ def test_a_discarder_that_breaks_breaks_its_own_turn_alone(unruly, choice, error
     other.turns(60)
 
 
-def test_a_discarder_may_name_fewer_than_it_is_asked_for(unruly):
+def test_a_discarder_may_name_fewer_than_it_is_asked_for():
     """As many as must leave will do; then it is asked again for the next token."""
     discarder = ok.Recorded(Unruly(choice=[5]))
-    with kit.small_engine(**ok.SMALL, overflow=ok.config(discarder=discarder)) as engine:
-        pair = ok.Pair(engine)
+    with ok.pair(ok.config(discarder=discarder)) as pair:
         pair.turn(kit.prompt(100), 50)
-        assert engine.metrics.truncations == pair.session.usage.dropped_tokens == 22
+        assert pair.engine.metrics.truncations == pair.session.usage.dropped_tokens == 22
         with pytest.raises(InvalidRequestError, match="at least 9 tokens, got 1"):
             pair.session.send_ids(kit.prompt(8))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ca_jax import BlendConfig
-from ca_jax.errors import ContextWindowError, EmptyMessageError, InvalidRequestError
+from ca_jax.errors import ContextWindowError, EmptyMessageError
 from ca_jax.storage.records import Residency
 from tests import engine_kit as kit
 from tests import overflow_kit as ok
@@ -174,7 +174,6 @@ def test_the_window_may_overflow_before_a_context_and_behind_it():
     ("context", "error", "says"),
     [
         ([A, []], EmptyMessageError, "chunk 2 of 2"),
-        ("text", InvalidRequestError, "list"),
         ([kit.prompt(kit.WINDOW)], ContextWindowError, "chunk 1 of 1"),
         ([kit.prompt(300, 1), kit.prompt(300, 2)], ContextWindowError, "109 tokens"),
     ],

@@ -264,8 +264,6 @@ def test_no_split_is_predicted_to_be_faster(load_bytes_per_s, load_fixed_s, pair
 @pytest.mark.parametrize(
     ("rates", "options", "loaded"),
     [
-        ({}, {}, 1000),
-        ({"load_bytes_per_s": 1e3}, {}, 0),
         ({}, {"head_start_s": -0.9}, 1000),
         ({}, {"head_start_s": -1.1}, 0),  # It comes too late.
         ({"load_bytes_per_s": 1e7}, {"min_gain": 0.40}, 500),

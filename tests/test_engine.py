@@ -1,4 +1,7 @@
-"""Turns through the engine: continuous batching, streaming, stopping, cancelling, rewinding, closing."""
+"""Turns through the engine: many prompts, streaming, stopping, cancelling, closing.
+
+Not here: conversations that come and go in any order and are given up anywhere (test_packing).
+"""
 
 from __future__ import annotations
 
@@ -12,33 +15,13 @@ import pytest
 from ca_jax.errors import SessionBusyError, SessionClosedError, TenantError
 from ca_jax.turns.requests import FinishReason, SamplingParams, Usage
 from tests import engine_kit as kit
+from tests import overlap_kit
 
-SEEDED = SamplingParams(temperature=0.9, top_k=30, seed=11, ignore_eos=True)
 GREEDY = SamplingParams(max_tokens=12)
 STORY = "Tell me a story."
 
 
-# Continuous batching.
-
-
-@pytest.mark.parametrize("sampling", [SamplingParams(), SEEDED], ids=["greedy", "seeded"])
-def test_jobs_that_join_midway_answer_as_if_they_were_alone(engine, sampling):
-    messages = ["One joins first.", "Two joins while one decodes.", "Three joins last of all."]
-    alone = []
-    for message in messages:
-        session = engine.session()
-        kit.say(session, message, 20, sampling=sampling)
-        alone.append(session.token_ids)
-
-    sessions = [engine.session() for _ in messages]
-    answers = []
-    for session, message in zip(sessions, messages, strict=True):
-        answers.append(session.send(message, max_tokens=20, sampling=sampling))
-        for answer in answers:
-            next(answer)  # Those that wait are prefilled now, those that run go on.
-    assert len(engine._scheduler.running) == 3
-    kit.drain(*answers)
-    assert [session.token_ids for session in sessions] == alone
+# Several at once.
 
 
 def test_more_prompts_than_slots_are_answered_in_order_with_times_of_their_own(engine):
@@ -73,20 +56,11 @@ def test_prompts_begin_with_what_is_stored_of_others_and_no_conversation_is_made
 def test_two_threads_may_stream_two_sessions_at_once(engine):
     messages = {"left": "Say something to the left.", "right": "And something to the right, please."}
     alone = {side: "".join(engine.session().send(message, max_tokens=40)) for side, message in messages.items()}
-    together = threading.Barrier(2)
-    found: dict[str, str] = {}
-
-    def stream(side: str) -> None:
-        answer = engine.session().send(messages[side], max_tokens=40)
-        together.wait(60)
-        found[side] = "".join(answer)
-
-    threads = [threading.Thread(target=stream, args=(side,)) for side in messages]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert found == alone
+    answers = {side: engine.session().send(message, max_tokens=40) for side, message in messages.items()}
+    found: list[str] = []
+    with overlap_kit.in_thread(lambda: found.append("".join(answers["left"]))):
+        found.append("".join(answers["right"]))
+    assert sorted(found) == sorted(alone.values())
 
 
 def test_an_answer_is_whole_though_another_thread_ends_it_while_it_is_looked_at(engine):
@@ -142,22 +116,6 @@ def expect_times(usage: Usage) -> None:
     assert times[0] >= usage.ttft_s >= usage.queued_s >= 0
     assert times[-1] <= usage.ttft_s + usage.decode_s
     assert min(usage.load_s, usage.load_stall_s) >= 0
-
-
-def test_usage_counts_history_new_tokens_and_answer(engine):
-    session = engine.session(system="Count.")
-    kit.say(session, "first message", 10)
-    first, num_tokens = session.usage, len(session.token_ids)
-    assert (first.num_cached_tokens, first.new_tokens, first.completion_tokens) == (0, first.prompt_tokens, 10)
-    assert num_tokens == first.prompt_tokens + 10
-
-    kit.say(session, "second message", 1)
-    second = session.usage
-    assert second.cached_tokens == {"dram": num_tokens - 1}, "all but the last token, which was drawn and never run"
-    assert second.new_tokens == second.prompt_tokens - num_tokens + 1
-    assert (second.completion_tokens, len(session.token_ids)) == (1, second.prompt_tokens + 1)
-    for usage in (first, second):
-        expect_times(usage)
 
 
 def test_metrics_count_turns_and_tokens():
@@ -253,31 +211,7 @@ def test_the_models_own_stop_token_and_the_window_end_an_answer(engine, monkeypa
     assert (filled.token_ids, filled.finish_reason) == (kit.greedy_answer(long, 5), FinishReason.LENGTH)
 
 
-# Cancelling, rewinding, closing.
-
-
-def test_a_cancelled_answer_keeps_what_was_said_and_the_session_goes_on(engine):
-    session = engine.session()
-    answer = session.send("Tell me a long story.", max_tokens=100)
-    shown = "".join(next(answer) for _ in range(5))
-    answer.close()
-    assert session.finish_reason is FinishReason.CANCELLED
-    assert session.messages[-1] == {"role": "assistant", "content": shown}
-    assert session.usage.completion_tokens == 5
-    expect_times(session.usage)
-    assert engine._scheduler.idle, "its slot is free"
-    num_tokens = len(session.token_ids)
-    assert kit.check_turn(session, "Go on.").num_cached_tokens == num_tokens - 1
-
-
-def test_a_turn_cancelled_before_its_first_token_leaves_no_trace(engine):
-    session = engine.session(system="Be brief.")
-    kit.say(session, "Hello.")
-    before = session.conversation
-    session.send("Never mind.").close()
-    assert engine._scheduler.idle, "the turn is not queued any more"
-    assert session.conversation == before
-    assert kit.check_turn(session, "Hello again.").num_cached_tokens == len(before.token_ids) - 1
+# Cancelling, closing.
 
 
 def test_an_answer_let_go_of_while_a_step_runs_ends_once(engine, monkeypatch):
@@ -301,20 +235,6 @@ def test_an_answer_let_go_of_while_a_step_runs_ends_once(engine, monkeypatch):
     assert engine.metrics.turns + engine.metrics.cancelled == before + 2
     num_tokens = len(goes.token_ids)
     assert kit.check_turn(goes, "Come back.").num_cached_tokens == num_tokens - 1
-
-
-@pytest.mark.parametrize("keep", ["first turn", "middle of a prompt", "nothing"])
-def test_rewinding_continues_from_what_is_kept_with_its_kv(engine, keep):
-    session = engine.session()
-    kit.say(session, kit.prompt(50))
-    after_first = len(session.token_ids)
-    kit.say(session, kit.prompt(40))
-    num_tokens = {"first turn": after_first, "middle of a prompt": 23, "nothing": 0}[keep]
-    kept = session.token_ids[:num_tokens]
-    session.rewind(num_tokens)
-    assert session.token_ids == kept
-    assert len(session.messages) == (0 if keep == "nothing" else 2)
-    assert kit.check_turn(session, kit.prompt(30, seed=9)).num_cached_tokens == num_tokens
 
 
 def test_a_session_comes_back_by_its_name_and_goes_with_its_kv_when_closed(engine):

@@ -374,11 +374,6 @@ def test_where_the_description_begins_changes_nothing(start):
         assert_close(context.fused(context.plan(ratio, start)), context.fused(context.plan(ratio)))
 
 
-def test_without_any_token_to_compute_it_is_full_reuse():
-    context = context_of(*CONTEXTS["three chunks"])
-    np.testing.assert_array_equal(context.fused(context.plan(0.0)), context.kv)
-
-
 @pytest.mark.parametrize("what", ["blend", "two check layers", "repair", "repair with first ones"])
 def test_the_tokens_that_deviate_most_are_computed_over_what_stands(what):
     """Layer by layer against a reference that chooses in numpy among the tokens of the layer before."""

@@ -58,27 +58,6 @@ def test_turns_over_rounded_history_are_those_of_a_rounded_cache(store):
         assert engine.store_stats().used_bytes % LAYOUT.block_bytes == 0
 
 
-def test_both_tiers_give_the_same_tokens_and_the_same_bytes(tmp_path):
-    found = []
-    messages = [kit.prompt(60), kit.prompt(9, 1), kit.prompt(100, 2)]
-    with int8_engine(context_window=kit.WINDOW) as engine:
-        session = engine.session()
-        found.append((kit.converse(session, messages), kit.stored_kv(engine, session)))
-        assert session.usage.cached_tokens["dram"] > 0
-    for driver in ("zarr3", "raw"):
-        store, answers = kit.ssd_store(tmp_path / driver, ssd_driver=driver), []
-        for message in messages:  # Each turn is another engine's.
-            with int8_engine(context_window=kit.WINDOW, store=store) as engine:
-                session = engine.session(session_id="one")
-                answers.append(kit.say(session, message))
-                assert session.usage.cached_tokens.get("ssd", 0) == max(len(session.token_ids) - 13 - len(message), 0)
-                rows = kit.stored_kv(engine, session)
-        found.append((answers, rows))
-    for answers, rows in found[1:]:
-        assert answers == found[0][0]
-        np.testing.assert_array_equal(rows, found[0][1])
-
-
 def test_int8_is_a_miss_for_plain_kv_and_the_other_way_round(tmp_path):
     store = kit.ssd_store(tmp_path / "store")
     prompts = {"model": kit.prompt(50, 1), "int8": kit.prompt(50, 2)}

@@ -138,7 +138,6 @@ def test_heavy_hitters_leave_by_attention_one_by_one(context, ratio, num_sinks):
         (lambda: OldestFirst(num_sinks=-1), "num_sinks .*got -1"),
         (lambda: HeavyHitters(recent_ratio=1.5), "recent_ratio .*got 1.5"),
         (lambda: HeavyHitters().choose(DiscardContext(num_tokens=5, num_leaving=2)), "heavy_hitters .*attention"),
-        (lambda: OverflowConfig(discarder="newest"), "oldest, sinks, heavy_hitters; got 'newest'"),
     ],
 )
 def test_what_cannot_be_chosen_from_or_by_is_refused(make, message):

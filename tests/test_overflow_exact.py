@@ -1,4 +1,7 @@
-"""KV that tokens were dropped from is the same cache sliced in memory: for every cut, in both tiers, after restarts."""
+"""KV that tokens were dropped from is the same cache sliced in memory: wherever it is cut, in both tiers.
+
+Not here: after restarts (test_overflow_endless, test_overflow_repair), and in batches (test_packing).
+"""
 
 from __future__ import annotations
 
@@ -31,23 +34,6 @@ def send_away(engine: Engine, session: Session) -> None:
     ok.say(engine.session(), kit.prompt(ok.WINDOW - 8, seed=99), 2)
     engine.wait_for_saves()
     assert engine._kv.store.residency(engine._kv.key(session.session_id)) is Residency.SSD
-
-
-@pytest.mark.parametrize("keep_first", [0, 1, BLOCK - 1, BLOCK + 1])
-def test_every_cut_point(keep_first):
-    """The oldest c tokens behind the first k leave before the prompt, and one more for the answer's second token."""
-    with kit.small_engine(**ok.SMALL, overflow=ok.config(keep_first, SHARE_OF_ONE)) as engine:
-        begun = ok.Pair(engine)
-        begun.turn(HISTORY, 2)
-        for count in range(1, BLOCK + 2):
-            pair = ok.Pair(engine)
-            ok.say(pair.session, HISTORY, 2)
-            pair.reference = begun.reference.copy()
-            pair.turn(prompt_that_drops(count), 2)
-            assert pair.session.usage.dropped_tokens == count + 1
-            assert pair.session.usage.num_cached_tokens == 101 - count
-            pair.expect_stored_kv()
-            pair.session.close()
 
 
 @pytest.mark.parametrize("keep_first", [0, BLOCK + 1])
@@ -145,28 +131,6 @@ def test_what_stays_is_the_same_cache_sliced(name, store):
         assert metrics.truncations == pair.reference.num_cuts >= num_cuts
         assert (metrics.failed_loads, metrics.failed_saves, metrics.repaired_tokens) == (0, 0, 0)
         assert bool(metrics.invalidated_histories) == (overflow.method == "of")
-
-
-def test_cuts_outlive_the_engine(tmp_path):
-    """Each engine finds what the last one left: cut before a prompt, in an answer, by hand; and cuts it again."""
-    before, reference = None, None
-    for start in range(4):
-        with kit.small_engine(**ok.SMALL, overflow=ok.config(5, 0.3), store=kit.ssd_store(tmp_path)) as engine:
-            session = engine.session(session_id="one")
-            pair = ok.Pair(engine, session, reference)
-            reference = pair.reference
-            assert session.token_ids == reference.token_ids
-            if start:
-                assert session.conversation == before
-            pair.turn(kit.prompt(40, seed=start), 9)
-            if start:
-                assert session.usage.cached_tokens == {"ssd": reference.num_cached}
-            if start != 1:
-                pair.turn(kit.prompt(60, seed=start), 50)
-            if start:
-                pair.discard(some(start, 0.3)(len(session.token_ids)))
-            before = session.conversation
-    assert before.num_dropped > 200
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 from ca_jax.kv.layer_loader import LayerLoad
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.recompute.drift import Drift
+from ca_jax.recompute.plan import repair_plan
 from ca_jax.storage.tickets import LoadTicket
 from tests import engine_kit as kit
 from tests import overflow_kit as ok
@@ -36,25 +36,22 @@ REPAIRS = {
 }
 
 
-def repairing(name: str, drift: tuple[str, Drift], ratio: float = 0.5) -> tuple[OverflowConfig, Drift | None]:
+def repairing(name: str, drift: tuple[str, Drift]) -> tuple[OverflowConfig, Drift | None]:
     """A config, and the drift that it names."""
     changes = dict(REPAIRS[name])
     drifts = changes.pop("drift", False)
-    overflow = ok.config(ratio=ratio, **changes, **({"drift": drift[0]} if drifts else {}))
+    overflow = ok.config(**changes, **({"drift": drift[0]} if drifts else {}))
     return overflow, drift[1] if drifts else None
 
 
-@contextlib.contextmanager
-def repaired_pair(name: str, drift: tuple[str, Drift], **changes: object) -> Iterator[ok.Pair]:
-    overflow, values = repairing(name, drift)
-    with kit.small_engine(**ok.SMALL, overflow=overflow, **changes) as engine:
-        yield ok.Pair(engine, drift=values)
+def repaired_pair(name: str, drift: tuple[str, Drift], **changes: object) -> contextlib.AbstractContextManager[ok.Pair]:
+    return ok.pair(*repairing(name, drift), **changes)
 
 
 def expect_repaired(pair: ok.Pair, num_tokens: int) -> None:
     """The last turn repaired so many first tokens as its config says, and what is stored is the reference's KV."""
-    expected = ok.expected_repaired(pair.reference.overflow, num_tokens) if num_tokens else 0
-    assert pair.session.usage.repaired_tokens == expected
+    plan = repair_plan(pair.reference.overflow, kit.NUM_LAYERS, num_tokens)
+    assert pair.session.usage.repaired_tokens == (0 if plan is None else round(plan.num_recomputed))
     pair.expect_stored_kv()
 
 
@@ -102,14 +99,6 @@ def test_what_is_computed_anew_anyway_is_not_repaired(name, num_kept, drift):
         expect_repaired(pair, num_kept)
         pair.turns(10, seed=3)
         expect_repaired(pair, 0)
-
-
-@pytest.mark.parametrize("ratio", [0.01, 0.4])
-def test_a_share_too_small_for_any_token_repairs_none(ratio):
-    """All tokens of the first layer are computed to know which to choose: for so few that is more than the share."""
-    with ok.pair(ok.config(repair_ratio=ratio)) as pair:
-        pair.play(30, lambda num_tokens: np.arange(num_tokens) % 2 == 1, 20, 10)
-        assert pair.engine.metrics.repaired_tokens == pair.engine.metrics.failed_loads == 0
 
 
 @pytest.mark.parametrize("name", ["all", "anchor", "drift"])
@@ -170,20 +159,6 @@ def test_a_repair_that_breaks_otherwise_is_done_by_the_next_turn(name, broken, d
         assert pair.session.usage.repaired_tokens > 0
         assert engine.metrics.failed_loads == 0
         pair.expect_stored_kv()
-
-
-def test_repair_in_a_batch(drift):
-    """A session that is repaired, beside others that load and decode."""
-    overflow, values = repairing("drift and anchor", drift, ratio=0.25)
-    with kit.small_engine(**ok.SMALL, overflow=overflow) as engine:
-        pairs = [ok.Pair(engine, drift=values) for _ in range(3)]
-        for turn, prompts in enumerate([(100, 30, 20), (60, 15, 100)]):
-            ids = [kit.prompt(count, seed=turn) for count in prompts]
-            answers = [pair.session.send_ids(part, max_tokens=24) for pair, part in zip(pairs, ids, strict=True)]
-            kit.drain(*answers)
-            for pair, part, answer in zip(pairs, ids, answers, strict=True):
-                assert answer.job.output_ids == pair.reference.say(part, 24)
-        assert [bool(answer.job.repaired_tokens) for answer in answers] == [True, False, True]
 
 
 def test_a_repair_is_alone_in_its_pass_also_where_the_prompt_before_it_breaks(drift, monkeypatch):

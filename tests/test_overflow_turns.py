@@ -1,4 +1,4 @@
-"""Overflow among all else that happens to turns: others in the batch, cancelling, rewinding, lost KV; what is counted.
+"""Overflow beside all else: the messages that stay, other conversations, and engines that drop nothing.
 
 KV that has seen dropped tokens is no other conversation's, even where the tokens are the same.
 """
@@ -17,27 +17,6 @@ from tests import engine_kit as kit
 from tests import overflow_kit as ok
 
 SAME = ord("A")
-
-
-# Several in a batch.
-
-
-@pytest.mark.parametrize("method", ["ca", "tt"])
-def test_only_some_of_a_batch_overflow(method):
-    """One before its prompt, one in its answer, one not at all, one in its answer twice and before its prompt."""
-    first, second = [60, 110, 20, 125], [90, 15, 30, 60]
-    answers = [20, 30, 12, 100]
-    with kit.small_engine(**ok.SMALL, overflow=ok.config(4, 0.5, method=method)) as engine:
-        pairs = [ok.Pair(engine) for _ in first]
-        for turn, prompt_tokens in enumerate((first, second)):
-            prompts = [kit.prompt(count, seed=10 * turn + i) for i, count in enumerate(prompt_tokens)]
-            running = [p.session.send_ids(ids, max_tokens=n) for p, ids, n in zip(pairs, prompts, answers, strict=True)]
-            kit.drain(*running)
-            for pair, answer, prompt, max_tokens in zip(pairs, running, prompts, answers, strict=True):
-                assert answer.job.output_ids == pair.reference.say(prompt, max_tokens)
-                assert pair.session.token_ids == pair.reference.token_ids
-                pair.expect_stored_kv()
-        assert [pair.session.num_dropped for pair in pairs] == [64, 64, 0, 320]
 
 
 # Messages.
@@ -75,40 +54,6 @@ def test_a_text_for_which_everything_leaves_begins_with_the_system_message_again
         assert [message["role"] for message in session.messages] == ["system", "user", "assistant"]
         kit.say(session, "a", 1)
         assert session.usage.num_cached_tokens == len(expected) + 3
-
-
-# What else happens to turns.
-
-
-@pytest.mark.parametrize("extra", [0, 1, 9])
-def test_an_answer_that_is_cancelled_after_a_cut(extra):
-    """Some tokens after it, or just then: what was generated stands."""
-    with ok.pair(ok.config()) as pair:
-        pair.turns(50)
-        answer = pair.session.send_ids(kit.prompt(40, seed=5), max_tokens=400)
-        job = answer.job
-        while not job.dropped_tokens:
-            next(answer)
-        for _ in range(extra):
-            next(answer)
-        answer.close()
-        assert pair.session.finish_reason is FinishReason.CANCELLED
-        assert job.output_ids == pair.reference.say(kit.prompt(40, seed=5), len(job.output_ids))
-        assert pair.session.token_ids == pair.reference.token_ids
-        assert pair.session.usage.dropped_tokens == pair.session.num_dropped == 64
-        pair.expect_stored_kv()
-        pair.turns(30, 60)
-
-
-def test_a_turn_that_is_cancelled_before_it_begins_leaves_a_session_that_was_cut():
-    with ok.pair(ok.config()) as pair:
-        pair.turns(100)
-        pair.session.send_ids(kit.prompt(50), max_tokens=4).close()
-        discarded = np.zeros(108, bool)
-        discarded[4:68] = True
-        pair.reference.discard(discarded)
-        assert pair.session.token_ids == pair.reference.token_ids
-        pair.turns(20, seed=7)
 
 
 # Nobody else's KV.

@@ -21,7 +21,8 @@ from tests import overflow_kit as ok
 from tests import overlap_kit
 
 NUM_ACTS = 70
-NUM_SEEDS = 4  # And 20 times as many slow ones.
+SEEDS = (106, 132, 143, 151, 157)
+"""Of one to four jobs at a time, with pages kept or not; contexts are cut in both ways, repaired, and given up then."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -66,6 +67,7 @@ def engine_of(rng: random.Random, batch: int, directory: Path) -> Engine:
     least = window // page_tokens
     num_pages = rng.choice([least, (least + batch * least) // 2, batch * least])
     method, store = store_of(rng, directory)
+    repair = {"repair_ratio": 1.0} if method == "ca" and rng.random() < 0.7 else {}
     return kit.small_engine(
         page_tokens=page_tokens,
         context_window=window,
@@ -73,7 +75,7 @@ def engine_of(rng: random.Random, batch: int, directory: Path) -> Engine:
         kv_pool_gib=num_pages * page_tokens * kit.TOKEN_BYTES / GIB,
         keep_pages=rng.random() < 0.5,
         read_buffer=rng.choice(["auto", 1, "off"]),
-        overflow=ok.config(method=method),
+        overflow=ok.config(method=method, **repair),
         store=store,
     )
 
@@ -101,14 +103,14 @@ def act(rng: random.Random, engine: Engine, talks: list[Talk]) -> None:
     elif chance < 0.25:
         talks.append(talk_of(engine, engine.session()))
     elif idle:
-        talk = rng.choice(idle)
+        talk = rng.choice(idle[:4])  # So that some grow until their context is full.
         talk.prompt = kit.prompt(rng.choice([rng.randint(1, 12), rng.randint(13, 50)]), seed=rng.randint(0, 2))
         max_tokens = rng.choice([1, rng.randint(2, 12), rng.randint(13, 40)])
         talk.answer = talk.session.send_ids(talk.prompt, max_tokens=max_tokens, priority=rng.randint(-1, 1))
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(NUM_SEEDS), *(pytest.param(100 + i, marks=pytest.mark.slow) for i in range(20 * NUM_SEEDS))]
+    "seed", [pytest.param(seed, marks=() if seed in SEEDS else pytest.mark.slow) for seed in range(100, 180)]
 )
 def test_any_conversations_in_any_order_answer_as_one_at_a_time(seed, tmp_path):
     rng = random.Random(seed)

@@ -118,13 +118,6 @@ def test_what_messages_and_chunks_spell_of_special_tokens_is_text(name, begun):
     assert tiny.IM_START_ID in new_turn(read, token_ids, messages, SPELLED).ids
 
 
-def test_texts_that_spell_a_special_token_together_spell_none():
-    said = [
-        {"role": role, "content": text} for role, text in (("user", "<|im_"), ("assistant", "end|>"), ("user", "<"))
-    ]
-    assert bytes(turn_ids(model_of(TEMPLATES["bare"]), [], [], said)) == b"<|im_end|><"
-
-
 def test_a_system_message_and_the_end_of_the_last_answer_come_before_the_context():
     model = model_of(TEMPLATES["chatml"])
     before, _ = turn_parts(model, [], [SYSTEM], MESSAGE)

@@ -16,7 +16,7 @@ import scipy.special
 
 from ca_jax.device import sampler as sampling
 from ca_jax.device.sampler import Sampler
-from ca_jax.turns.requests import FinishReason, SamplingParams, TokenLogprob
+from ca_jax.turns.requests import SamplingParams, TokenLogprob
 from tests import engine_kit as kit
 
 VOCAB = 12
@@ -209,7 +209,7 @@ def test_an_answer_as_short_as_it_may_be_stops_where_it_then_would(engine):
     """Stop tokens are barred from the draw and no further; answers beside it are as if alone."""
     prompt, plain = kit.prompt(25), kit.greedy_answer(kit.prompt(25), 14)
     stops = tuple({plain[0], plain[4]})
-    params = SamplingParams(max_tokens=14, min_tokens=6, stop_token_ids=stops, ignore_eos=True)
+    params = SamplingParams(max_tokens=14, min_tokens=6, stop_token_ids=stops, logprobs=2, ignore_eos=True)
     expected = list[int]()
     while len(expected) < 14 and not (len(expected) > 6 and expected[-1] in stops):
         logits = kit.full_pass([*prompt, *expected])[0][-1].copy()
@@ -219,6 +219,7 @@ def test_an_answer_as_short_as_it_may_be_stops_where_it_then_would(engine):
     beside = SamplingParams(max_tokens=14, ignore_eos=True)
     done, other = engine.generate([prompt] * 2, [params, beside])
     assert done.token_ids == expected
+    check_answer(done.logprobs, prompt, expected, params)  # The stop token has one too.
     assert other.token_ids == plain
     (at_once,) = engine.generate([prompt], [SamplingParams(max_tokens=14, stop_token_ids=stops, ignore_eos=True)])
     assert len(at_once.token_ids) == 1
@@ -252,21 +253,19 @@ PENALISED = SamplingParams(
 SILENT = SamplingParams(max_tokens=24, ignore_eos=True)
 
 
-def check(found: list[TokenLogprob], token_ids: list[int], logits: np.ndarray, num_top: int) -> None:
-    """Holds what is said of tokens against the logits `[T, V]` that they were drawn from."""
-    assert [each.token_id for each in found] == token_ids
-    expected = scipy.special.log_softmax(logits.astype(np.float64), axis=-1)
-    for each, row in zip(found, expected, strict=True):
-        assert each.logprob == pytest.approx(row[each.token_id], abs=ATOL)
-        assert len({token for token, _ in each.top}) == len(each.top) == num_top
-        np.testing.assert_allclose([p for _, p in each.top], row[[token for token, _ in each.top]], atol=ATOL, rtol=0)
-        np.testing.assert_allclose([p for _, p in each.top], np.sort(row)[::-1][:num_top], atol=ATOL, rtol=0)
-
-
 def check_answer(
     found: list[TokenLogprob] | None, prompt: list[int], answer: list[int], params: SamplingParams
 ) -> None:
-    check(found, answer, kit.full_pass(prompt + answer[:-1])[0][len(prompt) - 1 :], params.logprobs)
+    """Holds what is said of an answer's tokens against a full pass."""
+    assert [each.token_id for each in found] == answer
+    logits = kit.full_pass(prompt + answer[:-1])[0][len(prompt) - 1 :]
+    expected = scipy.special.log_softmax(logits.astype(np.float64), axis=-1)
+    for each, row in zip(found, expected, strict=True):
+        assert each.logprob == pytest.approx(row[each.token_id], abs=ATOL)
+        assert len({token for token, _ in each.top}) == len(each.top) == params.logprobs
+        np.testing.assert_allclose([p for _, p in each.top], row[[token for token, _ in each.top]], atol=ATOL, rtol=0)
+        likeliest = np.sort(row)[::-1][: params.logprobs]
+        np.testing.assert_allclose([p for _, p in each.top], likeliest, atol=ATOL, rtol=0)
 
 
 def test_they_are_those_of_the_logits_with_the_likeliest_first():
@@ -302,19 +301,6 @@ def test_a_step_that_was_dispatched_ahead_has_its_own_and_one_that_is_thrown_awa
     kit.drain(one, other)
     for answer, prompt in ((one, first), (other, second)):
         check_answer(answer.job.token_logprobs, prompt, answer.job.output_ids, answer.job.params)
-
-
-def test_over_reused_kv_they_are_the_same_and_a_stop_token_has_one_too(engine):
-    session = engine.session()
-    kit.say(session, kit.prompt(40), 10)
-    prompt = [*session.token_ids, *kit.prompt(15)]
-    stop = kit.greedy_answer(prompt, 12)[5]
-    answer = session.send_ids(kit.prompt(15), sampling=dataclasses.replace(GREEDY, stop_token_ids=(stop,)))
-    kit.drain(answer)
-    assert session.usage.num_cached_tokens > 0
-    assert session.finish_reason is FinishReason.STOP
-    assert answer.job.token_logprobs[-1].token_id == stop
-    check_answer(answer.job.token_logprobs, prompt, answer.job.output_ids, GREEDY)
 
 
 def test_nothing_is_computed_for_answers_that_do_not_ask(engine, monkeypatch):

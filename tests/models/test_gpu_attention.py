@@ -11,11 +11,7 @@ import pytest
 
 from ca_jax import backend
 from ca_jax.models import gpu_attention, paged_attention
-from ca_jax.models.paged_attention import attend_pages
-from tests.models.test_paged_attention import RAGGED, Case
-from tests.tolerances import ATTENTION_ATOL
-
-ATOL = ATTENTION_ATOL["float32"]
+from tests.models.test_paged_attention import RAGGED, Case, expect_as_by_blocks
 
 
 @pytest.fixture(autouse=True)
@@ -25,11 +21,6 @@ def full_precision() -> Iterator[None]:
         yield
 
 
-def run(function, *arguments, **options):
-    """What a function gives, compiled, as numpy arrays."""
-    return jax.tree.map(np.asarray, jax.jit(functools.partial(function, **options))(*arguments))
-
-
 @pytest.fixture
 def steps_through(monkeypatch) -> None:
     """The kernel runs step by step."""
@@ -37,19 +28,9 @@ def steps_through(monkeypatch) -> None:
     monkeypatch.setattr(gpu_attention, "attend_pages_kernel", kernel)
 
 
-def same_over_pages(case: Case, window: int | None, atol: float, dtype=np.float32, **options) -> None:
-    """The kernel over a case's numbers in a dtype gives what blocks give in float32."""
-    options |= {"window": window}
-    if window is not None:
-        options |= {"cap": 2.0, "sinks": jnp.linspace(-2, 3, case.q.shape[1])}
-    given = jax.tree.map(lambda x: jnp.asarray(x, dtype), (case.q, case.new, case.pages))
-    exact = jax.tree.map(lambda x: x.astype(jnp.float32), given)
-    expected, pages = run(attend_pages, *exact, case.rows, case.table, implementation="blocks", **options)
-    found, kept = run(attend_pages, *given, case.rows, case.table, implementation="triton", **options)
-    num_tokens = case.rows.starts[-1]
-    np.testing.assert_allclose(found[:num_tokens].astype(np.float32), expected[:num_tokens], atol=atol, rtol=0)
-    assert not found[num_tokens:].any(), "padding sees nothing"
-    np.testing.assert_array_equal(kept.astype(np.float32), pages)
+def options_of(case: Case, window: int | None) -> dict[str, object]:
+    """Scores are capped, and there are sinks, where there is a window."""
+    return {} if window is None else {"window": window, "cap": 2.0, "sinks": jnp.linspace(-2, 3, case.q.shape[1])}
 
 
 @pytest.mark.usefixtures("steps_through")
@@ -67,21 +48,23 @@ def same_over_pages(case: Case, window: int | None, atol: float, dtype=np.float3
 def test_the_kernel_over_pages_gives_the_same(monkeypatch, sizes, window, programs):
     monkeypatch.setattr(gpu_attention, "_PROGRAMS", programs)
     among = (80, np.sort(np.random.default_rng(6).choice(80, 40, replace=False)))  # Tokens that are computed anew.
-    same_over_pages(Case([*RAGGED, among], **{"page": 16, **sizes}), window, 2 * ATOL)
+    case = Case([*RAGGED, among], **{"page": 16, **sizes})
+    expect_as_by_blocks(case, "triton", **options_of(case, window))
 
 
 @pytest.mark.usefixtures("steps_through")
 @pytest.mark.parametrize(("heads", "window"), [((6, 2), None), ((6, 2), 70), ((40, 40), None), ((8, 1), 5)], ids=str)
 def test_the_kernel_over_pages_for_rows_of_one_token_each(heads, window):  # 40: no shares.
     rows = [(17, 1), (0, 1), (400, 1), (8, 1), (63, 1), (64, 1), (127, 1)]
-    same_over_pages(Case(rows, heads=heads, page=32), window, 2 * ATOL, one_each=True)
+    case = Case(rows, heads=heads, page=32)
+    expect_as_by_blocks(case, "triton", one_each=True, **options_of(case, window))
 
 
 @pytest.mark.usefixtures("steps_through")
 @pytest.mark.parametrize("one_each", [False, True])
 def test_the_kernel_over_pages_of_bfloat16(one_each):
     case = Case([(17, 1), (0, 1), (200, 1)] if one_each else RAGGED, page=16, head_dim=32, padding=2)
-    same_over_pages(case, None, ATTENTION_ATOL["bfloat16"], jnp.bfloat16, one_each=one_each)
+    expect_as_by_blocks(case, "triton", jnp.bfloat16, one_each=one_each)
 
 
 @pytest.mark.parametrize("one_each", [False, True])

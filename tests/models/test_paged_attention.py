@@ -1,6 +1,7 @@
 """Attention over pages against the textbook, whatever is packed into a step and wherever pages lie."""
 
 import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 from ca_jax.models import cpu_kernels, rope
 from ca_jax.models.config import RopeConfig
 from ca_jax.models.kv import LayerKV
-from ca_jax.models.paged_attention import Rows, attend_pages, attention_received, read_places, write_places
+from ca_jax.models.paged_attention import Rows, attend_pages, attention_received
 from tests.models.test_attention import textbook, weights_of
 from tests.models.test_cpu_kernels import KINDS
 from tests.tolerances import ATTENTION_ATOL
@@ -92,6 +93,21 @@ class Case:
             yield span, kv, self.rotated(np.asarray(self.q)[span], own), self.rotated(kv[0], places), seen
 
 
+def expect_as_by_blocks(case, how, dtype=jnp.float32, **options):
+    """A way to attend over a case's numbers in a dtype gives what blocks give in float32."""
+    given = jax.tree.map(lambda x: jnp.asarray(x, dtype), (case.q, case.new, case.pages))
+    exact = jax.tree.map(lambda x: x.astype(jnp.float32), given)
+    (expected, pages), (found, kept) = (
+        jax.jit(partial(attend_pages, implementation=each, **options))(*numbers, case.rows, case.table)
+        for each, numbers in (("blocks", exact), (how, given))
+    )
+    num_tokens = case.rows.starts[-1]
+    atol = 2 * ATOL if dtype == jnp.float32 else ATTENTION_ATOL["bfloat16"]
+    np.testing.assert_allclose(found[:num_tokens].astype(np.float32), expected[:num_tokens], atol=atol, rtol=0)
+    assert not found[num_tokens:].any(), "padding sees nothing"
+    np.testing.assert_array_equal(kept.astype(np.float32), pages)
+
+
 @pytest.fixture(params=["blocks", *KINDS])
 def attended(request):
     """Attends by blocks, or by the kernels as compiled for a kind of machine: outputs and pages."""
@@ -170,15 +186,3 @@ def test_what_places_receive(rows, one_each, window):
     for row, (_, _, q, k, seen) in enumerate(case.in_rows(window)):
         np.testing.assert_allclose(found[row, : len(k)], weights_of(q, k, seen).sum((0, 1)), atol=10 * ATOL, rtol=0)
         assert not found[row, len(k) :].any()
-
-
-def test_kv_is_put_into_a_rows_pages_and_nowhere_else():
-    case = Case([(8, 4), (20, 1)], seed=3)
-    kv = np.random.default_rng(4).standard_normal((2, 30, 2, 16)).astype(np.float32)
-    start, count = jnp.int32(5), jnp.int32(11)
-    before = np.asarray(case.pages)
-    pages = jax.jit(write_places)(case.pages, kv, case.rows.table[1], start, count)
-    np.testing.assert_array_equal(read_places(pages, case.rows.table[1], jnp.arange(5, 16)), kv[:, :11])
-    others = np.setdiff1d(np.arange(len(before)), np.asarray(case.rows.table[1]))
-    np.testing.assert_array_equal(np.asarray(pages)[others], before[others])
-    np.testing.assert_array_equal(read_places(pages, case.rows.table[1], jnp.arange(16, 20)), case.history[1][:, 16:20])

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ca_jax.models import kv
-from ca_jax.models.attention import QUERY_BLOCK
 from ca_jax.models.kv import KVCache, LayerKV
 from ca_jax.models.transformer import Transformer
 from ca_jax.testing import tiny
@@ -33,12 +32,6 @@ def tokens_of(*shape):
 
 def whole(tokens):
     return run(tokens, np.arange(tokens.shape[1])[None])
-
-
-def assert_same_kv(found, expected):
-    for ours, theirs in zip(jax.tree.leaves(found.layers), jax.tree.leaves(expected.layers), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=ATOL, rtol=0)
-    np.testing.assert_array_equal(found.lengths, expected.lengths)
 
 
 # The pytree, against lists of tokens.
@@ -108,17 +101,6 @@ def test_turns_that_append_their_kv_have_the_logits_of_transformers_over_everyth
         history = kv.append(history, new)
         logits.append(found[0])
     np.testing.assert_allclose(np.concatenate(logits), pair.their_logits(ids.tolist()), atol=ATOL, rtol=0)
-
-
-def test_what_is_taken_goes_on_as_if_no_more_had_been_said():
-    """Also where what goes on is of several blocks of queries."""
-    num_all = 2 * QUERY_BLOCK + 40
-    tokens = tokens_of(1, num_all)
-    expected, all_kv = whole(tokens)
-    for num_tokens in (0, 40):
-        logits, new = run(tokens[:, num_tokens:], np.arange(num_tokens, num_all)[None], kv.take(all_kv, num_tokens))
-        np.testing.assert_allclose(logits[0], expected[0, num_tokens:], atol=ATOL, rtol=0)
-        assert_same_kv(kv.append(kv.take(all_kv, num_tokens), new), all_kv)
 
 
 def test_what_remains_after_dropping_is_used_at_its_new_positions_as_it_stands():

@@ -12,9 +12,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ca_jax import backend
 from ca_jax.models import paged_attention, tpu_attention
-from ca_jax.models.paged_attention import attend_pages, read_places, write_places, write_rows
-from tests.models.test_paged_attention import RAGGED, Case
-from tests.tolerances import ATTENTION_ATOL
+from ca_jax.models.paged_attention import read_places, write_places, write_rows
+from tests.models.test_paged_attention import RAGGED, Case, expect_as_by_blocks
 
 STRICT = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
 AMONG = (80, np.sort(np.random.default_rng(6).choice(80, 40, replace=False)))  # Tokens that are computed anew.
@@ -27,13 +26,6 @@ def steps_through(monkeypatch) -> Iterator[None]:
     monkeypatch.setattr(tpu_attention, "attend_blocks", kernel)
     yield
     assert interpret_pallas_call.races is None or not interpret_pallas_call.races.races_found
-
-
-def run(case: Case, how: str, dtype, **options) -> tuple[np.ndarray, np.ndarray]:
-    given = jax.tree.map(lambda x: jnp.asarray(x, dtype), (case.q, case.new, case.pages))
-    attend = functools.partial(attend_pages, implementation=how, **options)
-    out, pages = jax.jit(attend)(*given, case.rows, case.table)
-    return np.asarray(out, np.float32), np.asarray(pages, np.float32)
 
 
 @pytest.mark.parametrize(
@@ -53,22 +45,14 @@ def test_the_kernel_gives_what_blocks_give(monkeypatch, sizes, options):
     case = Case([*RAGGED, AMONG], **{"page": 16, "head_dim": 128, **sizes})
     if options.get("sinks"):
         options = {**options, "sinks": jnp.linspace(-2, 3, case.q.shape[1])}
-    expected, pages = run(case, "blocks", jnp.float32, **options)
-    found, kept = run(case, "mosaic", dtype, **options)
-    num_tokens = case.rows.starts[-1]
-    atol = 2 * ATTENTION_ATOL[jnp.dtype(dtype).name]
-    np.testing.assert_allclose(found[:num_tokens], expected[:num_tokens], atol=atol, rtol=0)
-    assert not found[num_tokens:].any(), "padding sees nothing"
-    np.testing.assert_allclose(kept, pages, rtol=1e-2 if dtype == jnp.bfloat16 else 0)
+    expect_as_by_blocks(case, "mosaic", dtype, **options)
 
 
 @pytest.mark.parametrize(("heads", "window"), [((6, 2), None), ((16, 8), 70)], ids=str)
 def test_rows_of_one_token_each(heads, window):
     rows = [(17, 1), (0, 1), (400, 1), (8, 1), (63, 1), (9, 0)]
     case = Case(rows, heads=heads, page=32, head_dim=128, padding=1)
-    found, expected = (run(case, how, jnp.float32, one_each=True, window=window) for how in ("mosaic", "blocks"))
-    np.testing.assert_allclose(found[0], expected[0], atol=2 * ATTENTION_ATOL["float32"], rtol=0)
-    np.testing.assert_array_equal(found[1], expected[1])
+    expect_as_by_blocks(case, "mosaic", one_each=True, window=window)
 
 
 @pytest.mark.parametrize(
