@@ -75,7 +75,7 @@ class Engine:
         core = EngineCore(model, self.config, self._processes, timeline, self._wakeup.tell, store_wrapper)
         self._core = core
         self.model, self.window, self.metrics = core.model, core.window, core.metrics
-        self._scheduler, self._runner, self._sampler = core.scheduler, core.runner, core.runner.sampler
+        self._scheduler, self._runner = core.scheduler, core.runner
         self._kv, self._truncator, self._turns, self._batch = core.kv, core.truncator, core.turns, core.batch
         self._lock = threading.RLock()
         self._closed = False

@@ -39,7 +39,7 @@ hypothesis.settings.load_profile("tests")
 
 
 # Files of few tests that take long, each with processes or models of its own.
-_LONG = {"test_mesh", "test_two_processes", "test_golden", "test_llama_numerics", "test_chat", "test_demo"}
+_LONG = {"test_mesh", "test_two_processes", "test_golden", "test_chat", "test_demo"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -289,7 +289,7 @@ def say(session: Session, token_ids: Sequence[int], max_tokens: int) -> list[int
 @contextlib.contextmanager
 def recorded_logits(engine: Engine) -> Iterator[list[np.ndarray]]:
     """The logits that an engine draws from, `[V]` for each token of the one job that runs."""
-    sampler, rows = engine._sampler, []
+    sampler, rows = engine._runner.sampler, []
     start = sampler.start
 
     def record(logits: jax.Array, *args: object, **options: object) -> Draw:

@@ -204,7 +204,7 @@ def assert_nothing_is_held(engine: Engine) -> None:
     free = {(part, page) for part, pages in enumerate(pool._free) for page in pages}
     assert pool.num_held == len(kept), "pages were not given back"
     assert len(kept | free) == len(kept) + len(free) == pool.size.num_pages * pool.size.num_parts
-    assert engine._sampler._params == [None] * engine.config.max_batch_size
+    assert engine._runner.sampler._params == [None] * engine.config.max_batch_size
     engine.wait_for_saves()
 
     assert not engine._batch._savers

@@ -138,11 +138,11 @@ def test_no_draw_of_a_conversation_is_by_the_same_number_as_another(monkeypatch)
     with kit.small_engine(**ok.SMALL, overflow=ok.config(4)) as engine:
         seen: list[int] = []
 
-        def start(logits, positions, *rows, original=engine._sampler.start):
+        def start(logits, positions, *rows, original=engine._runner.sampler.start):
             seen.append(int(positions[0]))
             return original(logits, positions, *rows)
 
-        monkeypatch.setattr(engine._sampler, "start", start)
+        monkeypatch.setattr(engine._runner.sampler, "start", start)
         session = engine.session()
         hot = SamplingParams(temperature=1.0, seed=3, max_tokens=150)
         for turn in range(2):

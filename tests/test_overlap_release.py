@@ -250,7 +250,7 @@ def test_a_turn_that_cannot_begin_fails_alone():
         for owner, name in (
             (kv.write_buffer, "begin_turn"),
             (kv.histories, "open"),
-            (engine._sampler, "set_slot"),
+            (engine._runner.sampler, "set_slot"),
             (engine._runner.pool, "begin"),
             (AttentionStore, "prepare_save"),
         ):

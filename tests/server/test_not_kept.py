@@ -139,7 +139,7 @@ def test_nothing_of_it_is_kept_in_the_middle_either_or_if_it_breaks(server, tmp_
             chat(client, [user(SECRET)], 400, store=False, extra_body={"ignore_eos": True, "timeout_s": 0.05})
         kept.assert_nothing_more()
         with monkeypatch.context() as broken:
-            broken.setattr(server.engine._sampler, "start", lambda *_: 1 / 0)
+            broken.setattr(server.engine._runner.sampler, "start", lambda *_: 1 / 0)
             with pytest.raises(openai.InternalServerError):
                 chat(client, [user(SECRET)], **asked)
         kept.assert_nothing_more()
