@@ -30,7 +30,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PHONY: help setup setup-parity demo chat serve bench $(BENCHES) figures blend test test-slow \
-  test-accelerators accelerators lint format docs notebooks wheel workflows mutants count clean distclean
+  test-accelerators-quick test-accelerators accelerators lint format docs notebooks wheel workflows mutants count clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -90,6 +90,13 @@ test-slow: setup ## The long forms of the tests
 COMPILING := PYTHONPATH=$(COMPILERS) JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 TF_CPP_MIN_LOG_LEVEL=3 XLA_FLAGS= \
   ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
   $(BIN)/python -m pytest tests/accelerators
+
+# Every step of the smallest model for a GPU; a layer on four of them; a layer with the TPU's kernel, and pages there.
+QUICK := (smollm2 and H100) or (layer_step and 16 and llama2 and H100) or (layer_step and 16 and llama3 and v6e) \
+  or (fill_pages and llama3 and v6e)
+
+test-accelerators-quick: $(COMPILERS)/.setup ## Compile a small part of these steps, for H100 and v6e: a minute or two; fetches 436 MB
+	$(COMPILING) -k "$(QUICK)" $(ARGS)
 
 test-accelerators: $(COMPILERS)/.setup ## Compile all steps for H100, A100, v5e and v6e, none of which is needed; fetches 436 MB
 	$(COMPILING) -o log_cli=true -o log_cli_level=INFO $(ARGS)

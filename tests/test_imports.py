@@ -15,6 +15,7 @@ import ca_jax
 # imports lower floors alone; imports for type checkers and in functions count like all others.
 FLOORS = (
     {"errors", "telemetry", "backend"},
+    {"private"},
     {"models", "storage"},
     {"overflow", "turns", "testing"},
     {"config", "session"},

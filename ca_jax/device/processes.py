@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ca_jax.errors import ProcessesError
+from ca_jax.private.key_values import KeyValues
 
 _TIMEOUT_S = 600.0  # Longer than a compile takes. Of a process that died jax tells the others sooner, and ends them.
 _KEPT = 2  # Agreements whose values stay where others may still read them: nobody is further behind.
@@ -54,14 +55,11 @@ class JaxProcesses(Processes):
     """
 
     def __init__(self, name: str, timeout_s: float = _TIMEOUT_S) -> None:
-        from jax._src import distributed  # Its key-value service has no public name.
+        import jax  # Here: what runs without it imports this module too.
 
-        state = distributed.global_state
-        if state.client is None:
-            raise ProcessesError("jax.distributed.initialize must be called before, and was not")
-        self.index = state.process_id
-        self.count = state.num_processes
-        self._client = state.client
+        self._values = KeyValues()
+        self.index = jax.process_index()
+        self.count = jax.process_count()
         self._name = f"ca_jax/{name}"
         self._timeout_s = timeout_s
         self._num_agreed = 0
@@ -69,9 +67,9 @@ class JaxProcesses(Processes):
     def gather(self, what: str, value: Any) -> list[Any]:
         """See `Processes`."""
         number, self._num_agreed = self._num_agreed, self._num_agreed + 1
-        self._client.key_value_set(self._key(number, self.index), json.dumps([what, value]))
+        self._values.set(self._key(number, self.index), json.dumps([what, value]))
         if number >= _KEPT:
-            self._client.key_value_delete(self._key(number - _KEPT, self.index))
+            self._values.delete(self._key(number - _KEPT, self.index))
         values = []
         for index in range(self.count):
             asked, answer = (what, value) if index == self.index else self._answer(number, index, what)
@@ -84,9 +82,11 @@ class JaxProcesses(Processes):
         return values
 
     def _answer(self, number: int, index: int, what: str) -> tuple[str, Any]:
+        import jax
+
         try:
-            text = self._client.blocking_key_value_get(self._key(number, index), int(self._timeout_s * 1000))
-        except Exception as error:  # Its own kind is not public either.
+            text = self._values.get(self._key(number, index), self._timeout_s)
+        except jax.errors.JaxRuntimeError as error:
             raise ProcessesError(
                 f"process {index} must agree on {what!r}, and did not answer in {self._timeout_s:g} s"
             ) from error

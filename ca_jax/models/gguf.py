@@ -31,6 +31,7 @@ from ca_jax.models.config import ModelConfig
 from ca_jax.models.families import BY_GGUF_ARCHITECTURE, FAMILIES, require_served
 from ca_jax.models.families.family import GgufDescription
 from ca_jax.models.tokenizer import Tokenizer
+from ca_jax.private import gguf_reader
 
 _EMBEDDING, _ROPE_FACTORS = "token_embd.weight", "rope_freqs.weight"
 _OF_ALL_EXPERTS = re.compile(r"blk\.\d+\.ffn_\w+_exps\.weight")
@@ -62,13 +63,10 @@ _SPLITS: dict[str, tuple[pre_tokenizers.PreTokenizer, ...]] = {
 }  # By `tokenizer.ggml.pre`.
 
 
-class GgufFile(gguf.GGUFReader):
+class GgufFile(gguf_reader.Reader):
     """A GGUF file opened for reading: its metadata and its tensors, mapped and not yet read.
 
-    It is the package's reader, faster and with checks: both only refine it, so it stays right should its internals
-    move. Vocabularies are arrays of 50,000 strings and more, for which the package makes three numpy views each (over
-    two seconds for SmolLM2); here it is one pass over the mapped bytes. Tensors are checked to lie within the file
-    before any is looked at.
+    Tensors are checked to lie within the file before any is looked at.
 
     Args:
       path: the file.
@@ -108,45 +106,6 @@ class GgufFile(gguf.GGUFReader):
         if key not in self.fields:
             raise CheckpointError(f"{self.path}: metadata {key} is missing")
         return self.get(key)
-
-    def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
-        if raw_type != gguf.GGUFValueType.ARRAY or self.byte_order != "I":
-            return super()._get_field_parts(orig_offs, raw_type)
-        mapped = self.data.data
-        raw_item_type, length = struct.unpack_from("<IQ", mapped, orig_offs)
-        item_type = gguf.GGUFValueType(raw_item_type)
-        types = [gguf.GGUFValueType.ARRAY, item_type]
-        offset = orig_offs + 12
-        if item_type in self.gguf_scalar_to_np:
-            values = self._get(offset, self.gguf_scalar_to_np[item_type], length)
-            if len(values) < length:
-                raise ValueError(f"the metadata must have an array of {length} values, got the file's end")
-            return 12 + values.nbytes, [values], [0], types
-        if item_type != gguf.GGUFValueType.STRING:
-            return super()._get_field_parts(orig_offs, raw_type)
-        strings = []
-        for _ in range(length):
-            (num_bytes,) = struct.unpack_from("<Q", mapped, offset)
-            strings.append(mapped[offset + 8 : offset + 8 + num_bytes])
-            offset += 8 + num_bytes
-        return offset - orig_offs, strings, list(range(length)), types
-
-    def _build_tensors(self, start_offs: int, fields: list[gguf.ReaderField]) -> None:
-        for field in fields:
-            _, name_data, _, dims, raw_type, offset = field.parts
-            name = bytes(name_data).decode()
-            try:
-                block_elements, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(raw_type[0])]
-            except (ValueError, KeyError) as error:
-                raise UnsupportedQuantizationError(
-                    f"tensor {name}: type {raw_type[0]} is unknown to gguf, so it cannot be dequantised"
-                ) from error
-            end = start_offs + int(offset[0]) + int(np.prod(dims)) * block_bytes // block_elements
-            if end > self.data.nbytes:
-                raise ValueError(
-                    f"tensor {name}: the file must have bytes up to {end}, got a file of {self.data.nbytes}"
-                )
-        super()._build_tensors(start_offs, fields)
 
 
 def open_gguf(path: Path, name: str) -> weights.Source:

@@ -8,10 +8,14 @@ Not here: what is compiled (serving), how (compiling).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
+
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 TARGETS = Path(__file__).parent / "targets"
 GIB = 1 << 30
@@ -44,6 +48,16 @@ class Chip:
         text = (TARGETS / self.target).read_text(encoding="utf-8")
         options = {"target_config": text, "topology": f"1x1x{count}"}
         return tuple(topologies.get_topology_desc(platform="cuda", topology_name="", **options).devices)
+
+    @contextlib.contextmanager
+    def as_default(self) -> Iterator[None]:
+        """Has jax 0.11 and later lower kernels for this chip: they ask which GPU there is, and none is here."""
+        if self.platform != "gpu":
+            yield
+            return
+        device = AbstractDevice(f"NVIDIA {self.name}", None, self.platform)
+        with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+            yield
 
     @property
     def options(self) -> dict[str, Any]:

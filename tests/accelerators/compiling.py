@@ -14,9 +14,9 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import importlib.metadata as packages
 import math
 import re
-import shutil
 import subprocess
 import tempfile
 import time
@@ -33,6 +33,8 @@ from tests.accelerators.serving import Setup, Step
 
 KERNEL = "attend_pages"
 """Ours, over pages."""
+NVCC = "nvidia-cuda-nvcc-cu12"
+"""The package of CUDA's assembler."""
 LARGE_BYTES = 1 << 20
 """What is copied counts from here on."""
 
@@ -177,13 +179,13 @@ class Figures:
 
 @contextlib.contextmanager
 def as_on(chip: Chip) -> Iterator[None]:
-    """Has functions be traced as on a device of that kind, whose kernels are what they should be.
+    """Has functions be traced and lowered as on a device of that kind, whose kernels are what they should be.
 
     Whether a kernel fits is still asked; that it computes what it should is taken for granted, since nothing runs.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_attention, "kernel_is_served", lambda dtype, head_dim: True)
-        with backend.assumed(backend.GPU if chip.platform == "gpu" else backend.TPU):
+        with chip.as_default(), backend.assumed(backend.GPU if chip.platform == "gpu" else backend.TPU):
             yield
 
 
@@ -265,9 +267,7 @@ def _moved_bytes(instructions: list[Instruction], pages: tuple[int, ...]) -> int
 
 def compiler_version(chip: Chip) -> str:
     """What compiled: jax, and libtpu or CUDA's plugin and assembler."""
-    import importlib.metadata as packages
-
-    names = ("libtpu",) if chip.platform == "tpu" else ("jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12")
+    names = ("libtpu",) if chip.platform == "tpu" else ("jax-cuda12-plugin", NVCC)
     return ", ".join(f"{name} {packages.version(name)}" for name in ("jax", "jaxlib", *names))
 
 
@@ -296,7 +296,5 @@ def _kernel(chip: Chip, folder: Path, launches: list[str]) -> Kernel | None:
 
 
 def _assembler() -> str:
-    from jax._src.lib import cuda_path
-
-    own = Path(str(cuda_path)) / "bin" / "ptxas"
-    return str(own) if own.exists() else shutil.which("ptxas") or "ptxas"
+    """CUDA's assembler, out of its package."""
+    return next(str(file.locate()) for file in packages.files(NVCC) or () if file.name == "ptxas")

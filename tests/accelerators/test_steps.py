@@ -2,7 +2,8 @@
 
 Its pages stay in place, byte for byte, and nothing as large as a layer of them is copied; the kernels that should be
 are called and spill nothing; what is sent between devices is two sums a layer, never KV; and what a model takes of a
-chip is what `launch.plan` says. Run by `make test-accelerators`; skipped where the compilers are not.
+chip is what `launch.plan` says. Run by `make test-accelerators`, and a part by `make test-accelerators-quick`; skipped
+where the compilers are not.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ def setup(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def lowered(function: object, *arguments: object, **options: object) -> str:
-    return function.trace(*arguments, **options).lower(lowering_platforms=("cuda",)).as_text()
+    with H100.as_default():
+        return function.trace(*arguments, **options).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def num_donated(text: str) -> int:

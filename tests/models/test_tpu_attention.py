@@ -7,15 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call
-from jax.experimental.pallas import tpu as pltpu
 
 from ca_jax import backend
 from ca_jax.models import paged_attention, tpu_attention
 from ca_jax.models.paged_attention import read_places, write_places, write_rows
 from tests.models.test_paged_attention import RAGGED, Case, expect_as_by_blocks
+from tests.private_kit import races_found, watching_races
 
-STRICT = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
+STRICT = watching_races(uninitialized_memory="nan", out_of_bounds_reads="raise")
 AMONG = (80, np.sort(np.random.default_rng(6).choice(80, 40, replace=False)))  # Tokens that are computed anew.
 
 
@@ -25,7 +24,7 @@ def steps_through(monkeypatch) -> Iterator[None]:
     kernel = functools.partial(tpu_attention.attend_blocks, interpret=STRICT)
     monkeypatch.setattr(tpu_attention, "attend_blocks", kernel)
     yield
-    assert interpret_pallas_call.races is None or not interpret_pallas_call.races.races_found
+    assert not races_found()
 
 
 @pytest.mark.parametrize(
