@@ -60,8 +60,9 @@ $(BENCHES): bench-%: setup
 	$(BIN)/python -m ca_jax.launch.bench --suite=$* --json_out=results/bench_$*.json $(BENCH_FLAGS) $(ARGS)
 
 # What `make figures` serves with the engine: conversations against recomputing them, and under each policy against the
-# simulator; and figures 13 to 17 with neither of the two fitted numbers.
+# simulator; figures 13 to 17 with neither of the two fitted numbers; and those of one turn, of two devices.
 MODELS := $(addprefix --figure=,13 14 15 16 17)
+TURNS := $(addprefix --figure=,18 19 20)
 REPLAY := --num_sessions=100 --max_turns=10 --max_answer_tokens=32 --arrival_rate=0.5 --dram_gib=1 --ssd_dir=build/ssd \
   --ssd_gib=2 --recompute
 CHECKED := --num_sessions=200 --max_turns=8 --max_answer_tokens=4 --context_window=256 --norecompute_if_faster \
@@ -72,6 +73,8 @@ figures: setup ## Redo results/paper.md, every table and plot; an hour and a hal
 	$(BIN)/python -m ca_jax.launch.simulate --figure=all --json_out=results/paper/figures.json --plot_dir=results/paper
 	$(BIN)/python -m ca_jax.launch.simulate $(MODELS) --chars_per_token=3.86 --json_out=results/paper/measured_characters.json
 	$(BIN)/python -m ca_jax.launch.simulate $(MODELS) --flops_share=0.6 --json_out=results/paper/own_prefill_time.json
+	$(BIN)/python -m ca_jax.launch.simulate $(TURNS) --json_out=results/paper/turns_a100.json --plot_dir=results/paper
+	$(BIN)/python -m ca_jax.launch.simulate $(TURNS) --device=h100 --json_out=results/paper/turns_h100.json
 	$(BIN)/python -m ca_jax.launch.replay $(REPLAY) --json_out=results/replay.json --plot_out=results/replay.png
 	$(BIN)/python -m tools.replay_vs_simulator --json_out=results/replay_vs_simulator.json -- $(CHECKED)
 	$(BIN)/python -m tools.paper_page

@@ -4,8 +4,9 @@ Hit rates are of all turns behind the warm-up, first ones included, but for figu
 98 % of figure 23 cannot be of all turns, and its 86 to 90 % elsewhere are what is left of all turns where every history
 is X
 
-Not here: the server (`ca_jax.simulate`), flags that traces have too (`ca_jax.launch.simulate`).
-Source: CachedAttention (Gao et al., USENIX ATC 2024), sections 4.1 to 4.3, figures 13 to 17 and 21 to 25.
+Not here: the server (`ca_jax.simulate`), figures of one turn (`paper_turns`), flags that traces have too
+(`ca_jax.launch.simulate`).
+Source: CachedAttention (Gao et al., USENIX ATC 2024), sections 4.1 to 4.3, figures 13 to 25.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 import rich.console
 from absl import flags
 
+from benchmarks import paper_turns
 from ca_jax.launch.flags import NAMES, ConfigFlags, FlagError
 from ca_jax.launch.plots import BLUE, VERMILION, new_figure, write_figure
 from ca_jax.launch.script import format_number, make_table, note
@@ -45,7 +47,7 @@ STORE = StoreSizes(dram_bytes=128 * GB, ssd_bytes=10 * TB)
 """Of all set-ups, where nothing else is said."""
 _NUM_SESSIONS = 9000
 _WARMUP_SHARE = 10 / 52
-_PAPERS: dict[str, Any] = {"color": "white", "edgecolor": VERMILION, "hatch": "////"}  # Bars of the paper.
+_PAPERS: dict[str, Any] = {"facecolor": "white", "edgecolor": VERMILION, "hatch": "////"}  # Bars of the paper.
 
 # Figures 13 to 17: of each model, in the order of NUM_DEVICES.
 _MODEL_ROWS: dict[str, tuple[str, str, tuple[float, ...]]] = {
@@ -55,7 +57,7 @@ _MODEL_ROWS: dict[str, tuple[str, str, tuple[float, ...]]] = {
     "16": ("GPU time", "x", (4.0, 1.9, 3.3, 3.4)),
     "17": ("cost less than recomputing", "%", (0.70, 0.43, 0.66, 0.68)),
 }
-FIGURES = (*_MODEL_ROWS, "21", "22", "23", "24", "25")
+FIGURES = (*_MODEL_ROWS, *paper_turns.FIGURES, "21", "22", "23", "24", "25")
 """Figures that can be made."""
 _POLICY_HIT_RATES: dict[int, dict[str, float]] = {  # Figure 21, LLaMA-13B: by SSD in TB.
     1: {},
@@ -107,7 +109,7 @@ class PaperRow:
     metric: str
     """What was counted."""
     unit: str
-    """`%`, `points`, `x`, `s`, `tokens/s`, `h` or `$`."""
+    """`%`, `points`, `x`, `s`, `tokens/s`, `h`, `layers` or `$`."""
     ours: float
     """As simulated; shares as such, not in per cent."""
     paper: float | None = None
@@ -195,6 +197,7 @@ def figure_rows(figure: str, runs: PaperRuns) -> list[PaperRow]:
     """
     makers: dict[str, Callable[[PaperRuns], Iterable[_Row]]] = {
         **{each: functools.partial(_of_models, figure=each) for each in _MODEL_ROWS},
+        **{each: functools.partial(_of_turns, figure=each) for each in paper_turns.FIGURES},
         "21": _policies,
         "22": _overflow,
         "23": _capacity,
@@ -209,7 +212,7 @@ def figure_rows(figure: str, runs: PaperRuns) -> list[PaperRow]:
     ]
 
 
-_Row = tuple[str, str, str, float, float | None]  # Case, metric, unit, ours, the paper's.
+_Row = paper_turns.Row
 
 
 def _mean_prefill_s(counts: SimCounts) -> float:
@@ -241,6 +244,10 @@ def _of_models(runs: PaperRuns, figure: str) -> Iterable[_Row]:
             "17": 1 - cost / baseline,
         }
         yield model, metric, unit, ours[figure], paper
+
+
+def _of_turns(runs: PaperRuns, figure: str) -> Iterable[_Row]:
+    return paper_turns.rows(figure, runs.config)
 
 
 def _policies(runs: PaperRuns) -> Iterable[_Row]:
@@ -315,11 +322,13 @@ def simulate_figures(config: SimulateConfig, console: rich.console.Console, plot
     figures = FIGURES if "all" in wanted else tuple(dict.fromkeys(wanted))
     began_s = time.perf_counter()
     with progress_bars() as progress:
-        runs = PaperRuns(config, config.lengths(), _PRICES.read(), progress)
+        lengths = config.lengths() if set(figures) - {*paper_turns.FIGURES} else ()
+        runs = PaperRuns(config, lengths, _PRICES.read(), progress)
         rows = [row for figure in figures for row in figure_rows(figure, runs)]
     elapsed_s = time.perf_counter() - began_s
     print_figures(rows, console)
-    note(console, f"{runs.num_turns:,} turns simulated in {elapsed_s:.0f} s", None)
+    if runs.num_turns:
+        note(console, f"{runs.num_turns:,} turns simulated in {elapsed_s:.0f} s", None)
     if plot_dir is not None:
         for figure in figures:
             plot_figure(plot_dir / f"figure_{figure}.png", [row for row in rows if row.figure == figure])

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paper_figures import shown
+from benchmarks.paper_turns import FIGURES
 from benchmarks.tables import summarize_machine
 from tools.pages import Report, assemble, read_json, read_notes, table, write_page
 
@@ -23,6 +24,9 @@ _TITLES = {
     "15": "prefill throughput",
     "16": "GPU time",
     "17": "cost",
+    "18": "recomputing and reuse, one turn",
+    "19": "layer-wise pre-loading, one turn",
+    "20": "asynchronous saving, one turn",
     "21": "policies",
     "22": "overflow",
     "23": "capacity",
@@ -30,7 +34,7 @@ _TITLES = {
     "25": "arrival rates",
 }
 _MODELS = ("13", "14", "15", "16", "17")
-_REPORTS = ("paper/figures", "replay", "replay_vs_simulator")
+_REPORTS = ("paper/figures", "replay", "replay_vs_simulator", "paper/turns_a100", "paper/turns_h100")
 _FITS = {
     "paper/figures": "as fitted",
     "paper/measured_characters": "3.86 characters a token",
@@ -53,18 +57,25 @@ def page(results: Path) -> str:
 
 def make_page(notes: Mapping[str, str], reports: Mapping[str, Report]) -> str:
     """The page of these words, and of reports by the names in `_REPORTS` and `_FITS`."""
-    figures, replay, check = (reports[name] for name in _REPORTS)
-    of_figure: dict[str, list[Report]] = {}
-    for row in figures["rows"]:
-        of_figure.setdefault(row["figure"], []).append(row)
-    parts = [(name, f"Figure {name}: {_TITLES[name]}", _figure(name, rows)) for name, rows in of_figure.items()]
+    figures, replay, check, *of_turns = (reports[name] for name in _REPORTS)
+    made = {figure: _figure(figure, rows) for figure, rows in _by_figure(figures).items()}
+    made |= {figure: _turns(figure, *(_by_figure(report)[figure] for report in of_turns)) for figure in FIGURES}
+    parts = [(name, f"Figure {name}: {_TITLES[name]}", made[name]) for name in _TITLES if name in made]
     has_fits = _FITS.keys() <= reports.keys()
     if has_fits:
         parts.append(("fits", "The two fits", _fits(reports)))
     parts.append(("replay", "The engine itself: stored against recomputed", _replay(replay)))
     parts.append(("simulator", "The simulator against the engine", _check(check)))
     words = {title: body for title, body in notes.items() if has_fits or title != "fits"}
-    return assemble(words, ["", _made(figures)], parts)
+    commands = " and ".join(f"`{report['command']}`" for report in of_turns)
+    return assemble(words, ["", _made(figures), "", f"{commands}: figures 18 to 20."], parts)
+
+
+def _by_figure(report: Report) -> dict[str, list[Report]]:
+    rows: dict[str, list[Report]] = {}
+    for row in report["rows"]:
+        rows.setdefault(row["figure"], []).append(row)
+    return rows
 
 
 def _made(report: Report) -> str:
@@ -82,6 +93,20 @@ def _figure(figure: str, rows: Iterable[Report]) -> list[str]:
     )
     made = table(("case", "what", "ours", "paper", "ours / paper"), numbers)
     return [*made, "", f"![Figure {figure}](paper/figure_{figure}.png)"]
+
+
+def _turns(figure: str, a100: Iterable[Report], h100: Iterable[Report]) -> list[str]:
+    """A figure of one turn, two devices side by side."""
+    numbers = (
+        [
+            *(row["case"], row["metric"], shown(row["ours"], row["unit"]), shown(row["paper"], row["unit"])),
+            "" if row["ratio"] is None else f"{row['ratio']:.2f}",
+            shown(other["ours"], other["unit"]),
+        ]
+        for row, other in zip(a100, h100, strict=True)
+    )
+    made = table(("case", "what", "A100", "paper, A100", "A100 / paper", "H100"), numbers)
+    return [*made, "", f"![Figure {figure}, A100](paper/figure_{figure}.png)"]
 
 
 def _fits(reports: Mapping[str, Report]) -> list[str]:

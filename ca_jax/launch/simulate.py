@@ -40,6 +40,7 @@ from ca_jax.simulate.traces.sharegpt import load_sharegpt
 
 FLAGS = flags.FLAGS
 GB = 1e9
+_FLOPS_SHARE = 0.085
 _USABLE_HBM = 0.9  # Of a device's memory, for weights and KV.
 _FIGURES = "paper_figures"  # Of `benchmarks`.
 _OF_TRACES = (
@@ -77,9 +78,9 @@ class SimulateConfig(TraceConfig):
     """Of arrivals and the order of conversations."""
     device: str = "a100-80"
     """Accelerator, one of `DEVICES`."""
-    flops_share: float = 0.085
-    """Share of its operations a second that a prefill reaches. The paper's TTFT come to so small a share; its 360 ms
-    for 2,048 tokens would be 0.6."""
+    flops_share: float | None = None
+    """Share of its operations a second that a prefill reaches; None: 0.085, of figures 18 to 20 0.6. The paper's TTFT
+    come to so small a share; its 360 ms for 2,048 tokens would be 0.6."""
     bytes_share: float = 0.7
     """Share of its memory's bandwidth that a step reaches."""
     step_ms: float = 0.0
@@ -156,7 +157,7 @@ class SimulateConfig(TraceConfig):
             model=model,
             device=device,
             num_devices=num_devices,
-            flops_share=self.flops_share,
+            flops_share=_FLOPS_SHARE if self.flops_share is None else self.flops_share,
             bytes_share=self.bytes_share,
             step_s=self.step_ms / 1e3,
         )

@@ -119,10 +119,10 @@ class RooflineCost:
         check(self.num_devices >= 1, "num_devices", "at least 1", self.num_devices)
         check(0 <= self.step_s < math.inf, "step_s", "seconds of at least 0", self.step_s)
 
-    def prefill_s(self, history_tokens: int, new_tokens: int) -> float:
-        """Seconds of a prefill of one job, its history on the device."""
+    def prefill_s(self, history_tokens: int, new_tokens: int, num_jobs: int = 1) -> float:
+        """Seconds of a prefill of one job, its history on the device; or of several alike at once."""
         pairs = new_tokens * (history_tokens + new_tokens / 2)
-        return self._step_s(new_tokens, pairs, history_tokens + new_tokens)
+        return self._step_s(num_jobs * new_tokens, num_jobs * pairs, num_jobs * (history_tokens + new_tokens))
 
     def decode_s(self, num_jobs: int, context_tokens: int) -> float:
         """Seconds of a decode step of `num_jobs` jobs, with `context_tokens` in all their contexts together."""
