@@ -167,7 +167,7 @@ def test_a_tier_of_what_exists_writes_nothing(tmp_path, filled, driver):
         with pytest.raises(ValueError, match="must have a tier that may write"):
             tier.write_blocks([0], np.zeros((1, *kit.LAYOUT.block_shape), kit.LAYOUT.numpy_dtype))
         assert kit.files_of(tmp_path) == before
-        tier.delete_blocks([7, 3])
+        tier.delete_blocks([7, 3, 4, 1_000_000])  # Those that are not there, too.
         assert set(tier.stored_block_ids()) == {0, 1, 2, 5, 6}
 
 

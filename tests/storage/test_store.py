@@ -18,18 +18,6 @@ def keys(store: AttentionStore) -> set[str]:
     return {info.key for info in store.list()}
 
 
-def test_a_save_may_be_written_layer_by_layer_and_in_pieces_of_any_strides():
-    store = kit.make_store()
-    kv = kit.make_kv(store.layout, 13)
-    ticket = store.prepare_save("a", 0, kit.ids(13))
-    for layer in (2, 0, 1):
-        for start, stop in ((5, 13), (0, 5)):
-            piece = np.asfortranarray(kv[layer, :, start:stop])
-            assert ticket.write(layer, piece, token_offset=start)
-    assert store.complete_save(ticket)
-    kit.assert_same(kit.load(store, "a", kit.ids(13)), kv)
-
-
 def test_partly_written_save_is_never_readable(store):
     kv = kit.make_kv(store.layout, 6)
     ticket = store.prepare_save("a", 0, kit.ids(6))
