@@ -120,7 +120,7 @@ class WatchedStore(RuleBasedStateMachine):
                 reference.deferred_s = self.clock.now_s
             else:
                 due.add(key)
-        self.may_evict = True
+        self.may_evict = self.driver is not None  # Without an SSD only what needs room evicts.
         call()
         for key in due:
             del self.reference[key]

@@ -59,13 +59,10 @@ def held(ssd: OpenedSsd) -> list[int]:
     return sorted({block for record in ssd.records for block in record.block_ids.tolist()})
 
 
-def in_catalog(ssd: OpenedSsd) -> set[str]:
-    return {record.key for record in ssd.catalog.load_all(lambda key, reason: pytest.fail(reason))}
-
-
 def assert_books_agree(ssd: OpenedSsd) -> None:
     """Records, catalog and, once reclaimed, the disk say the same."""
-    assert set(keys(ssd)) == in_catalog(ssd)
+    in_catalog = {record.key for record in ssd.catalog.load_all(lambda key, reason: pytest.fail(reason))}
+    assert set(keys(ssd)) == in_catalog
     assert ssd.catalog.integrity_check() == ()
     ssd.reclaim()
     assert ssd.tier.stored_block_ids() == held(ssd)
