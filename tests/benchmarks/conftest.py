@@ -1,12 +1,10 @@
 """What the benchmarks' tests share: a tiny model, and a disk whose page cache can be emptied."""
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 
 import benchmarks.suites
-from benchmarks.disk import can_drop
 from ca_jax.pretrained import LoadedModel, load_model
 from tests.launch.conftest import tiny_model
 
@@ -25,11 +23,3 @@ def model(tiny_model) -> LoadedModel:
 def wordless(model) -> LoadedModel:
     """The same without a tokenizer: what is said to it is random tokens."""
     return dataclasses.replace(model, tokenizer=None)
-
-
-@pytest.fixture
-def disk(tmp_path) -> Path:
-    """A directory whose files can be dropped from memory."""
-    if not can_drop(tmp_path):
-        pytest.skip("wants temporary files on a disk whose page cache can be emptied")
-    return tmp_path / "disk"

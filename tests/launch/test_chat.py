@@ -13,7 +13,7 @@ import sys
 import pytest
 import rich.console
 
-from ca_jax import FinishReason, SamplingParams
+from ca_jax import SamplingParams
 from ca_jax.errors import ContextWindowError, EmptyMessageError, InvalidRequestError
 from ca_jax.launch.chat import COMMANDS, Chat, context_chunks, join_processes
 from tests import engine_kit as kit
@@ -22,40 +22,19 @@ from tests.scripts_kit import run_script
 MAX_TOKENS = 12
 
 
-class Terminal(io.StringIO):
-    """Where a chat prints; once armed, the next write is followed by Ctrl-C."""
-
-    armed = False
-
-    def write(self, text: str) -> int:
-        written = super().write(text)
-        if self.armed and text.strip():
-            self.armed = False
-            signal.raise_signal(signal.SIGINT)
-        return written
-
-
 class User:
-    """Types lines; at `interrupt_at` (by index) Ctrl-C falls into the answer, at `None` lines into the prompt.
+    """Types lines. What can be called is called before the next line is typed."""
 
-    What can be called is called before the next line is typed.
-    """
-
-    def __init__(self, *lines, interrupt_at=None):
-        self.terminal = Terminal()
-        self._lines = list(enumerate(lines))
-        self._interrupt_at = interrupt_at
+    def __init__(self, *lines):
+        self.terminal = io.StringIO()
+        self._lines = list(lines)
 
     def __call__(self):
-        while self._lines and callable(self._lines[0][1]):
-            self._lines.pop(0)[1]()
+        while self._lines and callable(self._lines[0]):
+            self._lines.pop(0)()
         if not self._lines:
             raise EOFError
-        index, line = self._lines.pop(0)
-        if line is None:
-            raise KeyboardInterrupt
-        self.terminal.armed = index == self._interrupt_at
-        return line
+        return self._lines.pop(0)
 
 
 def chat_of(engine, user, max_tokens=MAX_TOKENS, context=(), **session):
@@ -82,7 +61,9 @@ def said_in(session):
 
 
 def test_each_answer_is_followed_by_what_it_took(engine):
+    handler = signal.getsignal(signal.SIGINT)
     chat, output = talk(engine, "Who wrote Faust?", "When?", "/stats", "/help")
+    assert signal.getsignal(signal.SIGINT) is handler
     usage = chat.session.usage
     assert roles(chat.session) == ["user", "assistant"] * 2
     first, second = re.findall(r"cached (\d+) of (\d+) prompt tokens", output)
@@ -218,29 +199,6 @@ def test_a_context_too_long_for_the_window_ends_the_chat_before_it_begins(engine
         talk(engine, "hello", context=["long " * 200])
 
 
-def test_ctrl_c_stops_the_answer_and_keeps_its_part(engine):
-    user = User("tell me", None, "go on", interrupt_at=0)
-    chat = chat_of(engine, user, max_tokens=200)
-    handler = signal.getsignal(signal.SIGINT)
-    reasons = []
-    adopt = chat.session.adopt
-
-    def note(job, reason):
-        adopt(job, reason)
-        reasons.append((reason, len(job.output_ids), job.output.text))
-
-    chat.session.adopt = note
-    chat.run()
-    (first_reason, first_tokens, first_text), second = reasons
-    assert (first_reason, 0 < first_tokens < 200) == (FinishReason.CANCELLED, True)
-    assert second[:2] == (FinishReason.LENGTH, 200)
-    assert chat.session.messages[1] == {"role": "assistant", "content": first_text}
-    assert "stopped · TTFT" in user.terminal.getvalue()
-    assert "nothing to stop" in user.terminal.getvalue(), "Ctrl-C at the prompt does not end the chat"
-    assert chat.session.usage.num_cached_tokens > 0
-    assert signal.getsignal(signal.SIGINT) is handler
-
-
 # The program.
 
 
@@ -269,6 +227,8 @@ def test_the_program_on_a_terminal_outlives_ctrl_c_in_an_answer(tiny_model):
         program.send_signal(signal.SIGINT)
         read_until(rb"stopped \xc2\xb7 TTFT .* answer ([\d,]+)")
         read_until(rb"> ")
+        program.send_signal(signal.SIGINT)
+        read_until(rb"nothing to stop.*> ")
         os.write(user, b"/sessions\r")
         read_until(rb"\* 1 +tell me +1 ")
         read_until(rb"> ")
@@ -282,30 +242,24 @@ def test_the_program_on_a_terminal_outlives_ctrl_c_in_an_answer(tiny_model):
     assert "reading weights" in errors.decode()
 
 
-def test_the_program_goes_on_where_it_left_off(tiny_model, tmp_path):
+def test_the_program_answers_from_the_chunks_of_a_file_and_goes_on_where_it_left_off(tiny_model, tmp_path):
+    text = tmp_path / "passages.txt"
+    text.write_text("The sky is green.\n---\nGrass is blue.\n---\n\n", encoding="utf-8")
     flags = [f"--model={tiny_model}", "--context_window=512", "--max-tokens=4", f"--ssd-dir={tmp_path / 'store'}"]
     flags += ["--session_id=trip", "--dram_gib=0.02", "--ssd_gib=0.02", "--ssd_free_floor_gib=0"]
-    first, second = (
-        run_script("chat", *flags, "--no-recompute-if-faster", said=f"{line}\n") for line in ("hello", "more")
-    )
+    flags += ["--no-recompute-if-faster", "--blend_recompute_ratio=0.5"]
+    first = run_script("chat", *flags, f"--context_file={text}", said="hello\n")
+    second = run_script("chat", *flags, said="more\n")
     assert (first.code, second.code) == (0, 0), first.err + second.err
     resolved = r"^EngineConfig\(dtype='float32', .*\bcontext_window=512, .*\bmax_batch_size=1,"
     assert re.search(resolved, first.out, re.MULTILINE)
     assert "max_tokens=4" in first.out
+    assert "BlendConfig(mode='blend', recompute_ratio=0.5," in first.out
+    assert "context: 2 chunks in front of the next message · 2 computed now, in " in first.out
+    assert re.search(r"TTFT .* · cached 35 of \d+ prompt tokens .* · recomputed \d+ · ", first.out, re.MULTILINE)
     assert "kept: hello · --session_id=trip" in first.out
     goes_on = re.search(r"^session trip goes on: (\d+) tokens, 2 messages$", second.out, re.MULTILINE)
     assert f"(ssd {int(goes_on[1]) - 1})" in second.out
-
-
-def test_the_program_answers_from_the_chunks_of_a_file(tiny_model, tmp_path):
-    text = tmp_path / "passages.txt"
-    text.write_text("The sky is green.\n---\nGrass is blue.\n---\n\n", encoding="utf-8")
-    flags = (f"--model={tiny_model}", "--context_window=512", "--max_tokens=4", f"--context_file={text}")
-    done = run_script("chat", *flags, "--dram_gib=0.02", "--blend_recompute_ratio=0.5", said="Which is green?\n")
-    assert done.code == 0, done.err
-    assert "BlendConfig(mode='blend', recompute_ratio=0.5," in done.out
-    assert "context: 2 chunks in front of the next message · 2 computed now, in " in done.out
-    assert re.search(r"TTFT .* · cached 35 of \d+ prompt tokens .* · recomputed \d+ · ", done.out, re.MULTILINE)
 
 
 # A file as context, and processes that serve as one.

@@ -14,9 +14,8 @@ from benchmarks import demo
 from benchmarks import flags as bench_flags
 from benchmarks.evaluate import main as evaluate
 from benchmarks.evaluate.comparison import Comparison
-from benchmarks.evaluate.items import Chunking
 from benchmarks.evaluate.mmlu import MmluConfig
-from benchmarks.evaluate.rag import GateConfig, RagConfig
+from benchmarks.evaluate.rag import GateConfig
 from benchmarks.evaluate.rag_methods import Blends
 from benchmarks.evaluate.stream import ComparedOverflow
 from benchmarks.harness import SUITES
@@ -242,19 +241,7 @@ def typed(values):
 
 METHODS_OF = {"truncation_ratio": 0.25, "keep_first_tokens": 0, "anchor_tokens": 4, "repair_ratio": 0.1}
 MMLU = {"data": "dev", "max_tokens": 700, "num_shots": 0, "max_items": 3, "preamble": "a.txt", "seed": 7}
-CHUNKING = {"data": "a", "num_chunks": 4, "chunk_tokens": 64, "max_items": 3, "instruction": "?{question}"}
-BLENDS = {
-    "ratios": (0.1, 0.2),
-    "selections": ("first", "hkvd"),
-    "other_ratios": (0.2,),
-    "check_layers": 2,
-    "positions": 1,
-}
-RAG = {
-    **{"baselines": ("reuse",), "answer_tokens": 0, "summary_tokens": 9, "figure": 17, "timed_items": 2, "repeats": 1},
-    **{"chunk_counts": (2, 4), "chunk_lengths": (8,), "storage_gb_s": (0.5,)},
-}
-GATE = {"max_kl": 0.2, "max_kl_share": 1.0}
+BLENDS = {"ratios": (0.1, 0.2), "selections": ("hkvd",), "check_layers": 2}
 FIELDS = [
     (
         "bench --suite=overflow --overflow_methods=ca,tt --gap_methods= --truncation_ratio=0.25 --keep_first_tokens=8",
@@ -276,11 +263,7 @@ FIELDS = [
             **MMLU,
         ),
     ),
-    (
-        f"evaluate --task=rag {typed(CHUNKING)} {typed(BLENDS)} {typed(RAG)}",
-        RagConfig(chunking=Chunking(**CHUNKING), blends=Blends(**BLENDS), **RAG),
-    ),
-    (f"evaluate --task=blend_gate {typed(GATE)}", GateConfig(**GATE)),
+    (f"evaluate --task=blend_gate --max_kl=0.2 {typed(BLENDS)}", GateConfig(blends=Blends(**BLENDS), max_kl=0.2)),
 ]
 
 

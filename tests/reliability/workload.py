@@ -22,7 +22,6 @@ from ca_jax.storage.catalog.notes import LOG_NAME
 from ca_jax.storage.catalog.records import Contents, SessionRecord
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.ssd import SsdIndex
-from ca_jax.storage.store import AttentionStore
 from tests import engine_kit as kit
 from tests.storage.store_reference import check_books as check_blocks
 
@@ -51,21 +50,11 @@ def ssd_store(directory: Path, driver: str, *, dram_blocks: int, ssd_blocks: int
     )
 
 
-def store_of(engine: Engine) -> AttentionStore:
-    """The engine's store."""
-    return engine._kv.store
-
-
 def ssd_of(engine: Engine) -> SsdIndex:
     """Its SSD tier's books."""
-    ssd = store_of(engine)._ssd
+    ssd = engine._kv.store._ssd
     assert ssd is not None
     return ssd
-
-
-def wait_for_reclaim(engine: Engine) -> None:
-    """Returns when what an earlier process left behind is removed."""
-    ssd_of(engine)._mover._prepared.result(60)
 
 
 def reader_of(engine: Engine, directory: Path) -> CatalogReader:
@@ -76,7 +65,7 @@ def reader_of(engine: Engine, directory: Path) -> CatalogReader:
 def wait_until_nothing_moves(engine: Engine) -> None:
     """Returns when all moves have settled, those too that were given up as late, which nobody else waits for."""
     give_up_s = time.monotonic() + _PATIENCE_S
-    while store_of(engine)._placement.busy:
+    while engine._kv.store._placement.busy:
         assert time.monotonic() < give_up_s, "there must be the SSD tier to come to rest, got it busy"
         engine.wait_for_saves()
         engine._wakeup.wait(engine._wakeup.count, 0.05)
@@ -87,7 +76,7 @@ def is_whole(engine: Engine, chunk: Sequence[int]) -> bool:
 
     The model is `kit.tiny_model`.
     """
-    store, key = store_of(engine), engine._kv.chunks.key(chunk, "")
+    store, key = engine._kv.store, engine._kv.chunks.key(chunk, "")
     give_up_s = time.monotonic() + _PATIENCE_S
     while store.request(key):
         assert time.monotonic() < give_up_s, "there must be a chunk to be fetched, or missed, got it on its way"
@@ -112,9 +101,9 @@ def check_books(engine: Engine, directory: Path, *, fresh: bool = False) -> None
         knows no session.
     """
     engine.wait_for_saves()
-    wait_for_reclaim(engine)
+    ssd_of(engine)._mover._prepared.result(_PATIENCE_S)  # What an earlier process left behind is removed.
     wait_until_nothing_moves(engine)
-    store, ssd = store_of(engine), ssd_of(engine)
+    store, ssd = engine._kv.store, ssd_of(engine)
     tier, stats, infos = ssd._mover._tier, store.stats(), store.list()
     with reader_of(engine, directory) as reader:
         problems = reader.integrity_check()

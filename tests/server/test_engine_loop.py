@@ -7,7 +7,6 @@ import threading
 
 import pytest
 
-from ca_jax.errors import SessionClosedError
 from ca_jax.server.engine_loop import EngineLoop
 from ca_jax.turns.requests import FinishReason, SamplingParams
 from tests import engine_kit as kit
@@ -31,19 +30,6 @@ async def looping(engine, **options):
 
 def turn(engine, text="hello", max_tokens=8):
     return [engine.session().submit([user(text)], sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True))]
-
-
-@on_loop
-async def test_what_is_called_runs_on_the_engines_thread_and_gives_or_raises(engine):
-    async with looping(engine) as loop:
-        thread = await loop.call(lambda engine: threading.current_thread())
-        assert thread is not threading.current_thread()
-        assert await loop.call(lambda found: found) is engine
-        with pytest.raises(ZeroDivisionError):
-            await loop.call(lambda engine: 1 / 0)
-        assert loop.failure is None, "that is the caller's error alone"
-    with pytest.raises(SessionClosedError, match="shutting down"):
-        await loop.call(lambda engine: None)
 
 
 @on_loop

@@ -120,7 +120,7 @@ class WatchedStore(RuleBasedStateMachine):
                 reference.deferred_s = self.clock.now_s
             else:
                 due.add(key)
-        self.may_evict = True
+        self.may_evict = self.driver is not None  # Without an SSD only what needs room evicts.
         call()
         for key in due:
             del self.reference[key]
@@ -383,6 +383,7 @@ class WatchedStore(RuleBasedStateMachine):
         reference.ssd_copy, reference.num_flushes = None if entry is None else entry.ssd, num_flushes
         flush = None if entry is None else entry.flush
         if flush is not reference.flush:
+            assert flush is None or not self.pins[key], "written while its turn runs"
             reference.flush, reference.is_cut_after_flush, reference.has_left = flush, False, False
             reference.flushed = reference.tokens[: flush.record.num_tokens] if flush else []
             reference.flushed_left = reference.flushed

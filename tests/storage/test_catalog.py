@@ -187,16 +187,6 @@ def test_what_does_not_fit_is_refused(catalog, changes, message):
 # Prefixes.
 
 
-def test_prefix_hashes_depend_on_everything_before():
-    base = prefix_hashes(np.arange(12), 4)
-    assert len(base) == 3 * HASH_BYTES
-    assert prefix_hashes(np.arange(11, dtype=np.int64), 4) == base[: 2 * HASH_BYTES]
-    assert prefix_hashes(np.array([99, 99, 99, 99, *range(4, 12)]), 4, base[:HASH_BYTES]) == base, "they are known"
-    others = prefix_hashes(np.array([99, *range(1, 12)]), 4), prefix_hashes(np.arange(12), 6)
-    named = [each[at : at + HASH_BYTES] for each in (base, *others) for at in range(0, len(each), HASH_BYTES)]
-    assert len(set(named)) == 3 + 3 + 2
-
-
 # Namespaces.
 
 

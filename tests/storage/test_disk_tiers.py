@@ -48,20 +48,6 @@ def test_whole_pages_come_back_too(disk):
     kit.assert_same(dram.slab[2:], dram.slab[1::-1])
 
 
-def test_another_run_finds_the_same_blocks_and_a_smaller_one_can_delete_those_beyond_it(disk):
-    blocks = kit.make_blocks(kit.make_layout(), 2)
-    first = disk.open()
-    first.write_blocks([1, 6], blocks)
-    first.close()
-    kit.assert_same(kit.read(disk.open(num_blocks=16), [1, 6]), blocks)
-    tier = disk.open(num_blocks=4)
-    assert tier.stored_block_ids() == [1, 6]
-    tier.delete_blocks([6, 7, 1_000_000])  # Those that are not there, too.
-    assert tier.stored_block_ids() == [1]
-    with pytest.raises(ValueError, match=r"a block id must be in \[0, 4\), got 6"):
-        kit.read(tier, [6])
-
-
 def test_a_write_is_done_only_after_its_bytes_and_name_are_synced(tmp_path, monkeypatch):
     raw, zarr3 = (kit.Disk(kind, tmp_path).open() for kind in ("raw", "zarr3"))
     synced: list[object] = []
@@ -117,29 +103,6 @@ def test_a_block_that_was_never_written_is_missing_and_zeros_are_not(disk):
     assert tier.stored_block_ids() == [0, 2]
     assert reason(tier.read_blocks, [0, 1, 2], kit.make_blocks(tier.layout, 3)) is IoFailure.MISSING
     kit.assert_same(kit.read(tier, [0, 2]), zeros)
-
-
-def stored(tier, block_ids: list[int], blocks: np.ndarray) -> np.ndarray:
-    """Writes blocks and returns their checksums."""
-    sums = np.zeros((len(blocks), tier.layout.num_layers), np.uint32)
-    tier.write_blocks(block_ids, blocks, sums)
-    assert np.array_equal(sums, [tier.layout.layer_sums(block) for block in blocks])
-    return sums
-
-
-def test_an_intact_block_that_is_another_one_is_found(disk):
-    tier = disk.open()
-    old, new = kit.make_blocks(tier.layout, 2, seed=1), kit.make_blocks(tier.layout, 2, seed=2)
-    sums = stored(tier, [0, 1], old)
-    stored(tier, [1, 0], old)
-    into = kit.make_blocks(tier.layout, 2)
-    assert reason(tier.read_blocks, [0, 1], into, sums) is IoFailure.CORRUPT, "swapped"
-    new_sums = stored(tier, [0, 1], new)
-    assert reason(tier.read_blocks, [0, 1], into, sums) is IoFailure.CORRUPT, "another version"
-    wanted = f"layer 0 of block 0 must have crc32c {new_sums[1, 0]:#010x}, got {new_sums[0, 0]:#010x}"
-    with pytest.raises(BlockIoError, match=wanted):
-        tier.read_blocks([0], into[:1], new_sums[1:])
-    tier.read_blocks([0, 1], into, new_sums)
 
 
 def test_a_file_of_any_other_length_is_found(local_disk):

@@ -59,13 +59,10 @@ def held(ssd: OpenedSsd) -> list[int]:
     return sorted({block for record in ssd.records for block in record.block_ids.tolist()})
 
 
-def in_catalog(ssd: OpenedSsd) -> set[str]:
-    return {record.key for record in ssd.catalog.load_all(lambda key, reason: pytest.fail(reason))}
-
-
 def assert_books_agree(ssd: OpenedSsd) -> None:
     """Records, catalog and, once reclaimed, the disk say the same."""
-    assert set(keys(ssd)) == in_catalog(ssd)
+    in_catalog = {record.key for record in ssd.catalog.load_all(lambda key, reason: pytest.fail(reason))}
+    assert set(keys(ssd)) == in_catalog
     assert ssd.catalog.integrity_check() == ()
     ssd.reclaim()
     assert ssd.tier.stored_block_ids() == held(ssd)
@@ -79,23 +76,6 @@ def change_catalog(directory: Path, sql: str, *values: Any) -> None:
 
 def warnings(caplog) -> str:
     return "\n".join(record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
-
-
-def test_what_was_published_is_there_and_all_else_is_free(opened, driver, caplog):
-    with opened() as ssd:
-        assert (ssd.records, ssd.num_lost) == ((), 0)
-        publish(ssd.catalog, ssd.tier, "a", [3, 4], last_used_s=2.0)
-        publish(ssd.catalog, ssd.tier, "b", [9], last_used_s=3.0)
-        publish(ssd.catalog, ssd.tier, "c", [7, 1], last_used_s=1.0)
-        blocks = read(ssd.tier, [3, 4])
-    with opened() as ssd:
-        assert keys(ssd) == ["c", "a", "b"], "the least recently used first"
-        assert ssd.records[1].block_ids.tolist() == [3, 4]
-        assert np.array_equal(read(ssd.tier, [3, 4]).view(np.uint32), blocks.view(np.uint32))
-        assert ssd.num_lost == 0
-        assert ssd.reclaim() == 0
-        assert_books_agree(ssd)
-    assert not warnings(caplog)
 
 
 def test_blocks_of_nobody_are_reclaimed(opened, driver, directory):

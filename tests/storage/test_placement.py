@@ -50,15 +50,6 @@ def test_a_part_of_dram_is_kept_free_of_what_is_on_ssd(open_store, gates):
     assert len(where(store, Residency.SSD)) == 2
 
 
-def test_without_an_ssd_nothing_is_evicted_before_its_room_is_needed():
-    store = kit.make_store(6, dram_free_fraction=0.5)
-    for key in "abcde":
-        kit.save(store, key, kit.ids(4), kit.make_kv(kit.LAYOUT, 4))
-        store.poll()
-    assert store.settle()
-    assert where(store, Residency.DRAM) == "abcde"
-
-
 def test_waiting_jobs_are_fetched_in_the_order_of_the_queue(open_store, gates):
     store = on_ssd(open_store, {"a": 8, "b": 7, "c": 6, "d": 5}, num_blocks=4)
     gates[1].reads.close()

@@ -81,7 +81,7 @@ TOKENS_ON_SSD = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 )
 def test_in_both_tiers_it_is_the_longest_that_a_scan_finds_on_ssd_by_whole_blocks(sessions, wanted):
     table = SessionIndex(LookAhead(), 99, BLOCK_TOKENS)
-    agreeing: dict[str, int] = {}
+    agreeing: dict[str, tuple[int, bool]] = {}  # Tokens, and of equals that in DRAM.
     with table._prefixes.loading(), table._far_prefixes.loading():
         for number, (tokens, tenant, num_plain, in_dram) in enumerate(sessions):
             lineage = Lineage(0 if num_plain is None else 1, num_plain)
@@ -98,12 +98,12 @@ def test_in_both_tiers_it_is_the_longest_that_a_scan_finds_on_ssd_by_whole_block
             if tenant == "x":
                 common = min(num_common(plain, wanted), len(plain))
                 num_full = common // BLOCK_TOKENS * BLOCK_TOKENS
-                agreeing[entry.key] = common if in_dram and num_full else num_full
+                agreeing[entry.key] = (common, True) if in_dram and num_full else (num_full, False)
             table.add(entry)
-    if wanted:
-        key = table.find_prefix("x", wanted)
-        longest = max(agreeing.values(), default=0)
-        assert (key is None, agreeing.get(key, 0)) == (not longest, longest)
+    for in_dram in (False, True) if wanted else ():
+        key = table.find_prefix("x", wanted, in_dram=in_dram)
+        longest = max((each for each in agreeing.values() if each[1] or not in_dram), default=(0, False))
+        assert (key is None, agreeing.get(key, (0, False))) == (not longest[0], longest)
 
 
 def test_each_hash_is_of_the_one_before_and_its_own_block():

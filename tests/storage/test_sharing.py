@@ -5,18 +5,9 @@ Blocks of four tokens. What holds whatever happens is in test_store_properties.
 
 from __future__ import annotations
 
-from ca_jax.storage.records import Owner, Residency, SkipReason
+from ca_jax.storage.records import Owner, SkipReason
 
 from . import store_helpers as kit
-
-
-def block_ids(store, key) -> list[int]:
-    return store._entries.get(key).block_ids
-
-
-def ssd_block_ids(store, key) -> list[int]:
-    return store._entries.get(key).ssd.block_ids.tolist()
-
 
 # In DRAM.
 
@@ -53,21 +44,3 @@ def test_a_branch_is_not_written_before_it_has_something_of_its_own(open_store):
     kit.save(store, "b", [7], kit.make_kv(kit.LAYOUT, 1), start_token=8)
     store.settle()
     assert kit.ssd_tokens(store, "b") == 9
-
-
-def test_of_two_tiers_the_longer_prefix_counts_and_of_equals_that_in_dram(open_store):
-    store = open_store(12)
-    kit.put(store, "near", 9)
-    kit.put(store, "far", 14)
-    store.leave_dram("far")
-    assert store.residency("far") is Residency.SSD
-    assert store.find_prefix("", kit.ids(14)) == "far"
-    assert store.find_prefix("", kit.ids(14), in_dram=True) == "near"
-    assert store.find_prefix("", kit.ids(11)) == "near", "a part of a block is not worth a fetch"
-    kit.fetch(store, "far")
-    assert store.find_prefix("", kit.ids(11)) == "far"
-    store.drop("far")
-    kit.save(store, "far", kit.ids(8) + kit.ids(4, 700), kit.make_kv(kit.LAYOUT, 12))
-    store.settle()
-    store.leave_dram("far")
-    assert store.find_prefix("", kit.ids(14)) == "near", "two blocks each"

@@ -9,7 +9,7 @@ import pytest
 
 from ca_jax.storage.catalog.catalog import CatalogReader
 from ca_jax.storage.catalog.file import CatalogFullError, CatalogLateError
-from ca_jax.storage.records import FlushFailure, MissReason, Note, Residency, SkipReason
+from ca_jax.storage.records import FlushFailure, Note, Residency
 from ca_jax.storage.store import AttentionStore
 from ca_jax.telemetry.timeline import Timeline
 
@@ -40,20 +40,6 @@ def test_a_flush_writes_only_what_is_new(open_store, driver):
     kit.save(store, "a", kit.ids(13)[10:], kit.make_kv(kit.LAYOUT, 3, seed=1), start_token=10)
     store.settle()
     assert store.stats().ssd.flushed_bytes == 2 * kit.LAYOUT.block_bytes, "full blocks stay over a restart too"
-
-
-def test_what_a_running_turn_pins_is_neither_flushed_nor_evicted(open_store):
-    store = open_store(4)
-    with store.pinned("a"):
-        kit.save(store, "a", kit.ids(12), kit.make_kv(kit.LAYOUT, 12))
-        assert store.settle(kit.PATIENCE_S)
-        assert kit.ssd_tokens(store, "a") == 0
-        assert store.prepare_save("b", 0, kit.ids(8)) is None
-        assert store.stats().skipped_saves[SkipReason.NO_ROOM] == 1
-        assert kit.info(store, "a").num_tokens == 12
-    assert store.settle(kit.PATIENCE_S)
-    assert kit.ssd_tokens(store, "a") == 12
-    assert kit.save(store, "b", kit.ids(8), kit.make_kv(kit.LAYOUT, 8))
 
 
 def test_what_was_put_off_is_tried_once_more_at_the_end(open_store, monkeypatch):
@@ -175,34 +161,6 @@ def test_each_flush_and_each_fetch_is_told_of(open_store, monkeypatch):
     kit.fetch(store, "a session's key")
     assert taken() == [("fetch", {**shown, "error": "device"})]
     assert len(told) == 1
-
-
-def test_a_late_read_is_a_miss_and_its_memory_stays_taken(open_store, gates):
-    store = open_store(4)
-    kv = kit.put(store, "a", 8)
-    other_kv = kit.put(store, "b", 8, seed=1)
-    store = open_store(4)
-    tier = gates[1]
-    tier.reads.close()
-    assert store.request("a")
-    tier.reads.wait_held()
-    tier.let_time_pass(4.9)
-    assert store.request("a")
-    assert store.residency("a") is Residency.PENDING
-    tier.let_time_pass(0.2)
-    kit.wait_until(store, lambda: store.residency("a") is Residency.SSD)
-    assert kit.used_blocks(store) == 2
-    assert kit.load(store, "a", kit.ids(8)) is None
-    assert not store.request("b"), "the SSD has just been late"
-    assert kit.load(store, "b", kit.ids(8)) is None
-    assert store.stats().misses[MissReason.DEADLINE] == sum(store.stats().misses.values()) == 2
-    assert store._ssd.num_fetching == 1
-    tier.reads.open()
-    kit.wait_until(store, lambda: kit.used_blocks(store) == 0)
-    store._ssd._late_until_s = -np.inf  # The pause is over.
-    kit.assert_loads(store, "b", kit.ids(8), other_kv)
-    kit.assert_loads(store, "a", kit.ids(8), kv)
-    assert not store.stats().ssd.num_lost_sessions
 
 
 # A catalog that does not answer is waited for no longer than blocks are: by fetches, flushes, the books.
