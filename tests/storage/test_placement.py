@@ -7,7 +7,7 @@ import functools
 import numpy as np
 import pytest
 
-from ca_jax.storage.records import FlushFailure, Owner, Residency
+from ca_jax.storage.records import FlushFailure, Owner, Residency, SkipReason
 
 from . import store_helpers as kit
 
@@ -124,6 +124,21 @@ def test_on_a_full_ssd_the_policy_chooses_and_waiting_sessions_stay_while_there_
     assert [info.key for info in store.list() if info.ssd_tokens] == ["d"], "waiting sessions too, if need be"
     kit.put(store, "e", 20)
     assert store.stats().ssd.failed_flushes[FlushFailure.TOO_LARGE] == 1
+
+
+def test_a_tenant_pays_for_a_block_once():
+    store = kit.make_store(8, quota_bytes=4 * kit.LAYOUT.block_bytes, tenant_quotas={"bob": kit.LAYOUT.block_bytes})
+    alice, bob = Owner(tenant="alice"), Owner(tenant="bob")
+    kit.save(store, "a", kit.ids(12), kit.make_kv(kit.LAYOUT, 12), owner=alice)
+    for key in "bcd":
+        assert store.copy_prefix("a", key, kit.ids(12), alice) == 12
+    assert kit.save(store, "b", kit.ids(4, 700), kit.make_kv(kit.LAYOUT, 4), start_token=12)
+    assert [kit.info(store, key) is not None for key in "abcd"] == [True] * 4, "four blocks in all"
+    assert kit.save(store, "c", kit.ids(4, 700), kit.make_kv(kit.LAYOUT, 4), start_token=12)
+    assert kit.info(store, "b") is None, "one more than it may hold, and b's eviction frees one"
+    assert store.prepare_save("x", 0, kit.ids(5), bob) is None
+    assert store.stats().skipped_saves[SkipReason.TOO_LARGE] == 1
+    assert kit.save(store, "x", kit.ids(4), kit.make_kv(kit.LAYOUT, 4), owner=bob)
 
 
 def test_a_tenant_over_its_quota_loses_its_own_sessions_only(open_store):

@@ -10,7 +10,6 @@ import pytest
 from ca_jax.storage.catalog.catalog import CatalogReader
 from ca_jax.storage.catalog.file import CatalogFullError, CatalogLateError
 from ca_jax.storage.records import FlushFailure, Note, Residency
-from ca_jax.storage.store import AttentionStore
 from ca_jax.telemetry.timeline import Timeline
 
 from . import store_helpers as kit
@@ -116,6 +115,22 @@ def test_what_cannot_be_written_down_is_later(open_store, directory, monkeypatch
     assert found[change] == value
 
 
+def test_a_branch_is_not_written_before_it_has_something_of_its_own(open_store):
+    """A process may die before the branch's turn has ended: then there is no conversation that such KV is of."""
+    store = open_store(8)
+    kit.put(store, "a", 8)
+    store.copy_prefix("a", "b", kit.ids(8), num_dropped=3)
+    assert store.settle(kit.PATIENCE_S)
+    assert (kit.ssd_tokens(store, "b"), kit.info(store, "b").num_dropped) == (0, 3)
+    loading = store.prepare_load("b", kit.ids(8), truncate=True, num_dropped=3)
+    assert store.settle(kit.PATIENCE_S)
+    assert kit.ssd_tokens(store, "b") == 0
+    store.complete_load(loading)
+    kit.save(store, "b", [7], kit.make_kv(kit.LAYOUT, 1), start_token=8)
+    store.settle()
+    assert kit.ssd_tokens(store, "b") == 9
+
+
 # Restarts.
 
 
@@ -168,31 +183,10 @@ def test_each_flush_and_each_fetch_is_told_of(open_store, monkeypatch):
 DEADLINE_S = 0.3
 
 
-@pytest.fixture
-def late_store(open_store) -> AttentionStore:
-    """One whose sessions a and b are on SSD alone."""
+def test_who_keeps_the_books_waits_once_and_no_longer(open_store):
     store = open_store(ssd_deadline_s=DEADLINE_S)
-    kit.put(store, "a", 9, seed=1, first=100)
-    kit.put(store, "b", 9, seed=2, first=200)
-    store.close()
-    return open_store(ssd_deadline_s=DEADLINE_S)
-
-
-def test_a_change_that_does_not_end_is_late_too(late_store, monkeypatch):
-    store = late_store
-    with kit.stalled((store._ssd._mover._catalog, "set_kept")):
-        store.set_pinned("a", True)
-        kit.wait_until(store, lambda: store._ssd.is_late)
-        assert not store.request("b")
-        assert kit.load(store, "b", kit.ids(9, 200)) is None
-    kit.wait_until(store, lambda: not store._ssd.busy and not store._ssd._mover.is_late)
-    monkeypatch.setattr(store._ssd, "_late_until_s", 0.0)  # The pause is over.
-    kit.fetch(store, "b")
-    assert store.residency("b") is Residency.DRAM
-
-
-def test_who_keeps_the_books_waits_once_and_no_longer(late_store):
-    store = late_store
+    kit.put(store, "a", 9)
+    store = open_store(ssd_deadline_s=DEADLINE_S)
     with kit.stalled((store._ssd._mover._asked_reader, "contents")) as stall:
         for _ in range(2):
             with pytest.raises(CatalogLateError):
