@@ -93,11 +93,6 @@ def overwrite_catalog(arena: Arena) -> None:
                 os.pwrite(file.fileno(), arena.random.bytes(min(600, size - offset)), offset)
 
 
-def held(arena: Arena, operation: str) -> contextlib.AbstractContextManager[object]:
-    """Reads (`_read`) or writes (`_write`) of blocks begin and do not end, until the block does."""
-    return stalled((arena.tier, operation))
-
-
 def catalog_held(arena: Arena, *, reads: bool) -> contextlib.AbstractContextManager[object]:
     """Reads or else commits of the catalog begin and do not end, until the block does."""
     mover = workload.ssd_of(arena.engine)._mover
