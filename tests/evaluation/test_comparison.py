@@ -39,12 +39,8 @@ def test_the_first_tt_is_what_others_are_held_against():
 
 def test_a_drift_that_is_none_is_refused(tmp_path):
     (tmp_path / "bad.npz").write_bytes(b"none")
-    for name, window, message in (
-        ("no.npz", 64, "No such file"),
-        ("bad.npz", 64, "must be of drift"),
-        ("bad.npz", 1024, "the model's 512 tokens; got step_tokens=16 and window=1024"),
-    ):
-        comparison = Comparison(methods=(ComparedOverflow(drift=str(tmp_path / name)),), window=window, step_tokens=16)
+    for name, message in (("no.npz", "No such file"), ("bad.npz", "must be of drift")):
+        comparison = Comparison(methods=(ComparedOverflow(drift=str(tmp_path / name)),), window=64, step_tokens=16)
         with pytest.raises(EvaluationError, match=message):
             comparison.streams(kit.tiny_model())
 

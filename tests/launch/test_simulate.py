@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-import ca_jax
 from benchmarks.paper_figures import FIGURES, PaperRuns, figure_rows
-from ca_jax.launch.simulate import SimulateConfig, read_trace
+from ca_jax.launch.simulate import SimulateConfig
 from tests.benchmarks.traces_kit import lines_file, sharegpt_file, talk
 from tests.scripts_kit import run_script
 
@@ -114,13 +113,3 @@ def test_what_is_wrong_is_said_in_a_line(run, mooncake, arguments, message):
     done = run(*arguments, f"--trace={mooncake}", code=1)
     assert done.err.strip().splitlines()[-1].startswith("error: ")
     assert message in done.err
-
-
-def test_figures_without_a_checkout_say_where_they_are(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(ca_jax, "__file__", str(tmp_path / "ca_jax" / "__init__.py"))
-    assert "the benchmarks are not part of the installed package" in run("--figure=13", code=1).err
-
-
-def test_traces_that_cannot_be_read_are_told_of(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"nothing\.jsonl"):
-        read_trace(SimulateConfig(trace_format="mooncake", trace=tmp_path / "nothing.jsonl"))

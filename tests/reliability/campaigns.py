@@ -18,7 +18,7 @@ from typing import Protocol
 
 from tests.reliability import damage, workload
 from tests.reliability.arena import NUM_CONVERSATIONS, Arena, Tally, without_pause
-from tests.storage.store_helpers import small_disk
+from tests.storage.store_helpers import small_disk, stalled
 
 _RESTART_EVERY = 4  # Waves.
 _PATIENCE_S = 60.0
@@ -98,7 +98,7 @@ def stalled_reads(hold: Callable[[Arena], AbstractContextManager[None]]) -> Camp
 
 def stalled_writes(arena: Arena) -> None:
     """The disk does not answer writes: what waits for it is given up, and turns go on meanwhile."""
-    with damage.held(arena, "_write"):
+    with stalled((arena.tier, "_write")):
         arena.converse()
         _wait_until(arena, lambda: arena.counts()["flush deadline"] > 0, arena.converse_one)
     _wait_until(arena, lambda: not workload.ssd_of(arena.engine).is_late)
@@ -200,7 +200,7 @@ CAMPAIGNS: dict[str, tuple[Campaign, int]] = {
     "block cut short": (damaged_blocks(damage.truncate, "miss corrupt", "miss missing", num_damaged=1), 100),
     "block missing": (damaged_blocks(damage.remove, "miss missing"), 150),
     "blocks swapped": (damaged_blocks(damage.swap, "miss corrupt", num_damaged=4), 150),
-    "reads that stall": (stalled_reads(lambda arena: damage.held(arena, "_read")), 60),
+    "reads that stall": (stalled_reads(lambda arena: stalled((arena.tier, "_read"))), 60),
     "writes that stall": (waves(stalled_writes, ssd_deadline_s=0.4), 40),
     "catalog reads that stall": (stalled_reads(lambda arena: damage.catalog_held(arena, reads=True)), 60),
     "catalog commits that stall": (waves(stalled_commits, ssd_deadline_s=0.4), 20),

@@ -77,16 +77,11 @@ def delete_catalog(arena: Arena) -> None:
         path.unlink()
 
 
-def checkpoint_catalog(arena: Arena) -> None:
-    """Brings what is in the catalog's log into its file, so that damage to the file counts."""
-    with contextlib.closing(sqlite3.connect(arena.directory / CATALOG_NAME)) as db:
-        db.execute("PRAGMA wal_checkpoint(PASSIVE)")
-
-
 def overwrite_catalog(arena: Arena) -> None:
     """Random bytes stand in a few random places of the catalog and of its log, of which the one or the other counts."""
-    if arena.random.random() < 0.7:
-        checkpoint_catalog(arena)
+    if arena.random.random() < 0.7:  # What is in the log goes to the file, so that damage to the file counts.
+        with contextlib.closing(sqlite3.connect(arena.directory / CATALOG_NAME)) as db:
+            db.execute("PRAGMA wal_checkpoint(PASSIVE)")
     for ending in ("", "-wal"):
         path = arena.directory / f"{CATALOG_NAME}{ending}"
         size = path.stat().st_size if path.exists() else 0
@@ -96,11 +91,6 @@ def overwrite_catalog(arena: Arena) -> None:
             for _ in range(4):
                 offset = int(arena.random.integers(size))
                 os.pwrite(file.fileno(), arena.random.bytes(min(600, size - offset)), offset)
-
-
-def held(arena: Arena, operation: str) -> contextlib.AbstractContextManager[object]:
-    """Reads (`_read`) or writes (`_write`) of blocks begin and do not end, until the block does."""
-    return stalled((arena.tier, operation))
 
 
 def catalog_held(arena: Arena, *, reads: bool) -> contextlib.AbstractContextManager[object]:

@@ -14,8 +14,8 @@ from ca_jax.storage.tiers.dram import DramTier, host_array, touch
 from .store_helpers import make_layout
 
 
-def test_a_double_free_frees_nothing_and_what_is_free_goes_lowest_first():
-    blocks = charged(4, None)
+def test_what_a_tenant_does_not_hold_is_not_freed_and_what_is_free_goes_lowest_first():
+    blocks = ChargedBlocks(4, None)
     blocks.alloc("x", 3)
     with pytest.raises(ValueError, match="block 3 is freed twice"):
         blocks.free("x", [0, 3])
@@ -24,6 +24,10 @@ def test_a_double_free_frees_nothing_and_what_is_free_goes_lowest_first():
     with pytest.raises(ValueError, match=r"in \[0, 4\), got 4"):
         blocks.free("x", [4])
     assert blocks.num_free == 1
+    blocks.alloc("y", 1)
+    with pytest.raises(ValueError, match="'x' gives 4 blocks back, but holds 3"):
+        blocks.free("x", [0, 1, 2, 3])
+    blocks.free("y", [3])
     blocks.free("x", [0, 1, 2])
     assert blocks.alloc("x", 4) == (0, 1, 2, 3)
     for gone in ([2, 3], [0]):
@@ -52,18 +56,6 @@ def test_a_capacity_that_cannot_be_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             DramTier(make_layout(), capacity_bytes)
-
-
-def test_blocks_that_a_tenant_never_took_are_refused():
-    blocks = charged()
-    blocks.alloc("x", 3)
-    blocks.alloc("y", 3)
-    with pytest.raises(ValueError, match="'x' gives 4 blocks back, but holds 3"):
-        blocks.free("x", [0, 1, 2, 3])
-
-
-def charged(num_blocks: int = 6, quota_bytes: int | None = 4) -> ChargedBlocks:
-    return ChargedBlocks(num_blocks, quota_bytes)
 
 
 def test_a_tenant_that_is_named_has_a_quota_of_its_own():

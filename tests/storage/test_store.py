@@ -149,12 +149,9 @@ def test_a_store_of_no_dram_skips_every_save():
     assert store.stats().capacity_bytes == 0
 
 
-def test_a_cap_under_one_block_is_named():
-    layout = kit.make_layout()
-    with pytest.raises(ValueError, match=f"at least one block of {layout.block_bytes} bytes"):
-        AttentionStore(layout, StoreConfig(dram_gib=1e-9 * 2, block_tokens=kit.BLOCK_TOKENS))
+def test_a_layout_of_other_blocks_is_refused():
     with pytest.raises(ValueError, match="blocks of 128 tokens, got 4"):
-        AttentionStore(layout, StoreConfig())
+        AttentionStore(kit.make_layout(), StoreConfig())
 
 
 def test_after_close_every_call_is_refused(store):
