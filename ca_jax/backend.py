@@ -33,6 +33,8 @@ class Backend:
     """One part in so many of the memory that weights leave is pages by default."""
     coarse_steps: bool
     """Whether few sizes of a step are best: padding costs little, and compiling much."""
+    least_rows: int
+    """Rows that decode at least, padding too; a power of two."""
     layers_ahead: int
     """Layers whose copies are issued before the layer in front of them is dispatched: a copy into a new buffer waits
     for all compute that was dispatched before."""
@@ -47,6 +49,7 @@ CPU = Backend(
     shares_memory=True,
     pool_share=4,  # Memory is the store's and everybody's there.
     coarse_steps=False,
+    least_rows=1,
     layers_ahead=0,
     writes_whole_pages=False,
 )
@@ -57,10 +60,11 @@ GPU = Backend(
     shares_memory=False,
     pool_share=2,
     coarse_steps=True,
+    least_rows=2,  # XLA multiplies weights by one row in memory, and then adds up: twice the bytes for small models.
     layers_ahead=1,
     writes_whole_pages=False,
 )
-TPU = dataclasses.replace(GPU, platform="tpu", kernel="mosaic", writes_whole_pages=True)
+TPU = dataclasses.replace(GPU, platform="tpu", kernel="mosaic", least_rows=1, writes_whole_pages=True)
 
 _assumed: list[Backend] = []
 

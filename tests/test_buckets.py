@@ -29,12 +29,12 @@ def test_history_is_padded_by_little_and_holds_the_window(window):
         assert high <= max(low * (1.5 if 1024 <= low < 4096 else 2), 256)
 
 
-@given(st.integers(1, 300))
-def test_batches_are_powers_of_two_and_the_maximum(max_batch_size):
-    buckets = batch_buckets(max_batch_size)
+@given(st.integers(1, 300), st.sampled_from([1, 2, 8]))
+def test_batches_are_powers_of_two_and_the_maximum(max_batch_size, least):
+    buckets = batch_buckets(max_batch_size, least)
     assert list(buckets) == sorted(set(buckets))
     assert buckets[-1] == max_batch_size
-    assert set(buckets) - {max_batch_size} == {1 << i for i in range(9) if 1 << i < max_batch_size}
+    assert set(buckets) - {max_batch_size} == {1 << i for i in range(9) if least <= 1 << i < max_batch_size}
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, unique=True).map(sorted), st.integers(0, 60))

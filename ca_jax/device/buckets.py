@@ -31,9 +31,9 @@ def history_buckets(window_tokens: int) -> tuple[int, ...]:
     return tuple(size for index, size in enumerate(ladder) if not index or ladder[index - 1] < window_tokens)
 
 
-def batch_buckets(max_batch_size: int) -> tuple[int, ...]:
-    """Padded numbers of rows: powers of two, and the maximum."""
-    sizes = [1]
+def batch_buckets(max_batch_size: int, least: int = 1) -> tuple[int, ...]:
+    """Padded numbers of rows: powers of two from `least`, which is one, and the maximum."""
+    sizes = [min(least, max_batch_size)]
     while sizes[-1] * 2 < max_batch_size:
         sizes.append(sizes[-1] * 2)
     return tuple(sizes) if sizes[-1] == max_batch_size else (*sizes, max_batch_size)

@@ -133,7 +133,7 @@ class Runner:
         is_coarse = backend.here().coarse_steps or self.window > _FINE_WINDOW
         self.token_buckets = token_buckets(sizes.chunk_tokens, coarse=is_coarse)
         self.history_buckets = history_buckets(self.window)
-        self.batch_buckets = batch_buckets(self._num_slots // self._num_parts)
+        self.batch_buckets = batch_buckets(self._num_slots // self._num_parts, backend.here().least_rows)
         """Rows of each part that decode."""
         self.kinds = tuple({config.window_of(layer): layer for layer in reversed(range(config.num_layers))}.values())
         """A layer of each window."""

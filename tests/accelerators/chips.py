@@ -17,6 +17,8 @@ from typing import Any, Literal
 
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
+from ca_jax import backend
+
 TARGETS = Path(__file__).parent / "targets"
 GIB = 1 << 30
 
@@ -58,6 +60,11 @@ class Chip:
         device = AbstractDevice(f"NVIDIA {self.name}", None, self.platform)
         with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
             yield
+
+    @property
+    def served_as(self) -> backend.Backend:
+        """What is best on it."""
+        return backend.GPU if self.platform == "gpu" else backend.TPU
 
     @property
     def options(self) -> dict[str, Any]:

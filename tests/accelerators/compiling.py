@@ -185,7 +185,7 @@ def as_on(chip: Chip) -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_attention, "kernel_is_served", lambda dtype, head_dim: True)
-        with chip.as_default(), backend.assumed(backend.GPU if chip.platform == "gpu" else backend.TPU):
+        with chip.as_default(), backend.assumed(chip.served_as):
             yield
 
 

@@ -247,7 +247,7 @@ class Setup:
         model, sharding = self.model, self.sharding
         width = self.engine.max_num_batched_tokens + self.engine.max_batch_size
         x = self.shape(1, width, model.embed_dim, dtype=jnp.bfloat16, axes=steps.ROWS)
-        buckets = batch_buckets(self.engine.max_batch_size)
+        buckets = batch_buckets(self.engine.max_batch_size, self.chip.served_as.least_rows)
         for count in (buckets[0], buckets[-1]):
             pages = [self.pages] * model.num_layers
             for packs in (False, True) if count == buckets[-1] else (False,):
