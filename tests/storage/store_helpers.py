@@ -107,9 +107,8 @@ def make_kv(layout: KVLayout, num_tokens: int, seed: int = 0) -> np.ndarray:
     """`[L, 2, T, K, H]` of random bits: every pattern a dtype has, NaNs with payload and subnormals among them."""
     bits = BITS[layout.numpy_dtype.itemsize]
     shape = (layout.num_layers, *layout.groups[0].shape(num_tokens))
-    return (
-        np.random.default_rng(seed).integers(0, np.iinfo(bits).max, shape, bits, endpoint=True).view(layout.numpy_dtype)
-    )
+    rng, largest = np.random.default_rng(seed), np.iinfo(bits).max
+    return rng.integers(0, largest, shape, bits, endpoint=True).view(layout.numpy_dtype)
 
 
 def as_bits(array: np.ndarray) -> np.ndarray:
