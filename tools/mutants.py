@@ -36,7 +36,7 @@ TARGETS = {
         "ca_jax/storage/tokens.py",
         ["tests/storage/test_tokens.py", "tests/storage/test_truncation.py", "tests/storage/test_prefixes.py"],
     ),
-    "seals": ("ca_jax/storage/layout.py", ["tests/storage/test_layout.py"]),
+    "seals": ("ca_jax/storage/layout.py", ["tests/storage/test_layout.py", "tests/storage/test_groups.py"]),
     "router": ("ca_jax/server/router.py", ["tests/server/test_router.py"]),
     "truncation": (
         "ca_jax/storage/truncation.py",
