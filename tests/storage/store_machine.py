@@ -358,6 +358,7 @@ class WatchedStore(RuleBasedStateMachine):
 
     def compare(self, key, entry, reference):
         """Takes in what happened to a session meanwhile, if it may have."""
+        was_on_ssd = reference.ssd
         may_go = self.may_evict and not (self.pins[key] or reference.in_use)
         ssd_blocks = () if entry is None or entry.ssd is None else tuple(entry.ssd.block_ids.tolist())
         num_flushes = self.store.stats().ssd.num_flushes if self.driver else 0
@@ -389,9 +390,10 @@ class WatchedStore(RuleBasedStateMachine):
             reference.flushed_left = reference.flushed
             reference.flushed_lineage = flush.record.lineage if flush else PLAIN
         stored = [] if entry is None else entry.token_ids.tolist()
-        if stored and not reference.tokens:  # Fetched.
-            assert stored == ids_of(reference.ssd)
-            reference.tokens, reference.lineage = reference.ssd, reference.ssd_lineage
+        if stored and not reference.tokens:  # Fetched, and it may have left SSD since, for another's flush.
+            fetched = was_on_ssd if reference.ssd is None else reference.ssd
+            assert stored == ids_of(fetched or [])
+            reference.tokens, reference.lineage = fetched, reference.ssd_lineage
             reference.places = entry.places
         elif reference.tokens and not stored:  # Evicted.
             assert may_go, "left DRAM although it had to stay"
