@@ -455,9 +455,9 @@ class Runner:
             layers = [self.pool.read(slot, i, start, size, packs=self.packs_kv) for i in range(self.config.num_layers)]
             yield slice(start, min(start + size, num_tokens)), row, layers
 
-    def loaded_shape(self, num_tokens: int, layer: int = 0) -> jax.ShapeDtypeStruct:
+    def loaded_shape(self, num_tokens: int) -> jax.ShapeDtypeStruct:
         """How a layer's history comes, as it is kept: `[2, T, K, H]`, or in int8 `[2, T, K, H + 2]`."""
-        (parts, num_kv, width), dtype = self.config.kv_shape(layer), self.dtype
+        (parts, num_kv, width), dtype = self.config.kv_shape(0), self.dtype
         if self.packs_kv:
             width, dtype = width + SCALE_BYTES, "int8"
         sharding = None if self.sharding is None else self.sharding.kv

@@ -101,7 +101,7 @@ BAD = {
     ),
     "a flag of figures alone": (["--trace_format=mooncake", "--price_device=3"], "--price_device must be left out of"),
     "a flag of traces alone": (["--figure=13", "--policy=lru"], "--policy must be left out of figures"),
-    "a figure that there is not": (["--figure=99"], "figure must be one of 13, 14, 15, 16, 17, 18,"),
+    "no such figure": (["--figure=99"], "figure must be one of 13, 14, 15, 16, 17, 18,"),
     "a flag of ShareGPT alone": (["--trace_format=mooncake", "--max_turns=3"], "--max_turns must be left out of"),
 }
 
