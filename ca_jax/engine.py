@@ -13,19 +13,18 @@ import contextlib
 import math
 import threading
 import time
-import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
 from ca_jax.config import EngineConfig
-from ca_jax.device.processes import Processes, current, from_first
-from ca_jax.errors import InvalidRequestError, SessionBusyError, SessionClosedError, TenantError
+from ca_jax.device.processes import Processes, current
+from ca_jax.errors import InvalidRequestError, SessionBusyError, SessionClosedError
 from ca_jax.kv.costs import Rates, Tier
 from ca_jax.pretrained import LoadedModel, Progress, load_model
 from ca_jax.serving.core import EngineCore, enable_compile_cache, keep_going, layout_of
+from ca_jax.serving.open_sessions import OpenSessions
 from ca_jax.serving.prompts import prompt_ids
 from ca_jax.serving.stored_sessions import StoredSessions
 from ca_jax.session import Job, Session
@@ -79,7 +78,7 @@ class Engine:
         self._kv, self._truncator, self._turns, self._batch = core.kv, core.truncator, core.turns, core.batch
         self._lock = threading.RLock()
         self._closed = False
-        self._sessions: dict[str, Session] = {}
+        self._sessions = OpenSessions(self, core.kv, core.batch, self._processes)
         self._abandoned: collections.deque[Job] = collections.deque()
         keep_going(weakref.ref(self), self._wakeup)
 
@@ -118,12 +117,12 @@ class Engine:
         with self._open_now():
             if ttl_s is not None and not (math.isfinite(ttl_s) and ttl_s >= 0):
                 raise InvalidRequestError(f"ttl_s must be a number of seconds >= 0, got {ttl_s}")
-            session = None if session_id is None else self._find(session_id, tenant, ttl_s)
+            session = None if session_id is None else self._sessions.find(session_id, tenant, ttl_s)
             if system is not None and session is not None:
                 raise InvalidRequestError(f"session {session_id!r} has begun: a system message must come first")
             if session is None:
                 messages = [] if system is None else [{"role": "system", "content": system}]
-                session = self._open(session_id, Conversation.begin(messages), tenant, ttl_s)
+                session = self._sessions.open(session_id, Conversation.begin(messages), tenant, ttl_s)
             return session
 
     def find_session(self, session_id: str, *, tenant: str = "") -> Session | None:
@@ -133,7 +132,18 @@ class Engine:
           TenantError: the conversation is another tenant's.
         """
         with self._open_now():
-            return self._find(session_id, tenant)
+            return self._sessions.find(session_id, tenant)
+
+    def claim(self, session_id: str, *, tenant: str = "") -> None:
+        """Has this engine own a conversation that replicas share, whichever had it; `session` then goes on with it.
+
+        Waits for the store of objects, not for the engine. Nothing where `StoreConfig.objects_url` is not given.
+
+        Raises:
+          ObjectsError: it is not known whether another replica has it.
+        """
+        if self._kv.shared is not None:
+            self._kv.shared.claim(self._kv.key(session_id, tenant))
 
     def fork(
         self, session: Session, num_tokens: int | None = None, *, session_id: str | None = None, is_kept: bool = True
@@ -157,10 +167,10 @@ class Engine:
             num_tokens = most if num_tokens is None else num_tokens
             if not 0 <= num_tokens <= most:
                 raise InvalidRequestError(f"a fork must be behind 0..{most} tokens, got {num_tokens}")
-            if session_id is not None and self._find(session_id, session.tenant) is not None:
+            if session_id is not None and self._sessions.find(session_id, session.tenant) is not None:
                 raise InvalidRequestError(f"session_id must be a name that is not taken, got {session_id!r}")
             begun = session.conversation.forked(num_tokens)
-            return self._open(session_id, begun, session.tenant, session.ttl_s, is_kept)
+            return self._sessions.open(session_id, begun, session.tenant, session.ttl_s, is_kept)
 
     @property
     def truncation_rule(self) -> str:
@@ -170,7 +180,7 @@ class Engine:
     @property
     def sessions(self) -> tuple[Session, ...]:
         """Conversations that are open, oldest first."""
-        return tuple(self._sessions.values())
+        return tuple(self._sessions)
 
     def submit_turn(self, session: Session, request: TurnRequest, texts: Texts | None = None) -> Job:
         """Queues a turn; for `Session.submit`, which says what is raised.
@@ -250,7 +260,7 @@ class Engine:
             raise InvalidRequestError(f"there must be one params for each of {len(prompts)} prompts, got {len(each)}")
         ids = [prompt_ids(self.model, prompt) for prompt in prompts]
         with self._open_now():
-            sessions = [self._new_session(None, Conversation.begin([]), is_noted=False) for _ in prompts]
+            sessions = [self._sessions.new(None, Conversation.begin([]), is_noted=False) for _ in prompts]
             jobs = list(map(self._turns.job, ids, each, sessions))
             for job, session in zip(jobs, sessions, strict=True):
                 job.may_drop = False
@@ -312,8 +322,8 @@ class Engine:
             if session.is_busy:
                 raise SessionBusyError(f"session {session.session_id!r} still answers; it must be idle to be let go of")
             session.end()
-            self._sessions.pop(session.session_id, None)
-            self._kv.conversations.closed(session.key)
+            self._sessions.remove(session)
+            self._kv.closed(session.key)
 
     def forget(self, session: Session) -> None:
         """Drops a conversation and its KV; for `Session.close`."""
@@ -322,9 +332,8 @@ class Engine:
                 return
             if session.job is not None:
                 self.cancel(session.job)
-            self._sessions.pop(session.session_id, None)
-            self._kv.truncate(session, 0)
-            self._kv.conversations.forget(session.key)
+            self._sessions.remove(session)
+            self._kv.forget(session.key)
 
     def discard(self, session: Session, discarded: np.ndarray) -> None:
         """Drops tokens of a conversation and their KV, bool `[T]`; for `Session.discard`."""
@@ -348,7 +357,7 @@ class Engine:
         seen = self._wakeup.count
         with self._open_now():
             self.end_abandoned()
-            self._kv.collect()
+            self._collect()
             has_run = self._batch.step()
             stalled = not (has_run or self._scheduler.idle)
         if stalled:
@@ -403,7 +412,7 @@ class Engine:
         """Takes in what the store's threads have done, and has them go on; whether the engine is open still."""
         with self._lock:
             if not self._closed:
-                self._kv.collect()
+                self._collect()
             return not self._closed
 
     def wait_for_saves(self) -> None:
@@ -468,29 +477,9 @@ class Engine:
         session = self._sessions.get(session_id)
         return session if session is not None and session.tenant == tenant else None
 
-    def _find(self, session_id: str, tenant: str, ttl_s: float | None = None) -> Session | None:
-        session = self._sessions.get(session_id)
-        if session is not None:
-            if session.tenant != tenant:
-                raise TenantError(f"session {session_id!r} must be asked for by its own tenant, got {tenant!r}")
-            return session
-        kept = self._kv.conversations.recall(self._kv.key(session_id, tenant), session_id, tenant)
-        return None if kept is None else self._open(session_id, kept, tenant, ttl_s)
-
-    def _open(
-        self, session_id: str | None, begun: Conversation, tenant: str, ttl_s: float | None, is_kept: bool = True
-    ) -> Session:
-        session = self._new_session(session_id, begun, tenant, ttl_s=ttl_s, is_kept=is_kept)
-        if is_kept:
-            self._sessions[session.session_id] = session
-            self._kv.conversations.opened(session.key)
-        return session
-
-    def _new_session(self, session_id: str | None, begun: Conversation, tenant: str = "", **options: Any) -> Session:
-        name = session_id or from_first(self._processes, "a session's name", uuid.uuid4().hex)
-        session = Session(self, name, begun, tenant=tenant, **options)
-        session.key = self._kv.key(name, tenant)
-        return session
+    def _collect(self) -> None:
+        self._kv.collect()
+        self._sessions.end_lost()
 
     @contextlib.contextmanager
     def _open_now(self) -> Iterator[None]:

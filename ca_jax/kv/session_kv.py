@@ -20,6 +20,7 @@ from ca_jax.device.processes import all_agree, least
 from ca_jax.device.runner import Runner
 from ca_jax.device.runtime import Runtime
 from ca_jax.device.transfer import held_heads
+from ca_jax.errors import check
 from ca_jax.kv.async_saver import AsyncSaver
 from ca_jax.kv.chunk_kv import ChunkKV, distinct_keys
 from ca_jax.kv.costs import RateMeter
@@ -28,17 +29,19 @@ from ca_jax.kv.layer_loader import LayerLoader
 from ca_jax.kv.layout import kept_window, staging_bytes
 from ca_jax.kv.load import Histories
 from ca_jax.kv.resident import ResidentPages
-from ca_jax.kv.save import WriteBuffer
+from ca_jax.kv.save import WriteBuffer, owner_of
+from ca_jax.kv.shared_sessions import SharedSessions
 from ca_jax.session import Job, Session
 from ca_jax.storage.catalog.file import CatalogError
 from ca_jax.storage.catalog.notes import NoteLog, log_bytes
-from ca_jax.storage.config import shard_config
+from ca_jax.storage.config import StoreConfig, shard_config
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.records import Residency, StoreRuntime
 from ca_jax.storage.store import AttentionStore
 from ca_jax.turns.conversations import Conversation
 
 _LOG = logging.getLogger(__name__)
+_DRAIN_S = 60.0  # Longest that an engine which is closed waits for what is to be published.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +105,8 @@ class SessionKV:
         self.resident = ResidentPages(runner.pool, self.store.queue_position)
         self.histories = Histories(self.store, self._loader, runner, self.meter, self.chunks, self.resident, runtime)
         self.conversations = KeptConversations(self.store, log, processes, config.store.ttl_s, runtime.metrics)
+        self.shared = self._open_shared(config.store, runtime)
+        """What replicas share; None: this engine shares nothing."""
         # How far all layers look back, tokens, the one that looks among them; None: nothing is ever left behind.
         self._window = kept_window(layout, config, runner.window)
         self._to_slide: dict[str, Session] = {}  # By key, those with turns since they were looked at.
@@ -128,9 +133,14 @@ class SessionKV:
         A session of which nothing is stored may begin like one that is: then it will share that one's KV.
         """
         source = session.key
+        if self.shared is not None:
+            self.shared.stop(source)
         self._slide(session)
         if self.histories.may_share(job, session):
             source = self.store.find_prefix(session.tenant, job.prompt_ids[:-1]) or source
+        if self.shared is not None and session.is_kept:
+            prompt_ids, num_here = np.array(job.prompt_ids[:-1], np.int32), self.store.num_readable(source)
+            self.shared.bring(session.key, owner_of(session), session.conversation, prompt_ids, num_here)
         loaded = tuple(dict.fromkeys((source, *distinct_keys(job.spans))))
         self._queued[job] = session.key, loaded
         for key in loaded:
@@ -190,6 +200,29 @@ class SessionKV:
         self.chunks.collect()
         self.store.poll()
         self.conversations.collect()
+        if self.shared is not None:
+            self.shared.collect()
+
+    def recall(self, session_id: str, tenant: str, opened: Session | None = None) -> Conversation | None:
+        """The conversation that a session goes on with: what was kept of it here, or by a replica since.
+
+        Args:
+          opened: the session, where it is open: what it knows is what is known here.
+
+        Returns:
+          None: there is none, or `opened` knows it.
+
+        Raises:
+          TenantError: that name is another tenant's.
+        """
+        key = self.key(session_id, tenant)
+        known = self.conversations.recall(key, session_id, tenant) if opened is None else opened.conversation
+        taken = None if self.shared is None else self.shared.taken(key, known)
+        if taken is not None:
+            self.resident.drop(key)
+            self.histories.give_up_preloaded(key)
+            return taken
+        return known if opened is None else None
 
     def remember(self, session: Session) -> None:
         """Has a conversation kept with its KV, as it is now; or what was loaded for it forgotten, if it is not kept."""
@@ -198,6 +231,8 @@ class SessionKV:
             return
         if session.is_noted:
             self.conversations.remember(session.key, session)
+            if self.shared is not None:
+                self.shared.changed(session)
         if self._window is not None:
             self._to_slide[session.key] = session
 
@@ -210,7 +245,7 @@ class SessionKV:
         Where KV is on its way to the store, that happens once it is there, and the session's next turn waits for it.
         """
         key, num_slid = session.key, session.conversation.num_slid
-        self.resident.drop(key)
+        self._let_go(key)
         self._to_slide.pop(key, None)
         num_stored = max(num_tokens - num_slid, 0)
         if num_slid and num_stored < (self._window or 0) - 1:
@@ -229,7 +264,7 @@ class SessionKV:
         for what is on its way.
         """
         key = session.key
-        self.resident.drop(key)
+        self._let_go(key)
         self.histories.give_up_preloaded(key)
         self._to_slide.pop(key, None)
         stored = discarded[session.conversation.num_slid :]
@@ -238,10 +273,34 @@ class SessionKV:
 
     def drop(self, key: str) -> None:
         """Forgets all of a session, what is on its way to the store too. No turn of it may run."""
-        self.resident.drop(key)
+        self._let_go(key)
         self.histories.give_up_preloaded(key)
         self.write_buffer.give_up(key)
         self.store.drop(key)
+
+    def forget(self, key: str) -> None:
+        """Forgets a session and its conversation, everywhere. No turn of it may run."""
+        self.drop(key)
+        self.conversations.forget(key)
+        if self.shared is not None:
+            self.shared.forget(key)
+
+    def closed(self, key: str) -> None:
+        """A conversation is open no more, and may be gone on with."""
+        self.conversations.closed(key)
+        if self.shared is not None:
+            self.shared.closed(key)
+
+    def take_lost(self) -> list[str]:
+        """Keys of sessions that another replica owns by now."""
+        return [] if self.shared is None else self.shared.take_lost()
+
+    def lose(self, key: str) -> None:
+        """Drops what is here of a session that another replica owns."""
+        self.drop(key)
+        self.conversations.forget(key)
+        if self.shared is not None:
+            self.shared.lose(key)
 
     def settle(self) -> bool:
         """Waits until the KV of turns that have ended is where it is to be, on SSD if there is one; whether it is."""
@@ -254,14 +313,44 @@ class SessionKV:
         self.histories.give_up_preloaded()
         self._closing.set()
         self.settle()
+        if self.shared is not None:
+            self.shared.drain(_DRAIN_S)
+            self.shared.close()
         self.conversations.close()
         self._saver.close()
         self._loader.close()
         self.store.close()
 
+    def _open_shared(self, config: StoreConfig, runtime: Runtime) -> SharedSessions | None:
+        if config.objects_url is None:
+            return None
+        check(
+            self._processes.count == 1, "the processes of an engine with an objects_url", "one", self._processes.count
+        )
+
+        def is_quiet(key: str) -> bool:
+            is_queued = any(key == queued for queued, _ in self._queued.values())
+            return not (is_queued or self.write_buffer.is_running(key) or self._is_being_saved(key))
+
+        return SharedSessions(
+            config,
+            self.store,
+            self._salt.hex(),
+            pack=self.conversations.pack,
+            is_quiet=is_quiet,
+            wake=runtime.wake,
+            metrics=runtime.metrics,
+        )
+
+    def _let_go(self, key: str) -> None:
+        """Has nothing else hold a session's KV, which is about to change."""
+        self.resident.drop(key)
+        if self.shared is not None:
+            self.shared.stop(key)
+
     def _is_being_saved(self, key: str) -> bool:
         """Whether KV is on its way to the store that a turn builds on: a chunk's, or that of turns that have ended."""
-        if self.chunks.is_coming(key):
+        if self.chunks.is_coming(key) or (self.shared is not None and self.shared.is_coming(key)):
             return True
         return self.write_buffer.is_unsaved(key) and not self.write_buffer.is_running(key)
 
@@ -288,6 +377,8 @@ class SessionKV:
         [num_leaving] = least(self._processes, "what slides", [num_leaving])
         if num_leaving < self.store.layout.block_tokens:
             return
+        if self.shared is not None:
+            self.shared.stop(key)
         left = session.conversation.slid(session.conversation.num_slid + num_leaving)
         self.store.discard(key, np.ones(num_leaving, bool), note=self.conversations.pack(key, left))
         session.resume(left)

@@ -326,7 +326,7 @@ class Batch:
             kv = to_host_memory(passed.kv) if passed.kv is not None and self._savers else passed.kv
         except Exception as error:  # Of all alike.
             for job in (*(each.job for each, _ in packed), *jobs):
-                self._fail(job, error)
+                self.fail(job, error)
             return
         seconds = time.perf_counter() - started_s
         of_jobs = min(self._decode_s, seconds / 2) if jobs else 0.0
@@ -402,7 +402,7 @@ class Batch:
             kv = to_host_memory(decoded.kv) if self._savers else decoded.kv  # Once for all of its rows.
         except Exception as error:  # Of all rows alike.
             for job in jobs:
-                self._fail(job, error)
+                self.fail(job, error)
             return
         self._decode_s = time.perf_counter() - started_s
         self._timeline.add("compute", "decode", started_s, started_s + self._decode_s, rows=len(jobs))
@@ -456,9 +456,9 @@ class Batch:
         try:
             yield
         except Exception as error:
-            self._fail(job, error)
+            self.fail(job, error)
 
-    def _fail(self, job: Job, error: Exception) -> None:
+    def fail(self, job: Job, error: Exception) -> None:
         """Ends a job that broke. Where the pages broke with it, all jobs that run."""
         if is_lost := self._runner.remake_if_broken():
             self._kv.resident.clear()

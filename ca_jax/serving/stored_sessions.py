@@ -149,8 +149,7 @@ class StoredSessions:
                 raise SessionBusyError(
                     f"session {session_id!r} still answers; it must be idle for its KV to be dropped"
                 )
-            self._kv.drop(key)
-            self._kv.conversations.forget(key)
+            self._kv.forget(key)
 
     def _owned(self) -> Iterator[tuple[str, Owner | Noted]]:
         """Key and owner of what outlives the process, the latest first; chunks among them."""

@@ -16,6 +16,7 @@ from ca_jax.storage.records import check_ttl
 
 GIB = 1 << 30
 SSD_DRIVERS = ("zarr3", "raw")
+OBJECTS_WRITES = ("turn", "idle", "drain")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,17 @@ class StoreConfig:
     catalog stays in `ssd_dir`. `zarr3` only, and without a floor of free space."""
     ssd_deadline_s: float = 5.0
     """Seconds without progress after which a read or write of the SSD tier is given up, and the KV recomputed."""
+    objects_url: str | None = None
+    """Where sessions are published for other replicas, as a TensorStore URL (`s3://…`, `gs://…`, `file://…` on a file
+    system that they share) or its JSON spec; None: nowhere. See `ca_jax.kv.shared_sessions`."""
+    objects_write: str = "turn"
+    """When: after each `turn`, once a session has been `idle` for half a minute, or as the engine is closed (`drain`).
+    What was not published is lost with its machine."""
+    objects_deadline_s: float = 5.0
+    """Seconds after which a request to that store is given up. No turn fails for it: KV is recomputed, and what could
+    not be published is tried again."""
+    objects_gib: float | None = None
+    """Most that sessions may hold there, GiB, as a collector enforces it; None: no limit."""
     ttl_s: float | None = None
     """How long a session is kept after its last use, seconds, unless it has a time of its own; None: while there is
     room."""
@@ -65,14 +77,19 @@ class StoreConfig:
     job the one whose bytes are expected to save least), `lru` (least recently used) or `fifo` (first stored)."""
 
     def __post_init__(self) -> None:
-        for name in ("dram_gib", "ssd_gib", "ssd_free_floor_gib", "tenant_quota_gib"):
+        for name in ("dram_gib", "ssd_gib", "ssd_free_floor_gib", "objects_gib", "tenant_quota_gib"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} must be a number of GiB >= 0, got {value}")
         if not 0 <= self.dram_free_fraction < 1:
             raise ValueError(f"dram_free_fraction must be a share in [0, 1), got {self.dram_free_fraction}")
-        if not (math.isfinite(self.ssd_deadline_s) and self.ssd_deadline_s > 0):
-            raise ValueError(f"ssd_deadline_s must be seconds above 0, got {self.ssd_deadline_s}")
+        for name in ("ssd_deadline_s", "objects_deadline_s"):
+            if not (math.isfinite(value := getattr(self, name)) and value > 0):
+                raise ValueError(f"{name} must be seconds above 0, got {value}")
+        if self.objects_write not in OBJECTS_WRITES:
+            raise ValueError(f"objects_write must be one of {', '.join(OBJECTS_WRITES)}; got {self.objects_write!r}")
+        if self.objects_url is not None and not self.dram_gib:
+            raise ValueError("dram_gib must be above 0 with an objects_url, whose KV passes through DRAM; got 0")
         if self.block_tokens <= 0:
             raise ValueError(f"block_tokens must be positive, got {self.block_tokens}")
         if self.eviction_policy not in EVICTION_POLICIES:

@@ -183,12 +183,15 @@ class LoadTicket:
         """Session id."""
         self.num_tokens = places.num_tokens
         """Tokens that can be read."""
+        self.num_plain = places.num_tokens
+        """First tokens of these whose KV has seen no dropped token; all, where nobody has said."""
         self.from_ssd = from_ssd
         """Whether they were fetched from SSD for this load."""
         self._tier = tier
         self._places = places
         self._block_ids = block_ids
         self._reads: list[ts.Future] = []
+        self._copying = threading.Lock()
         self.state = TicketState.OPEN
         """What became of it."""
 
@@ -202,7 +205,8 @@ class LoadTicket:
             raise ValueError(f"num_tokens must be 1 to {self.num_tokens}, got {num_tokens}")
         self.num_tokens = num_tokens
         self._places = self._places.take(num_tokens)
-        self.__dict__.pop("plan", None)
+        for name in ("plan", "_rows"):
+            self.__dict__.pop(name, None)
 
     def read(self, layer: int, dst: np.ndarray) -> ts.Future:
         """Copies one layer's KV into `dst[:, :num_tokens]`, and touches nothing beyond. Does not wait for the copy.
@@ -249,12 +253,49 @@ class LoadTicket:
                 np.take(block, part.rows, axis=1, out=into, mode="clip")
         return futures[0] if len(futures) == 1 else all_of(futures)
 
+    def copy(self, layer: int, first_token: int, dst: np.ndarray) -> bool:
+        """Copies one layer's KV of some tokens into `dst`, and waits. A thread may that is not the one that reads.
+
+        Args:
+          layer: which layer.
+          first_token: the first of them.
+          dst: `[P, T, K, H]` of the layer's group and the layout's dtype, T of the tokens that can be read.
+
+        Returns:
+          Whether it was copied: False once the load was completed or aborted.
+        """
+        with self._copying:
+            if self.state is not TicketState.OPEN:
+                return False
+            self._copy(layer, first_token, dst)
+            return True
+
     def close(self, state: TicketState) -> None:
         """Ends the load: waits for copies under way, refuses later ones. For the AttentionStore."""
-        self.state = state
+        with self._copying:
+            self.state = state
         for future in self._reads:
             future.exception()  # Waits. An error is for the holder of the future.
         self._reads.clear()
+
+    def _copy(self, layer: int, first_token: int, dst: np.ndarray) -> None:
+        group, index = self._tier.layout.place(layer)
+        stop_token = first_token + dst.shape[1]
+        for part in self._rows:
+            first, stop = max(part.first_token, first_token), min(part.first_token + part.num_tokens, stop_token)
+            if first < stop:
+                taken = slice(first - part.first_token, stop - part.first_token)
+                rows = part.rows
+                rows = (
+                    slice(rows.start + taken.start, rows.start + taken.stop) if isinstance(rows, slice) else rows[taken]
+                )
+                block = self._tier.groups[group][self._block_ids[part.index], index]
+                dst[:, first - first_token : stop - first_token] = block[:, rows]
+
+    @functools.cached_property
+    def _rows(self) -> tuple[BlockRows, ...]:
+        """The tokens of each block."""
+        return self._places.by_block(self._tier.layout.block_tokens)
 
     @functools.cached_property
     def plan(self) -> tuple[list[tuple[int, list[ts.TensorStore]]], tuple[BlockRows, ...]]:

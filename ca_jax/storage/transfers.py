@@ -235,6 +235,30 @@ class Transfers:
         self._end_load(ticket, TicketState.ABORTED)
         self._counters.misses[reason] += 1
 
+    def hold(self, key: str, token_ids: npt.ArrayLike, *, num_dropped: int = 0) -> LoadTicket | None:
+        """Holds what DRAM has of the first of these tokens for reading, as `prepare_load` does; it counts as no use.
+
+        What lasts longer than a load ends with `let_go`. None: nothing of them is in DRAM.
+        """
+        entry = self._index.get(key)
+        if entry is None:
+            return None
+        num_tokens = num_common(entry.token_ids, as_token_ids(token_ids))
+        if entry.lineage.num_dropped != num_dropped:
+            num_tokens = entry.lineage.plain_tokens(num_tokens)
+        if not num_tokens:
+            return None
+        ticket = LoadTicket(self._dram, key, entry.places.take(num_tokens), np.array(entry.block_ids))
+        ticket.num_plain = entry.lineage.plain_tokens(num_tokens)
+        entry.num_open_loads += 1
+        self._open_loads[ticket] = entry
+        self._index.place(entry)
+        return ticket
+
+    def let_go(self, ticket: LoadTicket) -> None:
+        """Ends what `hold` began. Raises ValueError where it is ended, or not of this store."""
+        self._end_load(ticket, TicketState.DONE, is_use=False)
+
     def copy_prefix(
         self, source: str, key: str, token_ids: npt.ArrayLike, owner: Owner | None = None, *, num_dropped: int = 0
     ) -> int:
@@ -350,7 +374,7 @@ class Transfers:
         self._index.place(entry)
         self._placement.used(entry)
 
-    def _end_load(self, ticket: LoadTicket, state: TicketState) -> None:
+    def _end_load(self, ticket: LoadTicket, state: TicketState, *, is_use: bool = True) -> None:
         entry = self._open_loads.pop(ticket, None)
         if entry is None:
             raise ValueError(
@@ -362,7 +386,8 @@ class Transfers:
             replaced, entry.replaced_blocks = entry.replaced_blocks, []
             self._blocks.free(entry.owner.tenant, replaced)
         self._index.place(entry)
-        self._placement.used(entry)
+        if is_use:
+            self._placement.used(entry)
 
     def _entry_of(self, ticket: SaveTicket) -> Entry:
         entry = self._index.get(ticket.key)

@@ -78,6 +78,20 @@ class EngineMetrics:
     refused_notes: int = 0
     """States of conversations that the log of notes had no room for or could not write: they outlive the process once
     they are on SSD."""
+    publishes: int = 0
+    """Times a session was published for other replicas."""
+    published_bytes: int = 0
+    """Bytes of KV that were written for that."""
+    failed_publishes: int = 0
+    """Publishes that failed; they are tried again."""
+    refused_publishes: int = 0
+    """Publishes that found another replica to own the session: what this one had of it was dropped."""
+    takeovers: int = 0
+    """Sessions that this engine went on with in place of another replica."""
+    restored_tokens: int = 0
+    """Tokens whose KV was read from what replicas share."""
+    failed_restores: int = 0
+    """Times what replicas share could not be read, or was not what it should be: then it was computed."""
     first_touch_s: float = 0.0
     """Seconds of making host memory resident, in the background."""
     model_load_s: float = 0.0

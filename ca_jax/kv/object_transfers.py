@@ -1,0 +1,202 @@
+"""What threads do for sessions that replicas share: copy KV out of DRAM into objects, and objects into DRAM.
+
+Each function moves one session and waits for the store of objects. None touches the store's books: tickets are closed
+by the engine's thread, and what a closed ticket refuses ends the move.
+
+Not here: when something moves (shared_sessions), what objects are (storage.objects).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import uuid
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.objects import ownership, parts
+from ca_jax.storage.objects.manifest import PartRef
+from ca_jax.storage.objects.ownership import Held
+from ca_jax.storage.objects.store import ObjectStore
+from ca_jax.storage.tickets import LoadTicket, SaveTicket
+
+_COPY_BYTES = 256 << 20  # Copied for one publish at most; what is behind it goes with the next.
+_READ_BYTES = 8 << 20  # In one request, in whole layers.
+
+
+class StoppedError(Exception):
+    """The KV that was to be copied is about to change: its session goes on, or is cut."""
+
+
+@dataclasses.dataclass
+class Source:
+    """KV in DRAM that is to be published. The engine's thread lets go of the ticket as soon as it `is_copied`."""
+
+    ticket: LoadTicket
+    token_ids: np.ndarray
+    """int32 `[T]`, of the tokens that the ticket has."""
+    is_copied: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """What became of a publish."""
+
+    held: Held
+    is_whole: bool
+    """Whether all KV that was there is named."""
+    num_bytes: int
+    """That were written."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedKV:
+    """Where KV of one model and layout is shared."""
+
+    objects: ObjectStore
+    layout: KVLayout
+    namespace: str
+    replica: str
+
+    def publish(
+        self,
+        key: str,
+        held: Held | None,
+        state: dict[str, Any],
+        source: Source | None,
+        damaged: Collection[str],
+        wake: Callable[[], None],
+    ) -> Published:
+        """Writes what objects lack of a session's KV, then its manifest.
+
+        Args:
+          held: None: it was begun here and never published.
+          state: fields of the manifest, but for its parts.
+          source: its KV; None: there is none.
+          damaged: names of objects that must be written anew.
+          wake: called when the source is copied.
+
+        Raises:
+          StoppedError: the source was let go of before it was copied.
+          NotOwnerError, ObjectsError, ManifestError: see `ownership.publish`.
+        """
+        if held is None:
+            held = self.objects.run(ownership.begin(self.namespace, key, self.replica))
+        named: list[PartRef] = []
+        is_whole, num_bytes = True, 0
+        if source is not None:
+            divided = self._divided(key, held, state, source, damaged)
+            copied, is_whole = self._copied(source, divided)
+            source.is_copied.set()
+            wake()
+            for each in divided[: len(copied)]:
+                layers = copied.pop(0)
+                if isinstance(each, PartRef):
+                    named.append(each)
+                    continue
+                part, written = parts.write_part(
+                    self.objects, each, layers, self.layout, self.namespace, is_damaged=each.name in damaged
+                )
+                named.append(part)
+                num_bytes += written
+        held = self.objects.run(ownership.publish(held, **state, parts=tuple(named)))
+        return Published(held, is_whole, num_bytes)
+
+    def restore(self, moves: Sequence[tuple[SaveTicket, PartRef]]) -> int:
+        """Writes KV of objects to DRAM, each to a ticket for its tokens, or for the last of them.
+
+        Returns:
+          How many of them are written, from the first on; then a ticket was closed.
+
+        Raises:
+          RestoreError: one could not be read; it says how many are written, and why.
+        """
+        for num_done, (ticket, part) in enumerate(moves):
+            skipped = part.num_tokens - ticket.num_tokens
+            try:
+                for first, layers in self._layers(part):
+                    for layer, kv in enumerate(layers, first):
+                        if not ticket.write(layer, kv[:, skipped:]):
+                            return num_done
+            except Exception as error:
+                raise RestoreError(num_done, part.name, error) from error
+        return len(moves)
+
+    def find_runs(self, tenant: str, token_ids: np.ndarray) -> list[PartRef]:
+        """The objects that are there of a prompt's first full runs.
+
+        Raises:
+          ObjectsError: that cannot be found out.
+        """
+        found: list[PartRef] = []
+        whole = len(token_ids) // parts.run_tokens(self.layout) * parts.run_tokens(self.layout)
+        runs = parts.divide(
+            token_ids[:whole], whole, self.layout, namespace=self.namespace, tenant=tenant, key="", mark=""
+        )
+        for each in (run for run in runs if isinstance(run, parts.Wanted)):
+            part = parts.find_part(self.objects, each, self.layout, self.namespace)
+            if part is None:
+                break
+            found.append(part)
+        return found
+
+    def _divided(
+        self, key: str, held: Held, state: dict[str, Any], source: Source, damaged: Collection[str]
+    ) -> list[PartRef | parts.Wanted]:
+        before = held.manifest
+        known: Sequence[PartRef] = ()
+        if before is not None and before.lineage == state["lineage"]:
+            known = [part for part in before.parts if part.name not in damaged]
+        return parts.divide(
+            source.token_ids[: source.ticket.num_tokens],
+            source.ticket.num_plain,
+            self.layout,
+            known,
+            namespace=self.namespace,
+            tenant=state["tenant"],
+            key=key,
+            mark=f"{1 if before is None else before.epoch}-{uuid.uuid4().hex}",
+        )
+
+    def _copied(self, source: Source, divided: Sequence[PartRef | parts.Wanted]) -> tuple[list[list[np.ndarray]], bool]:
+        """Copies of the layers of those that are to be written, none of those that are there; and whether of all."""
+        copied: list[list[np.ndarray]] = []
+        room = _COPY_BYTES
+        for each in divided:
+            layers: list[np.ndarray] = []
+            if isinstance(each, parts.Wanted):
+                room -= each.num_tokens * self.layout.token_bytes
+                if room < 0 and len(copied):
+                    return copied, False
+                for layer in range(self.layout.num_layers):
+                    into = np.empty(self.layout.layer_shape(layer, each.num_tokens), self.layout.numpy_dtype)
+                    if not source.ticket.copy(layer, each.first, into):
+                        raise StoppedError
+                    layers.append(into)
+            copied.append(layers)
+        return copied, True
+
+    def _layers(self, part: PartRef) -> Iterator[tuple[int, list[np.ndarray]]]:
+        """KV of an object, as many layers at a time as one request reads."""
+        sizes = parts.layer_bytes(self.layout, part.num_tokens)
+        first = 0
+        while first < len(sizes):
+            stop, num_bytes = first + 1, sizes[first]
+            while stop < len(sizes) and num_bytes + sizes[stop] <= _READ_BYTES:
+                num_bytes += sizes[stop]
+                stop += 1
+            yield first, parts.read_layers(self.objects, part, self.layout, first, stop)
+            first = stop
+
+
+class RestoreError(Exception):
+    """Objects could not be read: how many were before, which it was, and why."""
+
+    def __init__(self, num_done: int, name: str, error: Exception):
+        super().__init__(str(error))
+        self.num_done = num_done
+        self.name = name
+        self.error = error

@@ -1,0 +1,480 @@
+"""Sessions that outlive their machine: published to objects that replicas share, claimed and restored by any of them.
+
+    turn ends    DRAM ── copy ── objects of what is new ── manifest (compare-and-swap)         publish
+    elsewhere    manifest: epoch + 1 ── conversation ── objects ── saves into DRAM             claim, restore
+
+What a turn computed is published with its conversation, both of one state, by threads. The first turn of a session that
+another replica had waits for its KV as for a save under way. A publish that is refused says that another replica owns
+the session: `take_lost` names it, and all that this replica has of it is to be dropped.
+
+No turn ends for the store of objects: what cannot be read is computed, what cannot be written is counted, and tried
+again.
+
+Methods are for the engine's thread unless they say otherwise.
+
+Not here: the protocol (storage.objects.ownership), what the threads do (object_transfers), the local tiers (storage).
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import itertools
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ca_jax.kv.object_transfers import Published, RestoreError, SharedKV, Source, StoppedError
+from ca_jax.session import Session
+from ca_jax.storage.config import StoreConfig
+from ca_jax.storage.objects import ownership, parts
+from ca_jax.storage.objects.manifest import Manifest, ManifestError, PartRef
+from ca_jax.storage.objects.ownership import Held, NotOwnerError
+from ca_jax.storage.objects.parts import PartError
+from ca_jax.storage.objects.store import ObjectsError, ObjectStore
+from ca_jax.storage.records import Owner, Residency
+from ca_jax.storage.store import AttentionStore
+from ca_jax.storage.tickets import SaveTicket
+from ca_jax.telemetry.metrics import EngineMetrics
+from ca_jax.turns.conversations import Conversation
+
+_LOG = logging.getLogger(__name__)
+_THREADS = 4  # Sessions that move at a time.
+_MAX_PUBLISHING = 2  # Of these, at most so many are published: what is copied of one is memory beside the tiers.
+_LOOKED_AT = 8  # Sessions that have something to publish, in one `collect`.
+_IDLE_S = 30.0
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0  # Before a publish that failed is tried again.
+_REPLICA_FILE = "replica"
+
+
+@dataclasses.dataclass
+class _Publishing:
+    conversation: Conversation
+    source: Source | None  # While the store holds it for this.
+    done: concurrent.futures.Future[Published]
+
+
+@dataclasses.dataclass
+class _Restoring:
+    tickets: list[SaveTicket]
+    done: concurrent.futures.Future[int]
+
+
+@dataclasses.dataclass
+class _Finding:
+    """A prompt whose first tokens may be there."""
+
+    owner: Owner
+    token_ids: np.ndarray
+    done: concurrent.futures.Future[list[PartRef]]
+
+
+@dataclasses.dataclass
+class _Shared:
+    """What is known of one session."""
+
+    session: Session | None = None  # Open here, with a turn that may not be published.
+    held: Held | None = None
+    published: Conversation | None = None  # The state that the manifest has, with all KV that is here.
+    to_restore: Manifest | None = None
+    publishing: _Publishing | None = None
+    restoring: _Restoring | None = None
+    finding: _Finding | None = None
+    damaged: set[str] = dataclasses.field(default_factory=set)  # Names of objects that are not what they should be.
+    is_closed: bool = False
+    changed_s: float = 0.0
+    not_before_s: float = 0.0
+    pause_s: float = _FIRST_PAUSE_S
+
+
+class SharedSessions:
+    """The tier of objects, as one engine sees it.
+
+    Args:
+      namespace: names weights, layout and positions of the KV; replicas with others never meet.
+      pack: a session's conversation as bytes, by its key.
+      is_quiet: whether no turn of a session is queued or runs, and none of its KV is on its way to the store.
+      wake: called from any thread when `collect` has something to do.
+
+    Raises:
+      ObjectsUnfitError: the URL cannot be used.
+    """
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        store: AttentionStore,
+        namespace: str,
+        *,
+        pack: Callable[[str, Conversation], bytes],
+        is_quiet: Callable[[str], bool],
+        wake: Callable[[], None],
+        metrics: EngineMetrics,
+    ) -> None:
+        objects = ObjectStore(config.objects_url or "", config.objects_deadline_s)
+        objects.probe()
+        self.replica = _replica_name(config.ssd_directory)
+        """Names this engine as an owner. One with an SSD is the same after a restart."""
+        self._kv = SharedKV(objects, store.layout, namespace, self.replica)
+        self._policy = config.objects_write
+        self._store = store
+        self._pack, self._is_quiet, self._wake = pack, is_quiet, wake
+        self._metrics = metrics
+        self._clock = time.monotonic
+        self._shared: dict[str, _Shared] = collections.defaultdict(_Shared)
+        self._moving: dict[str, None] = {}  # Keys of those that are published, restored or looked for now.
+        self._unpublished: dict[str, None] = {}  # Keys, the first to have changed first.
+        self._lost: list[str] = []
+        self._claims: dict[str, Held] = {}  # Not looked at by `taken` yet.
+        self._lock = threading.Lock()  # Of the claims.
+        self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS, "ca_jax-objects")
+        self._is_draining = False
+
+    # Whose a session is.
+
+    def claim(self, key: str) -> None:
+        """Has this replica own a session, if any replica has published it; `taken` then has it. Waits. Any thread may.
+
+        Raises:
+          ObjectsError: it is not known whether one has.
+        """
+        try:
+            held = self._kv.objects.run(ownership.claim(self._kv.namespace, key, self.replica))
+        except ManifestError as error:
+            _LOG.warning("the manifest of session %s is not used: %s", key, error)
+            self._metrics.failed_restores += 1
+            return
+        with self._lock:
+            self._claims[key] = held
+
+    def taken(self, key: str, known: Conversation | None) -> Conversation | None:
+        """The conversation that a session which was claimed goes on with; None: with what is known of it here.
+
+        Args:
+          known: what is.
+        """
+        with self._lock:
+            held = self._claims.pop(key, None)
+        shared = self._shared[key] if held is not None else None
+        if held is None or shared is None or (not held.is_taken and shared.held is not None):
+            return None
+        shared.held, manifest = held, held.manifest
+        if manifest is None or manifest.conversation is None:
+            return None
+        try:
+            theirs = Conversation.from_bytes(manifest.conversation)
+        except ValueError as error:
+            _LOG.warning("the conversation of session %s is not used: %s", key, error)
+            self._metrics.failed_restores += 1
+            return None
+        if known is not None:
+            is_ours = manifest.chain in (known.chain, *(chain for chain, _ in known.states))
+            if is_ours if held.is_taken else known.generation >= theirs.generation:
+                return None  # What was published is here, and perhaps more.
+            if known.kv_lineage or theirs.kv_lineage:  # KV of one mark may have seen other tokens than that of another.
+                self._store.drop(key)
+        self._metrics.takeovers += held.is_taken
+        shared.published, shared.to_restore = theirs, manifest
+        return theirs
+
+    def take_lost(self) -> list[str]:
+        """Keys of sessions that other replicas own by now, each once: what is here of them is to be dropped."""
+        lost, self._lost = self._lost, []
+        return lost
+
+    def closed(self, key: str) -> None:
+        """A session is open here no more; what is not published still will be."""
+        shared = self._shared.get(key)
+        if shared is not None:
+            shared.is_closed = True
+            self._let_rest(key, shared)
+
+    def lose(self, key: str) -> None:
+        """Forgets what is known here of a session that another replica owns."""
+        self._stop(key)
+        self._unpublished.pop(key, None)
+        self._moving.pop(key, None)
+        self._shared.pop(key, None)
+
+    # Publishing.
+
+    def changed(self, session: Session) -> None:
+        """A session's turn has ended, or tokens have left it."""
+        shared = self._shared[session.key]
+        shared.session, shared.changed_s, shared.is_closed = session, self._clock(), False
+        self._unpublished.pop(session.key, None)
+        self._unpublished[session.key] = None
+
+    def forget(self, key: str) -> None:
+        """Has a session forgotten there too."""
+        self._stop(key)
+        self._unpublished.pop(key, None)
+        shared = self._shared.pop(key, None)
+        if shared is not None and shared.held is not None and shared.held.manifest is not None:
+            self._threads.submit(self._forget, shared.held)
+
+    def stop(self, key: str) -> None:
+        """Has nothing hold a session's KV, which is about to change; what is not copied by then is published later."""
+        self._stop(key)
+
+    def collect(self) -> None:
+        """Takes in what has moved, and begins what is due. Never waits."""
+        for key in tuple(self._moving):
+            self._take_in(key, self._shared[key])
+        if self._policy == "drain" and not self._is_draining:
+            return
+        for key in tuple(itertools.islice(self._unpublished, _LOOKED_AT)):
+            if sum(self._shared[each].publishing is not None for each in self._moving) >= _MAX_PUBLISHING:
+                return
+            self._publish(key, self._shared[key])
+
+    def drain(self, timeout_s: float) -> bool:
+        """Publishes all that is not, for so many seconds at most; whether all is."""
+        self._is_draining = True
+        give_up_s = self._clock() + timeout_s
+        while (self._unpublished or self._moving) and self._clock() < give_up_s:
+            for key in tuple(itertools.islice(self._unpublished, _LOOKED_AT)):
+                if self._store.residency(key) is Residency.SSD:
+                    self._store.request(key)
+            self._store.poll()
+            self.collect()
+            time.sleep(0.005)
+        if self._unpublished:
+            _LOG.warning("%d sessions are not published, and stay on this machine alone", len(self._unpublished))
+        return not self._unpublished
+
+    # Restoring.
+
+    def bring(self, key: str, owner: Owner, conversation: Conversation, prompt_ids: np.ndarray, num_here: int) -> None:
+        """Brings to DRAM what is published of a turn's history, where it is more than the local tiers have.
+
+        Args:
+          conversation: that the turn goes on with.
+          prompt_ids: int32 `[T]`, of the turn, without the last token.
+          num_here: how many of them the local tiers have, of this session or of another that begins alike.
+        """
+        shared = self._shared.get(key)
+        manifest = None if shared is None else shared.to_restore
+        if shared is not None and manifest is not None:
+            shared.to_restore = None
+            token_ids = np.array(conversation.token_ids[conversation.num_slid :], np.int32)
+            has_more = manifest.lineage == conversation.kv_lineage and manifest.num_tokens > self._store.num_readable(
+                key
+            )
+            if has_more:
+                self._restore(key, shared, owner, token_ids, manifest)
+        elif not conversation.kv_lineage and num_here < parts.run_tokens(self._kv.layout) <= len(prompt_ids):
+            done = self._submit(self._kv.find_runs, owner.tenant, prompt_ids)
+            self._shared[key].finding = _Finding(owner, prompt_ids, done)
+            self._moving[key] = None
+
+    def is_coming(self, key: str) -> bool:
+        """Whether KV of a session is on its way from there, or may be."""
+        shared = self._shared.get(key)
+        return shared is not None and (shared.restoring is not None or shared.finding is not None)
+
+    def close(self) -> None:
+        """Ends it; what a thread does now is waited for."""
+        for key in tuple(self._moving):
+            self._stop(key)
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    # How.
+
+    def _submit(self, function: Callable[..., Any], *args: Any) -> concurrent.futures.Future[Any]:
+        done = self._threads.submit(function, *args)
+        done.add_done_callback(lambda _: self._wake())
+        return done
+
+    def _stop(self, key: str) -> None:
+        shared = self._shared.get(key)
+        if shared is None:
+            return
+        if shared.publishing is not None and shared.publishing.source is not None:
+            self._store.let_go(shared.publishing.source.ticket)
+            shared.publishing.source = None
+        if shared.restoring is not None:
+            self._store.abort_saves(key)
+            shared.restoring = None
+        shared.finding = None
+
+    def _let_rest(self, key: str, shared: _Shared) -> None:
+        """Forgets what is known of a session that is open no more, once it is published."""
+        if shared.is_closed and key not in self._unpublished and key not in self._moving:
+            self._shared.pop(key, None)
+
+    def _publish(self, key: str, shared: _Shared) -> None:
+        """Begins to publish a session, if it is time to."""
+        now_s, session = self._clock(), shared.session
+        is_idle = self._policy != "idle" or self._is_draining or shared.is_closed
+        is_idle = is_idle or now_s >= shared.changed_s + _IDLE_S
+        if session is None or shared.publishing is not None or now_s < shared.not_before_s or not is_idle:
+            return
+        if not self._is_quiet(key):
+            self._unpublished.pop(key)
+            self._unpublished[key] = None  # Behind the others.
+            return
+        del self._unpublished[key]
+        conversation = session.conversation
+        if shared.published is conversation:
+            return
+        source = self._source(key, conversation)
+        info = next((each for each in self._store.of_name(session.session_id) if each.key == key), None)
+        state = {
+            "tenant": session.tenant,
+            "session_id": session.session_id,
+            "conversation": self._pack(key, conversation),
+            "chain": conversation.chain,
+            "lineage": conversation.kv_lineage,
+            "num_plain": None if source is None else source.ticket.num_plain,
+            "token_bytes": self._kv.layout.token_bytes,
+            "used_s": time.time(),
+            "ttl_s": session.ttl_s if info is None else info.ttl_s,
+            "pinned": info is not None and info.pinned,
+        }
+        if not conversation.kv_lineage:
+            state["num_plain"] = None
+        damaged = frozenset(shared.damaged)
+        done = self._submit(self._kv.publish, key, shared.held, state, source, damaged, self._wake)
+        shared.publishing = _Publishing(conversation, source, done)
+        self._moving[key] = None
+
+    def _source(self, key: str, conversation: Conversation) -> Source | None:
+        """What DRAM has of a session's KV, held; of one whose next turn repairs it only what needs no repair."""
+        token_ids = np.array(conversation.token_ids[conversation.num_slid :], np.int32)
+        ticket = self._store.hold(key, token_ids, num_dropped=conversation.kv_lineage) if len(token_ids) else None
+        if ticket is not None and conversation.num_to_repair:
+            if not ticket.num_plain:
+                self._store.let_go(ticket)
+                return None
+            ticket.shorten(ticket.num_plain)
+        return None if ticket is None else Source(ticket, token_ids)
+
+    def _restore(self, key: str, shared: _Shared, owner: Owner, token_ids: np.ndarray, manifest: Manifest) -> None:
+        """Begins to bring a manifest's KV to DRAM, behind what is there of the same."""
+        if self._store.residency(key) is not Residency.DRAM:
+            self._store.drop(key)
+        fitting = [part for part in manifest.parts if part.stop <= len(token_ids)]
+        hashes = parts.TokenHashes(token_ids)
+        fitting = list(itertools.takewhile(lambda part: hashes.upto(part.stop) == part.tokens, fitting))
+        self._begin_restore(key, shared, owner, token_ids, fitting, manifest.lineage, manifest.num_plain)
+
+    def _begin_restore(
+        self,
+        key: str,
+        shared: _Shared,
+        owner: Owner,
+        token_ids: np.ndarray,
+        found: list[PartRef],
+        lineage: int = 0,
+        num_plain: int | None = None,
+    ) -> None:
+        moves: list[tuple[SaveTicket, PartRef]] = []
+        start = self._store.num_readable(key)
+        for part in found:
+            if part.stop <= start:
+                continue
+            new_ids = token_ids[start : part.stop]
+            ticket = self._store.prepare_save(key, start, new_ids, owner, num_dropped=lineage, num_plain=num_plain)
+            if ticket is None:  # No room for more.
+                break
+            moves.append((ticket, part))
+            start = part.stop
+        if moves:
+            done = self._submit(self._kv.restore, moves)
+            shared.restoring = _Restoring([ticket for ticket, _ in moves], done)
+            self._moving[key] = None
+
+    def _take_in(self, key: str, shared: _Shared) -> None:
+        """Takes in what has ended of a session that moves."""
+        publishing, restoring, finding = shared.publishing, shared.restoring, shared.finding
+        if publishing is not None:
+            if publishing.source is not None and (publishing.source.is_copied.is_set() or publishing.done.done()):
+                self._store.let_go(publishing.source.ticket)
+                publishing.source = None
+            if publishing.done.done():
+                shared.publishing = None
+                self._end_publish(key, shared, publishing)
+        if restoring is not None and restoring.done.done():
+            shared.restoring = None
+            self._end_restore(key, shared, restoring)
+        if finding is not None and finding.done.done():
+            shared.finding = None
+            try:
+                found = finding.done.result()
+            except (ObjectsError, ManifestError) as error:
+                self._failed(f"what is stored of a prompt could not be found: {error}")
+                found = []
+            if found and found[-1].stop > self._store.num_readable(key):
+                self._begin_restore(key, shared, finding.owner, finding.token_ids, found)
+        if shared.publishing is None and shared.restoring is None and shared.finding is None:
+            self._moving.pop(key, None)
+            self._let_rest(key, shared)
+
+    def _end_publish(self, key: str, shared: _Shared, publishing: _Publishing) -> None:
+        try:
+            published = publishing.done.result()
+        except NotOwnerError:
+            self._metrics.refused_publishes += 1
+            self._lost.append(key)
+        except StoppedError:
+            self._unpublished.setdefault(key)
+        except Exception as error:  # Whatever it was: the turn has ended well, and the session stays here.
+            self._metrics.failed_publishes += 1
+            _LOG.warning("session %s could not be published, and will be later: %s", key, error)
+            shared.not_before_s, shared.pause_s = self._clock() + shared.pause_s, min(2 * shared.pause_s, _MAX_PAUSE_S)
+            self._unpublished.setdefault(key)
+        else:
+            self._metrics.publishes += 1
+            self._metrics.published_bytes += published.num_bytes
+            shared.held, shared.pause_s = published.held, _FIRST_PAUSE_S
+            shared.damaged.clear()
+            if published.is_whole:
+                shared.published = publishing.conversation
+            else:
+                self._unpublished.setdefault(key)
+
+    def _end_restore(self, key: str, shared: _Shared, restoring: _Restoring) -> None:
+        try:
+            num_done = restoring.done.result()
+        except RestoreError as error:
+            num_done = error.num_done
+            if isinstance(error.error, PartError):
+                shared.damaged.add(error.name)
+                shared.published = None
+            self._failed(f"stored KV of session {key} is computed: {error}")
+        for ticket in restoring.tickets[:num_done]:
+            if self._store.complete_save(ticket):
+                self._metrics.restored_tokens += ticket.num_tokens
+        if num_done < len(restoring.tickets):
+            self._store.abort_save(restoring.tickets[num_done])
+
+    def _failed(self, message: str) -> None:
+        self._metrics.failed_restores += 1
+        _LOG.warning("%s", message)
+
+    def _forget(self, held: Held) -> None:
+        """Has a manifest say that its session is forgotten; for a thread."""
+        try:
+            self._kv.objects.run(ownership.publish(held, conversation=None, parts=(), used_s=time.time()))
+        except (NotOwnerError, ObjectsError, ManifestError) as error:
+            _LOG.warning("session %s could not be forgotten: %s", held.key, error)
+
+
+def _replica_name(directory: Path | None) -> str:
+    """The name kept in a store's directory, made up where there is none."""
+    if directory is None:
+        return uuid.uuid4().hex
+    path = directory / _REPLICA_FILE
+    if path.is_file() and (name := path.read_text().strip()):
+        return name
+    name = uuid.uuid4().hex
+    path.write_text(name + "\n")
+    return name

@@ -1,0 +1,93 @@
+"""The conversations that are open, by name: how they are found, opened, let go of, and lost to another replica.
+
+Not here: their turns (batch), what is stored of others (stored_sessions).
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ca_jax.device.processes import Processes, from_first
+from ca_jax.errors import SessionMovedError, TenantError
+from ca_jax.kv.session_kv import SessionKV
+from ca_jax.serving.batch import Batch
+from ca_jax.session import Session
+from ca_jax.turns.conversations import Conversation
+
+if TYPE_CHECKING:
+    from ca_jax.engine import Engine
+
+
+class OpenSessions:
+    """Open conversations of one engine, oldest first. Belongs to the engine's thread."""
+
+    def __init__(self, engine: Engine, kv: SessionKV, batch: Batch, processes: Processes) -> None:
+        self._engine, self._kv, self._batch, self._processes = engine, kv, batch, processes
+        self._sessions: dict[str, Session] = {}
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(self._sessions.values())
+
+    def get(self, session_id: str) -> Session | None:
+        """The one of that name, of whatever tenant."""
+        return self._sessions.get(session_id)
+
+    def find(self, session_id: str, tenant: str, ttl_s: float | None = None) -> Session | None:
+        """The one of that name, opened if it was kept; None if there is none.
+
+        One that was open, and that another replica has gone on with since, goes on with what that one left.
+
+        Raises:
+          TenantError: it is another tenant's.
+        """
+        session = self._sessions.get(session_id)
+        if session is not None and session.tenant != tenant:
+            raise TenantError(f"session {session_id!r} must be asked for by its own tenant, got {tenant!r}")
+        kept = self._kv.recall(session_id, tenant, session)
+        if session is None:
+            return None if kept is None else self.open(session_id, kept, tenant, ttl_s)
+        if kept is not None:
+            self._end_turn(session)
+            session.resume(kept)
+            self._kv.conversations.note(session.key, session)
+        return session
+
+    def open(
+        self, session_id: str | None, begun: Conversation, tenant: str, ttl_s: float | None, is_kept: bool = True
+    ) -> Session:
+        """Opens one, which is found by its name from now on if it is to be kept."""
+        session = self.new(session_id, begun, tenant, ttl_s=ttl_s, is_kept=is_kept)
+        if is_kept:
+            self._sessions[session.session_id] = session
+            self._kv.conversations.opened(session.key)
+        return session
+
+    def new(self, session_id: str | None, begun: Conversation, tenant: str = "", **options: Any) -> Session:
+        """One that is not found by its name, which is made up if not given."""
+        name = session_id or from_first(self._processes, "a session's name", uuid.uuid4().hex)
+        session = Session(self._engine, name, begun, tenant=tenant, **options)
+        session.key = self._kv.key(name, tenant)
+        return session
+
+    def remove(self, session: Session) -> None:
+        """Takes one out that is open no more."""
+        self._sessions.pop(session.session_id, None)
+
+    def end_lost(self) -> None:
+        """Ends those that other replicas own by now, and drops what is here of them."""
+        for key in self._kv.take_lost():
+            for session in [each for each in self._sessions.values() if each.key == key]:
+                self._end_turn(session)
+                session.end()
+                self.remove(session)
+            self._kv.lose(key)
+
+    def _end_turn(self, session: Session) -> None:
+        """Ends the turn that runs of one that another replica has gone on with."""
+        if session.job is not None and not session.job.done:
+            self._batch.fail(
+                session.job,
+                SessionMovedError(f"session {session.session_id!r} was gone on with elsewhere: send the whole history"),
+            )

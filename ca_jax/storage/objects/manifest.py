@@ -1,0 +1,143 @@
+"""What the shared tier says of one session: whose it is, its conversation, and where its KV lies. One object a session.
+
+    sha256 of what follows, as hex, and a newline
+    JSON
+
+Not here: who may write it (ownership), the KV itself (parts).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import hashlib
+import json
+from typing import Any
+
+FORMAT = 1
+
+
+class ManifestError(ValueError):
+    """An object is no manifest, of another version, or of another session than its name says."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PartRef:
+    """KV of some tokens of a session, as one object."""
+
+    name: str
+    """Of the object."""
+    first: int
+    """Its first token, counted from the first one that the session's KV is kept of."""
+    num_tokens: int
+    tokens: str
+    """SHA-256 of the ids of all tokens up to its last, as hex."""
+    sums: tuple[int, ...]
+    """crc32c of each layer's bytes, `[L]`."""
+
+    @property
+    def stop(self) -> int:
+        """One past its last token."""
+        return self.first + self.num_tokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """One session, in one state."""
+
+    namespace: str
+    """Names weights and layout: what has another one is never read."""
+    key: str
+    """Of the session, in every replica's store."""
+    tenant: str
+    session_id: str
+    epoch: int
+    """Counts owners: whoever takes over raises it."""
+    owner: str
+    """The replica that may write this manifest."""
+    write_id: str
+    """Names this write, so that a replica that had no answer knows its own."""
+    mark: str
+    """SHA-256 chained over all writes so far: two writers never have the same one."""
+    conversation: bytes | None
+    """As `Conversation.to_bytes`; None: it was forgotten, or has expired."""
+    chain: str
+    """Names all that was said in it, see `turns.conversations.chain_of`."""
+    lineage: int = 0
+    """The mark of its KV in a replica's store."""
+    num_plain: int | None = None
+    """First tokens whose KV has seen no token that left; None: all."""
+    parts: tuple[PartRef, ...] = ()
+    """Its KV, in token order, without gaps from the first token on."""
+    token_bytes: int = 0
+    """Of a token in all layers."""
+    used_s: float = 0.0
+    """When its last turn ended, by its owner's clock: for times to live and for who goes first, never for ownership."""
+    ttl_s: float | None = None
+    """How long it is kept after that, seconds; None: while there is room."""
+    pinned: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose KV is there."""
+        return self.parts[-1].stop if self.parts else 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Of KV that it names."""
+        return self.num_tokens * self.token_bytes
+
+    def written(self, write_id: str, **changes: Any) -> Manifest:
+        """The next state of it, by a write of that name."""
+        after = dataclasses.replace(self, write_id=write_id, **changes)
+        text = f"{self.mark} {after.epoch} {after.owner} {write_id} {after.chain} {after.lineage}"
+        return dataclasses.replace(after, mark=hashlib.sha256(text.encode()).hexdigest())
+
+    def to_bytes(self) -> bytes:
+        """As an object."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields["parts"] = [dataclasses.asdict(part) for part in self.parts]
+        if self.conversation is not None:
+            fields["conversation"] = base64.b64encode(self.conversation).decode("ascii")
+        body = json.dumps({"format": FORMAT, **fields}).encode()
+        return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
+
+    @classmethod
+    def from_bytes(cls, data: bytes, *, namespace: str | None = None, key: str | None = None) -> Manifest:
+        """What `to_bytes` gave.
+
+        Args:
+          namespace: that it must be of; None: any.
+          key: likewise.
+
+        Raises:
+          ManifestError: it is damaged, of another version, or of another model, layout or session.
+        """
+        digest, _, body = data.partition(b"\n")
+        if hashlib.sha256(body).hexdigest().encode() != digest:
+            raise ManifestError(f"a manifest must pass its checksum, got {len(data)} bytes that do not")
+        try:
+            fields = json.loads(body)
+            if fields.pop("format") != FORMAT:
+                raise ManifestError(f"a manifest must be of version {FORMAT}, got another")
+            if fields["conversation"] is not None:
+                fields["conversation"] = base64.b64decode(fields["conversation"], validate=True)
+            parts = (PartRef(**{**part, "sums": tuple(part["sums"])}) for part in fields.pop("parts"))
+            manifest = cls(parts=tuple(parts), **fields)
+        except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError, binascii.Error) as error:
+            raise ManifestError(f"a manifest must have the fields of version {FORMAT}: {error}") from error
+        for name, wanted in (("namespace", namespace), ("key", key)):
+            if wanted is not None and (found := getattr(manifest, name)) != wanted:
+                raise ManifestError(f"a manifest must be of {name} {wanted[:16]}, got {found[:16]}")
+        return manifest
+
+
+def manifest_name(namespace: str, key: str) -> str:
+    """The object's name."""
+    return f"{manifests_prefix(namespace)}{key}"
+
+
+def manifests_prefix(namespace: str) -> str:
+    """What all names of manifests of a namespace begin with."""
+    return f"v1/{namespace[:16]}/sessions/"

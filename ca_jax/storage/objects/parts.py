@@ -1,0 +1,225 @@
+"""KV of a session as objects: which tokens each has, what it is named, and its bytes. An object is never changed.
+
+    tokens     0 . . . . . run | run . . . . . 2 run | 2 run . . | . . . N
+    objects    one             | one                 | one       | one          a run is of 16 MiB or more
+
+Full runs lie at the same tokens in every session, so that sessions of a tenant that begin alike name the same objects.
+Behind the last full run a publish adds what is new as an object of its own; once the run is full it is written whole.
+
+KV that has seen no dropped token is named by tenant and tokens, whoever computed it. All other KV is named by its
+session, its owner's epoch and a name made up for each publish.
+
+    object     header, 8 KiB: JSON, padded | layer 0 [P, T, K, H] | layer 1 | ...
+
+Not here: who reads and writes them (kv.shared_sessions), which of them are nobody's (collector).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import crc32c
+import numpy as np
+
+from ca_jax.storage.layout import KVLayout, as_bytes
+from ca_jax.storage.objects.manifest import PartRef
+from ca_jax.storage.objects.store import ObjectsError, ObjectStore
+
+RUN_BYTES = 16 << 20
+"""A run is of as few blocks as have so many bytes."""
+_HEADER_BYTES = 8192
+_FORMAT = 1
+
+
+class PartError(Exception):
+    """An object is not the KV that it should be: damaged, cut short, or of other tokens."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """Tokens of a session that are to be an object."""
+
+    name: str
+    first: int
+    num_tokens: int
+    tokens: str
+    """As of `PartRef`."""
+
+
+def run_tokens(layout: KVLayout) -> int:
+    """Tokens in a run."""
+    return -(-RUN_BYTES // layout.block_bytes) * layout.block_tokens
+
+
+def parts_prefix(namespace: str) -> str:
+    """What all names of KV objects of a namespace begin with."""
+    return f"v1/{namespace[:16]}/kv/"
+
+
+def divide(
+    token_ids: np.ndarray,
+    num_plain: int,
+    layout: KVLayout,
+    known: Sequence[PartRef] = (),
+    *,
+    namespace: str,
+    tenant: str,
+    key: str,
+    mark: str,
+) -> list[PartRef | Wanted]:
+    """The objects that a session's KV is made of: those that are there already, and those to be written.
+
+    Args:
+      token_ids: int32 `[T]`, of all tokens with KV.
+      num_plain: first tokens whose KV has seen no dropped token.
+      known: objects that have KV of the session as it was, of the same lineage.
+      key, mark: name what is not plain.
+    """
+    size, total = run_tokens(layout), len(token_ids)
+    num_full = total // size * size
+    names = TokenHashes(token_ids)
+    by_range = {(part.first, part.stop): part for part in known}
+    found: list[PartRef | Wanted] = []
+
+    def one(first: int, stop: int) -> PartRef | Wanted:
+        tokens = names.upto(stop)
+        part = by_range.get((first, stop))
+        is_plain = stop <= num_plain
+        if is_plain:
+            text = f"{namespace} {len(tenant)}:{tenant} {first} {tokens}"
+            digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+            name = f"{parts_prefix(namespace)}plain/{digest[:2]}/{digest}"
+        else:
+            name = f"{parts_prefix(namespace)}own/{key}/{mark}-{first}-{stop}"
+        if part is not None and part.tokens == tokens and is_plain == ("/plain/" in part.name):
+            return part
+        return Wanted(name, first, stop - first, tokens)
+
+    for first in range(0, num_full, size):
+        found.append(one(first, first + size))
+    at = num_full
+    for part in known:  # What is there of the last run, in order.
+        if part.first == at and part.stop <= total and isinstance(same := one(part.first, part.stop), PartRef):
+            found.append(same)
+            at = part.stop
+    if at < total:
+        found.append(one(at, total))
+    return found
+
+
+class TokenHashes:
+    """SHA-256 of first tokens, for growing numbers of them."""
+
+    def __init__(self, token_ids: np.ndarray) -> None:
+        self._ids = np.ascontiguousarray(token_ids, "<i4")
+        self._hash, self._at = hashlib.sha256(), 0
+        self._known: dict[int, str] = {}
+
+    def upto(self, stop: int) -> str:
+        """Of the first `stop` tokens, as hex."""
+        if stop not in self._known:
+            if stop < self._at:
+                self._hash, self._at = hashlib.sha256(), 0
+            self._hash.update(self._ids[self._at : stop].tobytes())
+            self._at = stop
+            self._known[stop] = self._hash.hexdigest()
+        return self._known[stop]
+
+
+def layer_bytes(layout: KVLayout, num_tokens: int) -> list[int]:
+    """Bytes of each layer of so many tokens, `[L]`."""
+    shapes = (layout.layer_shape(layer, num_tokens) for layer in range(layout.num_layers))
+    return [int(np.prod(shape)) * layout.numpy_dtype.itemsize for shape in shapes]
+
+
+def write_part(
+    store: ObjectStore,
+    wanted: Wanted,
+    layers: Sequence[np.ndarray],
+    layout: KVLayout,
+    namespace: str,
+    *,
+    is_damaged: bool = False,
+) -> tuple[PartRef, int]:
+    """Writes an object, unless there is one of its name: then that one's checksums are what is named.
+
+    Args:
+      layers: of each layer `[P, T, K, H]`, C-contiguous.
+      is_damaged: whether the one that is there is known to be, so that it is written anew.
+
+    Returns:
+      What names it, and how many bytes were written.
+
+    Raises:
+      ObjectsError: it is not known to be there.
+    """
+    header, generation = _read_header(store, wanted, layout, namespace)
+    if header is not None and not is_damaged:
+        return _ref(wanted, header), 0
+    sums = [crc32c.crc32c(as_bytes(layer)) for layer in layers]
+    text = json.dumps({"format": _FORMAT, **dataclasses.asdict(wanted), "namespace": namespace, "sums": sums}).encode()
+    if len(text) > _HEADER_BYTES:
+        raise ValueError(f"a header must be at most {_HEADER_BYTES} bytes, got {len(text)} of {len(sums)} layers")
+    data = b"".join([text.ljust(_HEADER_BYTES), *map(as_bytes, layers)])
+    if store.write(wanted.name, data, replaces=generation) is not None:
+        return _ref(wanted, {"sums": sums}), len(data)
+    header, _ = _read_header(store, wanted, layout, namespace)  # Another replica has the same tokens, and was faster.
+    if header is None:
+        raise ObjectsError(f"{wanted.name} must be KV of {wanted.num_tokens} tokens, got another object")
+    return _ref(wanted, header), 0
+
+
+def find_part(store: ObjectStore, wanted: Wanted, layout: KVLayout, namespace: str) -> PartRef | None:
+    """Names an object if it is there and its header is as it should be.
+
+    Raises:
+      ObjectsError: that cannot be found out.
+    """
+    header, _ = _read_header(store, wanted, layout, namespace)
+    return None if header is None else _ref(wanted, header)
+
+
+def read_layers(store: ObjectStore, part: PartRef, layout: KVLayout, first: int, stop: int) -> list[np.ndarray]:
+    """KV of layers `first` to `stop` of an object, each `[P, T, K, H]`, held against its checksums.
+
+    Raises:
+      ObjectsError: it cannot be read.
+      PartError: it is not there, or not what was written.
+    """
+    sizes = layer_bytes(layout, part.num_tokens)
+    start = _HEADER_BYTES + sum(sizes[:first])
+    data = store.read(part.name, start, start + sum(sizes[first:stop]), may_be_short=True).value
+    if data is None:
+        raise PartError(f"{part.name} must be there, and is not")
+    layers, at = [], 0
+    for layer in range(first, stop):
+        of_layer = memoryview(data)[at : at + sizes[layer]]
+        at += sizes[layer]
+        if len(of_layer) != sizes[layer] or crc32c.crc32c(of_layer) != part.sums[layer]:
+            raise PartError(f"layer {layer} of {part.name} must have crc32c {part.sums[layer]:#010x}, and has not")
+        shape = layout.layer_shape(layer, part.num_tokens)
+        layers.append(np.frombuffer(of_layer, layout.numpy_dtype).reshape(shape))
+    return layers
+
+
+def _read_header(
+    store: ObjectStore, wanted: Wanted, layout: KVLayout, namespace: str
+) -> tuple[dict[str, Any] | None, bytes]:
+    """The header of an object of that name, and its generation; no header where there is none, or of something else."""
+    found = store.read(wanted.name, 0, _HEADER_BYTES, may_be_short=True)
+    try:
+        header = json.loads(found.value or b"")
+        same = {**dataclasses.asdict(wanted), "format": _FORMAT, "namespace": namespace}
+        sums_fit = len(header["sums"]) == layout.num_layers and all(isinstance(each, int) for each in header["sums"])
+        is_it = sums_fit and all(header.get(name) == value for name, value in same.items())
+    except (ValueError, TypeError, KeyError, AttributeError):
+        is_it = False
+    return header if is_it else None, found.generation
+
+
+def _ref(wanted: Wanted, header: dict[str, Any]) -> PartRef:
+    return PartRef(wanted.name, wanted.first, wanted.num_tokens, wanted.tokens, tuple(header["sums"]))
