@@ -24,7 +24,7 @@ from ca_jax.errors import InvalidRequestError, SessionBusyError, SessionClosedEr
 from ca_jax.kv.costs import Rates, Tier
 from ca_jax.pretrained import LoadedModel, Progress, load_model
 from ca_jax.serving.core import EngineCore, enable_compile_cache, keep_going, layout_of
-from ca_jax.serving.open_sessions import OpenSessions
+from ca_jax.serving.open_sessions import Elsewhere, OpenSessions
 from ca_jax.serving.prompts import prompt_ids
 from ca_jax.serving.stored_sessions import StoredSessions
 from ca_jax.session import Job, Session
@@ -134,16 +134,10 @@ class Engine:
         with self._open_now():
             return self._sessions.find(session_id, tenant)
 
-    def claim(self, session_id: str, *, tenant: str = "") -> None:
-        """Has this engine own a conversation that replicas share, whichever had it; `session` then goes on with it.
-
-        Waits for the store of objects, not for the engine. Nothing where `StoreConfig.objects_url` is not given.
-
-        Raises:
-          ObjectsError: it is not known whether another replica has it.
-        """
-        if self._kv.shared is not None:
-            self._kv.shared.claim(self._kv.key(session_id, tenant))
+    @property
+    def elsewhere(self) -> Elsewhere | None:
+        """Conversations that replicas share, to be gone on with here; None: this engine shares none."""
+        return None if self._kv.shared is None else Elsewhere(self._sessions, self._kv, self._kv.shared, self._lock)
 
     def fork(
         self, session: Session, num_tokens: int | None = None, *, session_id: str | None = None, is_kept: bool = True

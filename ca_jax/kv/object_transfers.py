@@ -8,6 +8,7 @@ Not here: when something moves (shared_sessions), what objects are (storage.obje
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import uuid
@@ -18,9 +19,9 @@ import numpy as np
 
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.objects import ownership, parts
-from ca_jax.storage.objects.manifest import PartRef
+from ca_jax.storage.objects.manifest import Manifest, ManifestError, PartRef, hint_name, manifest_name
 from ca_jax.storage.objects.ownership import Held
-from ca_jax.storage.objects.store import ObjectStore
+from ca_jax.storage.objects.store import ObjectsError, ObjectStore
 from ca_jax.storage.tickets import LoadTicket, SaveTicket
 
 _COPY_BYTES = 256 << 20  # Copied for one publish at most; what is behind it goes with the next.
@@ -103,7 +104,23 @@ class SharedKV:
                 named.append(part)
                 num_bytes += written
         held = self.objects.run(ownership.publish(held, **state, parts=tuple(named)))
+        with contextlib.suppress(ObjectsError):  # Without it the session is found by its name alone.
+            self.objects.write(hint_name(self.namespace, state["tenant"], state["chain"]), key.encode())
         return Published(held, is_whole, num_bytes)
+
+    def look_up(self, tenant: str, chain: str) -> Manifest | None:
+        """A tenant's session that stood where a chain says, as it is now; None: none is known. Not a claim.
+
+        Raises:
+          ObjectsError: that cannot be found out.
+        """
+        key = self.objects.read(hint_name(self.namespace, tenant, chain)).value
+        found = None if key is None else self.objects.read(manifest_name(self.namespace, key.decode())).value
+        try:
+            manifest = None if found is None else Manifest.from_bytes(found, namespace=self.namespace)
+        except ManifestError:
+            return None
+        return manifest if manifest is not None and manifest.tenant == tenant else None
 
     def restore(self, moves: Sequence[tuple[SaveTicket, PartRef]]) -> int:
         """Writes KV of objects to DRAM, each to a ticket for its tokens, or for the last of them.

@@ -184,6 +184,15 @@ class SharedSessions:
         shared.published, shared.to_restore = theirs, manifest
         return theirs
 
+    def look_up(self, tenant: str, chain: str) -> Manifest | None:
+        """See `SharedKV.look_up`. Waits; any thread may."""
+        return self._kv.look_up(tenant, chain)
+
+    def begin_with(self, key: str, manifest: Manifest) -> None:
+        """A new session begins like one of another replica: what is plain of its KV is brought to the first turn."""
+        plain = [part for part in manifest.parts if manifest.num_plain is None or part.stop <= manifest.num_plain]
+        self._shared[key].to_restore = dataclasses.replace(manifest, parts=tuple(plain), lineage=0, num_plain=None)
+
     def take_lost(self) -> list[str]:
         """Keys of sessions that other replicas own by now, each once: what is here of them is to be dropped."""
         lost, self._lost = self._lost, []

@@ -21,6 +21,7 @@ from starlette.routing import Match
 
 from ca_jax import errors
 from ca_jax.storage.catalog.file import CatalogLateError
+from ca_jax.storage.objects.store import ObjectsError
 
 _LOG = logging.getLogger(__name__)
 _UNSERVED = frozenset(
@@ -45,6 +46,7 @@ _KNOWN: tuple[tuple[type[errors.CaJaxError], int, str], ...] = (
     (errors.UnknownSessionError, 404, "session_not_found"),
     (errors.SessionClosedError, 503, "shutting_down"),
     (CatalogLateError, 503, "store_late"),
+    (ObjectsError, 503, "store_late"),
 )
 
 

@@ -34,12 +34,15 @@ from ca_jax.engine import Engine
 from ca_jax.errors import InvalidRequestError, SessionBusyError, SessionMovedError, TenantError, UnknownSessionError
 from ca_jax.session import Job, Session
 from ca_jax.storage.catalog.file import CatalogLateError
+from ca_jax.storage.objects.manifest import Manifest
+from ca_jax.storage.objects.store import ObjectsError
 from ca_jax.turns.conversations import OTHERWISE, Conversation, Message, chain_of
-from ca_jax.turns.text import MESSAGE_CHARS, Texts, num_chars
+from ca_jax.turns.text import LIGHT_CHARS, MESSAGE_CHARS, Texts, num_chars
 
 _BY_NAME, _BY_HISTORY = "name", "history"  # Of `Conversation.reached`.
 _KNOWN_PER_OPEN = 16  # Conversations found by their history, for each that may be open: others are found by name.
 
+_ELSEWHERE = LIGHT_CHARS + 1  # What is asked of other machines is never asked on the engine's thread.
 _HASHED_CHARS = 100  # As many characters are hashed in the time that one takes to be rendered and tokenised.
 
 
@@ -90,8 +93,16 @@ class Router:
           SessionMovedError: it stands elsewhere.
           SessionBusyError: a turn of it runs.
           InvalidRequestError: the messages are neither.
+          ObjectsError: another replica may have it, and that cannot be found out.
+          TextWork: what has to be asked of others first is to be done elsewhere.
         """
-        session = self.find(tenant, session_id)
+        is_known = self._claims(tenant, session_id, texts)
+        try:
+            session = self.find(tenant, session_id)
+        except UnknownSessionError as error:
+            if is_known:
+                raise
+            raise ObjectsError("the store of shared sessions must answer in time, and did not") from error
         if session.is_busy:
             raise SessionBusyError(f"session {session_id!r} still answers; it must have ended before the next turn")
         if state is not None and session.conversation.chain != state:
@@ -130,6 +141,8 @@ class Router:
         chain = _chains_of(messages, texts)[num_known - 1] if num_known else ""
         name = self._states.get((tenant, chain))
         session = None if name is None else self._at(tenant, name, chain, may_drop)
+        if session is None and chain and self._engine.elsewhere is not None:
+            session = self._elsewhere(tenant, chain, texts)
         if session is not None:
             return Found(session, list(messages[num_known:]), _BY_HISTORY if session.session_id == name else "")
         return Found(self.begin(tenant), list(messages), "")
@@ -229,6 +242,25 @@ class Router:
                 del self._states[tenant, chain]
         self._used[tenant].pop(session_id, None)
 
+    def _claims(self, tenant: str, session_id: str, texts: Texts) -> bool:
+        """Has the engine own a conversation that a replica may have; False: it cannot be found out whether one has."""
+        if self._engine.elsewhere is None:
+            return True
+        return texts.get(_ELSEWHERE, _claimed, self._engine, engine_name(tenant, session_id), tenant)
+
+    def _elsewhere(self, tenant: str, chain: str, texts: Texts) -> Session | None:
+        """A fork of a conversation that another replica published where a history ends; None: none is known."""
+        elsewhere = self._engine.elsewhere
+        manifest = texts.get(_ELSEWHERE, _published, self._engine, tenant, chain)
+        if elsewhere is None or manifest is None or manifest.conversation is None:
+            return None
+        num_tokens = self._tokens_at(Conversation.from_bytes(manifest.conversation), chain)
+        if num_tokens is None:
+            return None
+        session = elsewhere.fork(manifest, num_tokens, engine_name(tenant, uuid.uuid4().hex))
+        self.use(session)
+        return session
+
     def _at(self, tenant: str, session_id: str, chain: str, may_drop: bool) -> Session | None:
         """A conversation at the end of one of its turns, itself or a fork; None if it cannot be had any more."""
         session = self._engine.find_session(session_id, tenant=tenant)
@@ -270,6 +302,22 @@ class Router:
             if oldest is not None:
                 self._engine.release(oldest)
             del used[session_id]
+
+
+def _claimed(engine: Engine, name: str, tenant: str) -> bool:
+    """Has an engine own a session that replicas share; whether it is known whether any has it."""
+    with contextlib.suppress(ObjectsError):
+        if engine.elsewhere is not None:
+            engine.elsewhere.claim(name, tenant)
+        return True
+    return False
+
+
+def _published(engine: Engine, tenant: str, chain: str) -> Manifest | None:
+    """What some replica published where a history ends; None where nothing is known of it."""
+    with contextlib.suppress(ObjectsError):
+        return None if engine.elsewhere is None else engine.elsewhere.look_up(tenant, chain)
+    return None
 
 
 def _chains_of(messages: Sequence[Message], texts: Texts) -> list[str]:

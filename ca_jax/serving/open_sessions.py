@@ -1,10 +1,13 @@
 """The conversations that are open, by name: how they are found, opened, let go of, and lost to another replica.
 
+Those of other replicas are asked for by `Elsewhere`.
+
 Not here: their turns (batch), what is stored of others (stored_sessions).
 """
 
 from __future__ import annotations
 
+import threading
 import uuid
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -12,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 from ca_jax.device.processes import Processes, from_first
 from ca_jax.errors import SessionMovedError, TenantError
 from ca_jax.kv.session_kv import SessionKV
+from ca_jax.kv.shared_sessions import SharedSessions
 from ca_jax.serving.batch import Batch
 from ca_jax.session import Session
+from ca_jax.storage.objects.manifest import Manifest
 from ca_jax.turns.conversations import Conversation
 
 if TYPE_CHECKING:
@@ -91,3 +96,47 @@ class OpenSessions:
                 session.job,
                 SessionMovedError(f"session {session.session_id!r} was gone on with elsewhere: send the whole history"),
             )
+
+
+class Elsewhere:
+    """Conversations that replicas share: `engine.elsewhere`. Any thread may call."""
+
+    def __init__(self, sessions: OpenSessions, kv: SessionKV, shared: SharedSessions, lock: threading.RLock) -> None:
+        self._sessions, self._kv, self._shared, self._lock = sessions, kv, shared, lock
+
+    @property
+    def replica(self) -> str:
+        """This engine's name as an owner."""
+        return self._shared.replica
+
+    def claim(self, session_id: str, tenant: str = "") -> None:
+        """Has this engine own a conversation, whichever had it; `Engine.session` then goes on with it.
+
+        Waits for the store of objects, not for the engine. Does nothing where none has published it.
+
+        Raises:
+          ObjectsError: it is not known whether one has.
+        """
+        self._shared.claim(self._kv.key(session_id, tenant))
+
+    def look_up(self, tenant: str, chain: str) -> Manifest | None:
+        """A tenant's conversation that stood, at the end of a turn, where a chain says; None: none is known.
+
+        Waits as `claim` does, and claims nothing: it goes on where it is, and `fork` begins another one with it.
+
+        Raises:
+          ObjectsError: that cannot be found out.
+        """
+        return self._shared.look_up(tenant, chain)
+
+    def fork(self, manifest: Manifest, num_tokens: int, session_id: str) -> Session:
+        """Begins a conversation of that name, which goes on behind the first tokens of one that `look_up` found.
+
+        Raises:
+          ValueError: what was found is no conversation of this version.
+        """
+        with self._lock:
+            begun = Conversation.from_bytes(manifest.conversation or b"").forked(num_tokens)
+            session = self._sessions.open(session_id, begun, manifest.tenant, manifest.ttl_s)
+            self._shared.begin_with(session.key, manifest)
+            return session

@@ -18,16 +18,18 @@ from typing import Any, TypeVar
 
 import tensorstore as ts
 
+from ca_jax.errors import CaJaxError
+
 _ENDPOINT = "AWS_ENDPOINT_URL"
 _AGAIN_S = 0.05  # Before a write is tried again that met another one under way.
 T = TypeVar("T")
 
 
-class ObjectsError(Exception):
+class ObjectsError(CaJaxError):
     """The store of objects did not do what it was asked: it cannot be reached, refuses, or takes too long."""
 
 
-class ObjectsUnfitError(ValueError):
+class ObjectsUnfitError(CaJaxError, ValueError):
     """The store of objects cannot be used; the message says why."""
 
 
