@@ -79,7 +79,7 @@ class Job:
     finish_reason: FinishReason | None = None  # Set when it has ended.
     error: Exception | None = None  # What broke it, if something did.
     cached_tokens: int = 0  # History tokens whose KV was loaded.
-    cached_tier: str = "dram"  # Where it was when the turn was queued: `device`, `dram` or `ssd`.
+    cached_tier: str = "dram"  # Where it was when the turn was queued: `device`, `dram`, `ssd` or `objects`.
     submitted_s: float = dataclasses.field(default_factory=time.perf_counter)  # When it was submitted.
     started_s: float = 0.0  # When its prefill began.
     first_token_s: float = 0.0  # When its first token was there.

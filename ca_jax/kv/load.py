@@ -131,6 +131,8 @@ class Histories:
         self._meter = meter
         self._metrics = runtime.metrics
         self._preloaded: tuple[Job, History] | None = None
+        self.restored: set[str] = set()
+        """Keys of sessions whose KV replicas share, and was brought from there since they loaded last."""
 
     def is_preloaded(self, job: Job) -> bool:
         """Whether a job's load has begun early."""
@@ -161,7 +163,9 @@ class Histories:
             self._preloaded = job, self._open(job, session)
         (_, history), self._preloaded = self._preloaded, None
         job.cached_tokens = history.num_loaded
-        job.cached_tier = history.tier
+        is_restored = history.load is not None and session.key in self.restored
+        job.cached_tier = "objects" if is_restored else history.tier
+        self.restored.discard(session.key)
         job.missed_chunks = history.missed_chunks
         self._metrics.loaded_chunks += len(history.chunks)
         self._metrics.missed_chunks += history.missed_chunks

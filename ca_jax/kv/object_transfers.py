@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import queue
 import threading
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,42 @@ from ca_jax.storage.tickets import LoadTicket, SaveTicket
 
 _COPY_BYTES = 256 << 20  # Copied for one publish at most; what is behind it goes with the next.
 _READ_BYTES = 8 << 20  # In one request, in whole layers.
+
+
+class Threads:
+    """Threads that do one thing after the other. They go on until the interpreter ends, also while it does.
+
+    A pool of the standard library takes nothing more by the time that engines are closed at exit.
+    """
+
+    def __init__(self, number: int, name: str) -> None:
+        self._asked: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None]
+        self._asked = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True) for i in range(number)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Has a thread call a function; its result, or what it raises."""
+        future: Future[Any] = Future()
+        self._asked.put((future, function, args))
+        return future
+
+    def close(self) -> None:
+        """Ends the threads, once they have done what was submitted."""
+        for _ in self._threads:
+            self._asked.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            future, function, args = asked
+            try:
+                future.set_result(function(*args))
+            except Exception as error:
+                future.set_exception(error)
+            del asked, future, args  # What it was called with may be large.
 
 
 class StoppedError(Exception):
@@ -166,7 +204,8 @@ class SharedKV:
         before = held.manifest
         known: Sequence[PartRef] = ()
         if before is not None and before.lineage == state["lineage"]:
-            known = [part for part in before.parts if part.name not in damaged]
+            num_same = source.ticket.num_plain if before.is_to_repair else before.num_tokens
+            known = [part for part in before.parts if part.name not in damaged and part.stop <= num_same]
         return parts.divide(
             source.token_ids[: source.ticket.num_tokens],
             source.ticket.num_plain,

@@ -340,6 +340,7 @@ class SessionKV:
             is_quiet=is_quiet,
             wake=runtime.wake,
             metrics=runtime.metrics,
+            restored=self.histories.restored,
         )
 
     def _let_go(self, key: str) -> None:

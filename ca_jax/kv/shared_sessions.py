@@ -18,7 +18,6 @@ Not here: the protocol (storage.objects.ownership), what the threads do (object_
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import dataclasses
 import itertools
 import logging
@@ -26,12 +25,13 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ca_jax.kv.object_transfers import Published, RestoreError, SharedKV, Source, StoppedError
+from ca_jax.kv.object_transfers import Published, RestoreError, SharedKV, Source, StoppedError, Threads
 from ca_jax.session import Session
 from ca_jax.storage.config import StoreConfig
 from ca_jax.storage.objects import ownership, parts
@@ -51,6 +51,7 @@ _MAX_PUBLISHING = 2  # Of these, at most so many are published: what is copied o
 _LOOKED_AT = 8  # Sessions that have something to publish, in one `collect`.
 _IDLE_S = 30.0
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0  # Before a publish that failed is tried again.
+_TRIES = 3  # Of each session while the engine is closed.
 _REPLICA_FILE = "replica"
 
 
@@ -58,13 +59,13 @@ _REPLICA_FILE = "replica"
 class _Publishing:
     conversation: Conversation
     source: Source | None  # While the store holds it for this.
-    done: concurrent.futures.Future[Published]
+    done: Future[Published]
 
 
 @dataclasses.dataclass
 class _Restoring:
     tickets: list[SaveTicket]
-    done: concurrent.futures.Future[int]
+    done: Future[int]
 
 
 @dataclasses.dataclass
@@ -73,7 +74,7 @@ class _Finding:
 
     owner: Owner
     token_ids: np.ndarray
-    done: concurrent.futures.Future[list[PartRef]]
+    done: Future[list[PartRef]]
 
 
 @dataclasses.dataclass
@@ -92,6 +93,7 @@ class _Shared:
     changed_s: float = 0.0
     not_before_s: float = 0.0
     pause_s: float = _FIRST_PAUSE_S
+    num_failed: int = 0  # Publishes, since it was to be drained.
 
 
 class SharedSessions:
@@ -102,6 +104,7 @@ class SharedSessions:
       pack: a session's conversation as bytes, by its key.
       is_quiet: whether no turn of a session is queued or runs, and none of its KV is on its way to the store.
       wake: called from any thread when `collect` has something to do.
+      restored: gets the keys of sessions whose KV was brought.
 
     Raises:
       ObjectsUnfitError: the URL cannot be used.
@@ -117,6 +120,7 @@ class SharedSessions:
         is_quiet: Callable[[str], bool],
         wake: Callable[[], None],
         metrics: EngineMetrics,
+        restored: set[str],
     ) -> None:
         objects = ObjectStore(config.objects_url or "", config.objects_deadline_s)
         objects.probe()
@@ -126,7 +130,7 @@ class SharedSessions:
         self._policy = config.objects_write
         self._store = store
         self._pack, self._is_quiet, self._wake = pack, is_quiet, wake
-        self._metrics = metrics
+        self._metrics, self._restored = metrics, restored
         self._clock = time.monotonic
         self._shared: dict[str, _Shared] = collections.defaultdict(_Shared)
         self._moving: dict[str, None] = {}  # Keys of those that are published, restored or looked for now.
@@ -134,7 +138,7 @@ class SharedSessions:
         self._lost: list[str] = []
         self._claims: dict[str, Held] = {}  # Not looked at by `taken` yet.
         self._lock = threading.Lock()  # Of the claims.
-        self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS, "ca_jax-objects")
+        self._threads = Threads(_THREADS, "ca_jax-objects")
         self._is_draining = False
 
     # Whose a session is.
@@ -248,7 +252,11 @@ class SharedSessions:
         """Publishes all that is not, for so many seconds at most; whether all is."""
         self._is_draining = True
         give_up_s = self._clock() + timeout_s
-        while (self._unpublished or self._moving) and self._clock() < give_up_s:
+        for key in self._unpublished:
+            self._shared[key].not_before_s, self._shared[key].num_failed = 0.0, 0
+        while self._clock() < give_up_s:
+            if not self._moving and all(self._shared[key].num_failed >= _TRIES for key in self._unpublished):
+                break
             for key in tuple(itertools.islice(self._unpublished, _LOOKED_AT)):
                 if self._store.residency(key) is Residency.SSD:
                     self._store.request(key)
@@ -293,11 +301,11 @@ class SharedSessions:
         """Ends it; what a thread does now is waited for."""
         for key in tuple(self._moving):
             self._stop(key)
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._threads.close()
 
     # How.
 
-    def _submit(self, function: Callable[..., Any], *args: Any) -> concurrent.futures.Future[Any]:
+    def _submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         done = self._threads.submit(function, *args)
         done.add_done_callback(lambda _: self._wake())
         return done
@@ -334,7 +342,9 @@ class SharedSessions:
         conversation = session.conversation
         if shared.published is conversation:
             return
-        source = self._source(key, conversation)
+        token_ids = np.array(conversation.token_ids[conversation.num_slid :], np.int32)
+        ticket = self._store.hold(key, token_ids, num_dropped=conversation.kv_lineage) if len(token_ids) else None
+        source = None if ticket is None else Source(ticket, token_ids)
         info = next((each for each in self._store.of_name(session.session_id) if each.key == key), None)
         state = {
             "tenant": session.tenant,
@@ -342,29 +352,17 @@ class SharedSessions:
             "conversation": self._pack(key, conversation),
             "chain": conversation.chain,
             "lineage": conversation.kv_lineage,
-            "num_plain": None if source is None else source.ticket.num_plain,
+            "num_plain": source.ticket.num_plain if source is not None and conversation.kv_lineage else None,
+            "is_to_repair": conversation.num_to_repair > 0,
             "token_bytes": self._kv.layout.token_bytes,
             "used_s": time.time(),
             "ttl_s": session.ttl_s if info is None else info.ttl_s,
             "pinned": info is not None and info.pinned,
         }
-        if not conversation.kv_lineage:
-            state["num_plain"] = None
         damaged = frozenset(shared.damaged)
         done = self._submit(self._kv.publish, key, shared.held, state, source, damaged, self._wake)
         shared.publishing = _Publishing(conversation, source, done)
         self._moving[key] = None
-
-    def _source(self, key: str, conversation: Conversation) -> Source | None:
-        """What DRAM has of a session's KV, held; of one whose next turn repairs it only what needs no repair."""
-        token_ids = np.array(conversation.token_ids[conversation.num_slid :], np.int32)
-        ticket = self._store.hold(key, token_ids, num_dropped=conversation.kv_lineage) if len(token_ids) else None
-        if ticket is not None and conversation.num_to_repair:
-            if not ticket.num_plain:
-                self._store.let_go(ticket)
-                return None
-            ticket.shorten(ticket.num_plain)
-        return None if ticket is None else Source(ticket, token_ids)
 
     def _restore(self, key: str, shared: _Shared, owner: Owner, token_ids: np.ndarray, manifest: Manifest) -> None:
         """Begins to bring a manifest's KV to DRAM, behind what is there of the same."""
@@ -437,6 +435,7 @@ class SharedSessions:
             self._unpublished.setdefault(key)
         except Exception as error:  # Whatever it was: the turn has ended well, and the session stays here.
             self._metrics.failed_publishes += 1
+            shared.num_failed += 1
             _LOG.warning("session %s could not be published, and will be later: %s", key, error)
             shared.not_before_s, shared.pause_s = self._clock() + shared.pause_s, min(2 * shared.pause_s, _MAX_PAUSE_S)
             self._unpublished.setdefault(key)
@@ -461,6 +460,7 @@ class SharedSessions:
             self._failed(f"stored KV of session {key} is computed: {error}")
         for ticket in restoring.tickets[:num_done]:
             if self._store.complete_save(ticket):
+                self._restored.add(key)
                 self._metrics.restored_tokens += ticket.num_tokens
         if num_done < len(restoring.tickets):
             self._store.abort_save(restoring.tickets[num_done])

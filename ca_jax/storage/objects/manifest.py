@@ -15,11 +15,17 @@ import hashlib
 import json
 from typing import Any
 
+from ca_jax.errors import CaJaxError
+
 FORMAT = 1
 
 
-class ManifestError(ValueError):
+class ManifestError(CaJaxError, ValueError):
     """An object is no manifest, of another version, or of another session than its name says."""
+
+
+class ManifestDamagedError(ManifestError):
+    """A manifest that does not pass its checksum: nobody's state any more, so that its session begins anew."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +74,8 @@ class Manifest:
     """The mark of its KV in a replica's store."""
     num_plain: int | None = None
     """First tokens whose KV has seen no token that left; None: all."""
+    is_to_repair: bool = False
+    """Whether the next turn computes some of that KV anew; what is published then is other KV of the same tokens."""
     parts: tuple[PartRef, ...] = ()
     """Its KV, in token order, without gaps from the first token on."""
     token_bytes: int = 0
@@ -112,11 +120,12 @@ class Manifest:
           key: likewise.
 
         Raises:
-          ManifestError: it is damaged, of another version, or of another model, layout or session.
+          ManifestError: it is damaged (`ManifestDamagedError`), of another version, or of another model, layout or
+            session.
         """
         digest, _, body = data.partition(b"\n")
         if hashlib.sha256(body).hexdigest().encode() != digest:
-            raise ManifestError(f"a manifest must pass its checksum, got {len(data)} bytes that do not")
+            raise ManifestDamagedError(f"a manifest must pass its checksum, got {len(data)} bytes that do not")
         try:
             fields = json.loads(body)
             if fields.pop("format") != FORMAT:

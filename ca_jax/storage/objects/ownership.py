@@ -16,12 +16,14 @@ Not here: how reads and writes are done (store), what a manifest says (manifest)
 from __future__ import annotations
 
 import dataclasses
+import logging
 import uuid
 from typing import Any
 
-from ca_jax.storage.objects.manifest import Manifest, manifest_name
+from ca_jax.storage.objects.manifest import Manifest, ManifestDamagedError, manifest_name
 from ca_jax.storage.objects.store import Found, ObjectsError, Read, Steps, Write
 
+_LOG = logging.getLogger(__name__)
 _TRIES = 8  # Of one claim or publish, where others write meanwhile or answers are lost.
 
 
@@ -60,9 +62,9 @@ def claim(namespace: str, key: str, owner: str) -> Steps[Held]:
     name, lost = manifest_name(namespace, key), None
     for _ in range(_TRIES):
         found: Found = yield Read(name)
-        if found.value is None:
+        manifest = _manifest(found, namespace, key)
+        if manifest is None:
             return Held(namespace, key, owner, found.generation, None)
-        manifest = Manifest.from_bytes(found.value, namespace=namespace, key=key)
         if manifest.owner == owner:
             return Held(namespace, key, owner, found.generation, manifest, is_taken=manifest.write_id == lost)
         lost = uuid.uuid4().hex
@@ -85,7 +87,7 @@ def begin(namespace: str, key: str, owner: str) -> Steps[Held]:
       ManifestError: what is there is no manifest of it.
     """
     found: Found = yield Read(manifest_name(namespace, key))
-    manifest = None if found.value is None else Manifest.from_bytes(found.value, namespace=namespace, key=key)
+    manifest = _manifest(found, namespace, key)
     if manifest is not None and manifest.owner != owner:
         raise NotOwnerError(f"session {key} must be owned by {owner}, got {manifest.owner}")
     return Held(namespace, key, owner, found.generation, manifest)
@@ -139,3 +141,12 @@ def publish(held: Held, **state: Any) -> Steps[Held]:
         if there.write_id == manifest.write_id:
             return dataclasses.replace(held, generation=generation, manifest=manifest, is_taken=False)
     raise failed or ObjectsError(f"{held.name} must be written within {_TRIES} tries, and was not")
+
+
+def _manifest(found: Found, namespace: str, key: str) -> Manifest | None:
+    """What was found, if it is a manifest; None where there is none, or a damaged one, which is nobody's."""
+    try:
+        return None if found.value is None else Manifest.from_bytes(found.value, namespace=namespace, key=key)
+    except ManifestDamagedError as error:
+        _LOG.warning("the session begins anew: %s %s", manifest_name(namespace, key), error)
+        return None

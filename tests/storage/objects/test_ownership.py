@@ -53,6 +53,7 @@ class Owner:
         self.steps = None
         self.answer: object = None
         self.num_said = 0
+        self.is_retry = False
 
     @property
     def is_done(self) -> bool:
@@ -63,7 +64,11 @@ class Owner:
         if self.steps is None:
             self._begin()
         try:
-            asked = self.steps.send(self.answer) if not isinstance(self.answer, Exception) else self.steps.throw(self.answer)
+            asked = (
+                self.steps.send(self.answer)
+                if not isinstance(self.answer, Exception)
+                else self.steps.throw(self.answer)
+            )
         except StopIteration as end:
             self._end(end.value)
         except NotOwnerError:
@@ -72,10 +77,6 @@ class Owner:
             self.steps, self.answer = None, None  # Tried again, with what is held.
         else:
             self.answer = self._do(objects, asked, outcome)
-
-    @property
-    def asks_to_write(self) -> bool:
-        return self.steps is not None
 
     def _begin(self) -> None:
         self.answer = None
@@ -89,8 +90,6 @@ class Owner:
             self.chain += f"{self.name}{self.num_said} "
         self.is_retry = True
         self.steps = ownership.publish(self.held, chain=self.chain, conversation=self.chain.encode())
-
-    is_retry = False
 
     def _end(self, held: Held) -> None:
         is_publish = self.held is not None
@@ -180,12 +179,16 @@ def test_of_two_owners_no_published_turn_is_lost(turns, claims, outcomes, most_f
 
 
 def test_the_search_finds_a_protocol_that_writes_whatever_is_there(monkeypatch) -> None:
-    def careless(objects: Objects, asked: Write) -> bytes:
-        return Objects.write(objects, dataclasses.replace(asked, replaces=b"g%d" % objects.generation))
-
     write = Objects.write
-    monkeypatch.setattr(Objects, "write", lambda self, asked: write(self, dataclasses.replace(asked, replaces=b"g%d" % self.generation)))
-    del careless
-    with pytest.raises(AssertionError):
+
+    def careless(objects: Objects, asked: Write) -> bytes | None:
+        return write(objects, dataclasses.replace(asked, replaces=b"g%d" % objects.generation))
+
+    def explore() -> None:
         for objects, owners in orders(lambda: [Owner("a", 1, 1), Owner("b", 1, 1)], ("answered",), 0):
             check(objects, owners)
+
+    explore()
+    monkeypatch.setattr(Objects, "write", careless)
+    with pytest.raises(AssertionError):
+        explore()

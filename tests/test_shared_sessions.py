@@ -1,0 +1,366 @@
+"""Replicas that share sessions: a conversation goes on at another one with its KV, and nothing of two owners is mixed.
+
+Every replica is an engine of its own; what they share is a directory. A single engine that serves the conversation
+alone says what each answer must be.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ca_jax.engine import Engine
+from ca_jax.errors import SessionClosedError, SessionMovedError
+from ca_jax.session import Session
+from ca_jax.storage.objects import parts
+from ca_jax.storage.objects.manifest import Manifest
+from ca_jax.storage.objects.store import ObjectsError, ObjectsUnfitError
+from ca_jax.turns.requests import SamplingParams
+from tests import engine_kit as kit
+
+GREEDY = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+SAID = (
+    "Who wrote Faust, and how long did it take from the first page to the last one of all?",
+    "And what did he do on the days between?",
+    "Then tell me of the second part.",
+    "Who was it that came to Weimar with him, and why did they both stay there for so long?",
+)
+RUN_BLOCKS = 2
+"""Blocks in a run here, so that short conversations have some."""
+DEADLINE_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def _short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "RUN_BYTES", RUN_BLOCKS * kit.BLOCK_TOKENS * kit.TOKEN_BYTES)
+
+
+@pytest.fixture
+def replica(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
+    """Makes engines that share a directory."""
+    made = []
+
+    def make(ssd: str | None = None, write: str = "turn", url: str | None = None, **changes: object) -> Engine:
+        store = kit.SMALL.store if ssd is None else kit.ssd_store(tmp_path / ssd)
+        url = url or f"file://{tmp_path}/shared"
+        store = dataclasses.replace(store, objects_url=url, objects_write=write, objects_deadline_s=2.0)
+        made.append(kit.small_engine(store=store, **changes))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def say(session: Session, text: str) -> str:
+    return "".join(session.send(text, sampling=GREEDY))
+
+
+def serial(said: tuple[str, ...] = SAID, **changes: object) -> list[str]:
+    """What one engine that shares nothing answers."""
+    with kit.small_engine(**changes) as engine:
+        session = engine.session()
+        return [say(session, text) for text in said]
+
+
+def until(engine: Engine, holds: Callable[[], bool]) -> None:
+    """Keeps an engine going until something holds."""
+    give_up_s = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < give_up_s, "what was waited for did not come"
+        engine.keep()
+        time.sleep(0.002)
+
+
+def say_and_publish(engine: Engine, session: Session, text: str) -> str:
+    num_before = engine.metrics.publishes
+    answer = say(session, text)
+    until(engine, lambda: engine.metrics.publishes > num_before)
+    return answer
+
+
+def claimed(engine: Engine, session_id: str = "s") -> Session:
+    assert engine.elsewhere is not None
+    engine.elsewhere.claim(session_id)
+    return engine.session(session_id=session_id)
+
+
+def objects(tmp_path: Path, kind: str) -> list[Path]:
+    return sorted(path for path in (tmp_path / "shared").rglob("*") if path.is_file() and f"/{kind}" in str(path))
+
+
+@pytest.mark.parametrize("ssd", [False, True])
+def test_a_conversation_goes_on_at_each_replica_in_turn(replica, ssd) -> None:
+    answers = serial()
+    engines = [replica(f"ssd-{number}" if ssd else None) for number in range(2)]
+    for number, text in enumerate(SAID):
+        engine = engines[number % 2]
+        session = claimed(engine)
+        num_before = len(session.token_ids)
+        assert say_and_publish(engine, session, text) == answers[number]
+        assert session.usage.cached_tokens == ({"dram": 0} if not number else {"objects": num_before - 1})
+    assert [engine.metrics.takeovers for engine in engines] == [1, 2]
+    assert [engine.metrics.refused_publishes for engine in engines] == [0, 0]
+
+
+def test_only_what_is_new_is_written(replica, tmp_path) -> None:
+    engine = replica()
+    session = engine.session(session_id="s")
+    num_written = []
+    for text in SAID:
+        before = engine.metrics.published_bytes
+        say_and_publish(engine, session, text)
+        num_written.append(engine.metrics.published_bytes - before)
+    run_bytes = RUN_BLOCKS * kit.BLOCK_TOKENS * kit.TOKEN_BYTES
+    [manifest] = [Manifest.from_bytes(path.read_bytes()) for path in objects(tmp_path, "sessions")]
+    assert manifest.num_tokens == len(session.token_ids) - 1
+    assert all(part.num_tokens * kit.TOKEN_BYTES <= run_bytes for part in manifest.parts)
+    # A run is written whole once it is full: at most one more run than what is new, and the headers.
+    new_bytes = (len(session.token_ids) - 1) * kit.TOKEN_BYTES
+    assert sum(num_written) <= new_bytes + len(SAID) * (run_bytes + 8192 * (1 + new_bytes // run_bytes))
+
+
+def test_an_owner_that_was_replaced_is_refused_and_drops_its_copy(replica) -> None:
+    first, second = replica(), replica()
+    session = first.session(session_id="s")
+    say_and_publish(first, session, SAID[0])
+    there = claimed(second)
+    ours = say_and_publish(second, there, SAID[1])
+    say(session, "Something else, which the other replica knows nothing of.")
+    until(first, lambda: first.metrics.refused_publishes == 1)
+    until(first, lambda: not first.sessions)
+    assert first.store_stats().num_sessions == 0
+    with pytest.raises(SessionClosedError):
+        session.send("again")
+    again = claimed(first)
+    assert [each["content"] for each in again.messages[1::2]] == [serial()[0], ours]
+    assert say(again, SAID[2]) == serial()[2]
+
+
+def test_a_turn_that_runs_while_its_session_is_lost_says_so(replica) -> None:
+    first, second = replica(), replica()
+    session = first.session(session_id="s")
+    say_and_publish(first, session, SAID[0])
+    first._kv.shared._policy = "drain"  # The second turn's end is not published before the third one runs.
+    say(session, SAID[1])
+    claimed(second)
+    first._kv.shared._policy = "turn"
+    answer = iter(session.send(SAID[2], sampling=dataclasses.replace(GREEDY, max_tokens=200)))
+    next(answer)
+    first._kv.shared._is_quiet = lambda key: True
+    first._kv.shared.changed(session)
+    with pytest.raises(SessionMovedError, match="gone on with elsewhere"):
+        collections.deque(answer)
+    assert not first.sessions
+
+
+def test_an_open_session_that_another_replica_went_on_with_goes_on_from_there(replica) -> None:
+    first, second = replica(), replica()
+    session = first.session(session_id="s")
+    answers = [say_and_publish(first, session, SAID[0])]
+    answers.append(say_and_publish(second, claimed(second), SAID[1]))
+    assert claimed(first) is session
+    answers.append(say_and_publish(first, session, SAID[2]))
+    assert answers == serial(SAID[:3])
+    assert session.usage.cached_tokens["objects"] > 0
+
+
+def test_a_turn_that_was_not_published_is_kept_by_the_replica_that_has_it(replica) -> None:
+    """Nobody has gone on with the session meanwhile, so its owner's own log is the later state."""
+    engine = replica("ssd")
+    session = engine.session(session_id="s")
+    say_and_publish(engine, session, SAID[0])
+    engine._kv.shared._policy = "drain"
+    say(session, SAID[1])
+    engine._kv.shared._publish = lambda *_: None
+    engine._kv.shared.drain = lambda timeout_s: False
+    engine.close()
+    again = replica("ssd")
+    session = claimed(again)
+    assert len(session.messages) == 4
+    assert say(session, SAID[2]) == serial()[2]
+
+
+@pytest.mark.parametrize("repair", ["none", "spread"])
+def test_a_truncated_conversation_is_restored_as_it_was(replica, repair) -> None:
+    """Its KV has seen tokens that left: what the other replica answers is what its first owner would have."""
+    overflow = dataclasses.replace(kit.SMALL.overflow, repair=repair, truncation_ratio=0.5, anchor_tokens=8)
+    changes = {"context_window": 192, "overflow": overflow}
+    said = (*SAID, "And then? Say more of it, if you please, and do not stop so early.", "Go on.")
+    answers = serial(said, **changes)
+    first, second = replica(**changes), replica(**changes)
+    session = first.session(session_id="s")
+    for text, answer in zip(said[:-1], answers, strict=False):
+        assert say_and_publish(first, session, text) == answer
+    assert session.conversation.lineage
+    there = claimed(second)
+    assert there.conversation == session.conversation
+    assert say(there, said[-1]) == answers[-1]
+    assert there.usage.cached_tokens["objects"] > 0
+
+
+def test_other_sessions_that_begin_alike_find_the_same_objects(replica, tmp_path) -> None:
+    first, second = replica(), replica()
+    say_and_publish(first, first.session(session_id="s"), SAID[0])
+    before = first.metrics.published_bytes
+    say_and_publish(first, first.session(session_id="t"), SAID[0])
+    assert first.metrics.published_bytes == before, "equal KV of one tenant is one object"
+    other = second.session(session_id="u")
+    assert say(other, SAID[0]) == serial()[0]
+    run = RUN_BLOCKS * kit.BLOCK_TOKENS
+    assert other.usage.cached_tokens == {"objects": (other.usage.prompt_tokens - 1) // run * run}
+    stranger = second.session(session_id="v", tenant="other")
+    say(stranger, SAID[0])
+    assert stranger.usage.cached_tokens == {"dram": 0}, "what one tenant said never reaches another"
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 + 4096] ^= 1
+    path.write_bytes(data)
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize("fault", [damage, cut_short, Path.unlink], ids=["damaged", "cut short", "gone"])
+@pytest.mark.parametrize("which", [0, 1])
+def test_objects_that_are_not_what_they_were_are_computed(replica, tmp_path, fault, which) -> None:
+    first, second, third = replica(), replica(), replica()
+    session = first.session(session_id="s")
+    answers = [say_and_publish(first, session, text) for text in SAID[:2]]
+    [manifest] = [Manifest.from_bytes(path.read_bytes()) for path in objects(tmp_path, "sessions")]
+    broken = manifest.parts[which]
+    fault(tmp_path / "shared" / broken.name)
+    there = claimed(second)
+    answers.append(say_and_publish(second, there, SAID[2]))
+    assert answers == serial(SAID[:3])
+    assert there.usage.cached_tokens == {"objects" if broken.first else "dram": broken.first}
+    assert second.metrics.failed_restores == 1
+    # It was written anew: the next replica finds all of it.
+    there = claimed(third)
+    num_before = len(there.token_ids)
+    assert say(there, SAID[3]) == serial()[3]
+    assert there.usage.cached_tokens == {"objects": num_before - 1}
+
+
+@pytest.mark.parametrize("fault", [damage, cut_short], ids=["damaged", "cut short"])
+def test_a_manifest_that_is_not_one_is_not_used(replica, tmp_path, fault, caplog) -> None:
+    first, second = replica(), replica()
+    say_and_publish(first, first.session(session_id="s"), SAID[0])
+    [path] = objects(tmp_path, "sessions")
+    data = path.read_bytes()
+    path.write_bytes(data[:-7] if fault is cut_short else data[:100] + b"x" + data[101:])
+    with caplog.at_level(logging.WARNING):
+        there = claimed(second)
+    assert not there.messages
+    assert "must pass its checksum" in caplog.text
+    assert say(there, SAID[0]) == serial()[0]
+
+
+def test_replicas_of_other_weights_do_not_meet(replica) -> None:
+    first, second = replica(), replica(model=kit.model_of(seed=2))
+    say_and_publish(first, first.session(session_id="s"), SAID[0])
+    assert not claimed(second).token_ids
+
+
+def test_what_is_forgotten_is_forgotten_there(replica) -> None:
+    first, second = replica(), replica()
+    session = first.session(session_id="s")
+    say_and_publish(first, session, SAID[0])
+    session.close()
+    first._kv.shared._threads.submit(lambda: None).result()
+    first.close()
+    assert not claimed(second).messages
+
+
+@pytest.mark.parametrize("write", ["drain", "idle"])
+def test_what_is_written_on_closing_goes_on_elsewhere(replica, write) -> None:
+    first = replica(write=write)
+    session = first.session(session_id="s")
+    answers = [say(session, text) for text in SAID[:2]]
+    assert first.metrics.publishes == 0
+    first.close()
+    there = claimed(replica())
+    answers.append(say(there, SAID[2]))
+    assert answers == serial(SAID[:3])
+    assert there.usage.cached_tokens["objects"] > 0
+
+
+def test_an_idle_session_is_published(replica, monkeypatch) -> None:
+    monkeypatch.setattr("ca_jax.kv.shared_sessions._IDLE_S", 0.0)
+    engine = replica(write="idle")
+    say_and_publish(engine, engine.session(session_id="s"), SAID[0])
+
+
+def test_no_turn_fails_while_the_store_does(replica, tmp_path, monkeypatch) -> None:
+    engine = replica()
+    session = engine.session(session_id="s")
+    answers = [say_and_publish(engine, session, SAID[0])]
+
+    def broken(*_: object, **__: object) -> None:
+        raise ObjectsError("no answer")
+
+    monkeypatch.setattr("ca_jax.kv.shared_sessions._FIRST_PAUSE_S", 0.01)
+    objects = engine._kv.shared._kv.objects
+    with monkeypatch.context() as patched:
+        for name in ("read", "write"):
+            patched.setattr(objects, name, broken)
+        with pytest.raises(ObjectsError):
+            engine.elsewhere.claim("other")
+        answers.append(say(session, SAID[1]))
+        until(engine, lambda: engine.metrics.failed_publishes > 0)
+        answers.append(say(session, SAID[2]))
+    until(engine, lambda: engine.metrics.publishes > 1)
+    there = claimed(replica())
+    assert len(there.messages) == 6
+    assert answers == serial(SAID[:3])
+
+
+def test_a_url_that_cannot_be_used_is_refused(replica, tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    for url in (f"file://{tmp_path}/file", "nowhere://x"):
+        with pytest.raises(ObjectsUnfitError, match="objects_url must be"):
+            replica(url=url)
+
+
+def test_names_of_objects_say_whose_they_are(replica, tmp_path) -> None:
+    """An object under another's name is not taken for it."""
+    first, second = replica(), replica()
+    session = first.session(session_id="s")
+    say_and_publish(first, session, SAID[0])
+    [manifest] = [Manifest.from_bytes(path.read_bytes()) for path in objects(tmp_path, "sessions")]
+    one, two = (tmp_path / "shared" / part.name for part in manifest.parts[:2])
+    one.write_bytes(two.read_bytes())
+    other = second.session(session_id="t")
+    assert say(other, SAID[0]) == serial()[0]
+    assert other.usage.cached_tokens == {"dram": 0}
+
+
+def test_kv_is_copied_token_by_token_from_any_place(tmp_path) -> None:
+    """`LoadTicket.copy` against `LoadTicket.read`, of a session with gaps."""
+    with kit.small_engine() as engine:
+        session = engine.session(session_id="s")
+        say(session, SAID[0])
+        engine.wait_for_saves()
+        session.discard(range(5, 40))
+        store, token_ids = engine._kv.store, session.token_ids
+        ticket = store.hold(session.key, token_ids, num_dropped=session.conversation.kv_lineage)
+        assert ticket.num_plain == 5
+        for layer in range(kit.NUM_LAYERS):
+            whole = np.zeros(store.layout.layer_shape(layer, ticket.num_tokens), store.layout.numpy_dtype)
+            ticket.read(layer, whole).result()
+            for first, stop in ((0, ticket.num_tokens), (3, 9), (17, 18), (30, ticket.num_tokens)):
+                part = np.zeros(store.layout.layer_shape(layer, stop - first), store.layout.numpy_dtype)
+                assert ticket.copy(layer, first, part)
+                np.testing.assert_array_equal(part, whole[:, first:stop])
+        store.let_go(ticket)
+        assert not ticket.copy(0, 0, part)
