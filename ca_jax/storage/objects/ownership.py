@@ -132,9 +132,7 @@ def publish(held: Held, **state: Any) -> Steps[Held]:
             if failed is not None:
                 raise failed
             continue  # Refused without another state: a write was under way.
-        there = (
-            None if found.value is None else Manifest.from_bytes(found.value, namespace=held.namespace, key=held.key)
-        )
+        there = _manifest(found, held.namespace, held.key)
         if there is None or (there.owner, there.epoch) != (manifest.owner, manifest.epoch):
             raise NotOwnerError(f"session {held.key} must be owned by {held.owner}, got another owner, or none")
         generation = found.generation
