@@ -203,7 +203,7 @@ class SharedKV:
     ) -> list[PartRef | parts.Wanted]:
         before = held.manifest
         known: Sequence[PartRef] = ()
-        if before is not None and before.lineage == state["lineage"]:
+        if before is not None and before.lineage == state["lineage"] and self._is_current(held):
             num_same = source.ticket.num_plain if before.is_to_repair else before.num_tokens
             known = [part for part in before.parts if part.name not in damaged and part.stop <= num_same]
         return parts.divide(
@@ -216,6 +216,10 @@ class SharedKV:
             key=key,
             mark=f"{1 if before is None else before.epoch}-{uuid.uuid4().hex}",
         )
+
+    def _is_current(self, held: Held) -> bool:
+        """Whether a manifest is as it was held. Where a collector has forgotten it, its objects may be gone."""
+        return self.objects.read(held.name).generation == held.generation
 
     def _copied(self, source: Source, divided: Sequence[PartRef | parts.Wanted]) -> tuple[list[list[np.ndarray]], bool]:
         """Copies of the layers of those that are to be written, none of those that are there; and whether of all."""

@@ -101,7 +101,7 @@ def publish(held: Held, **state: Any) -> Steps[Held]:
       state: fields of `Manifest`; what is not given stays.
 
     Raises:
-      NotOwnerError: it is another replica's by now, or was forgotten.
+      NotOwnerError: it is another replica's by now, or its manifest is damaged.
       ObjectsError: it is not known whether it is published; another `publish` finds out.
     """
     before = held.manifest
@@ -132,6 +132,9 @@ def publish(held: Held, **state: Any) -> Steps[Held]:
             if failed is not None:
                 raise failed
             continue  # Refused without another state: a write was under way.
+        if found.value is None:  # A collector has forgotten the session, and deleted that long ago: it begins again.
+            generation = found.generation
+            continue
         there = _manifest(found, held.namespace, held.key)
         if there is None or (there.owner, there.epoch) != (manifest.owner, manifest.epoch):
             raise NotOwnerError(f"session {held.key} must be owned by {held.owner}, got another owner, or none")

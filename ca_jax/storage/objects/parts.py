@@ -11,6 +11,9 @@ session, its owner's epoch and a name made up for each publish.
 
     object     header, 8 KiB: JSON, padded | layer 0 [P, T, K, H] | layer 1 | ...
 
+Plain KV may be there though no manifest names it any more. A collector that is about to delete such an object marks it
+first; a publish that finds the mark writes the object anew, and the collector leaves what has changed.
+
 Not here: who reads and writes them (kv.shared_sessions), which of them are nobody's (collector).
 """
 
@@ -19,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +41,10 @@ _FORMAT = 1
 
 class PartError(Exception):
     """An object is not the KV that it should be: damaged, cut short, or of other tokens."""
+
+
+class PartMissingError(PartError):
+    """An object is not there."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +66,16 @@ def run_tokens(layout: KVLayout) -> int:
 def parts_prefix(namespace: str) -> str:
     """What all names of KV objects of a namespace begin with."""
     return f"v1/{namespace[:16]}/kv/"
+
+
+def doomed_name(name: str) -> str:
+    """Of the mark on a KV object that a collector is about to delete."""
+    return name.replace("/kv/", "/doomed/", 1)
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether an object's KV is named by its tokens, so that any session of its tenant may come to name it."""
+    return "/plain/" in name
 
 
 def divide(
@@ -95,7 +113,7 @@ def divide(
             name = f"{parts_prefix(namespace)}plain/{digest[:2]}/{digest}"
         else:
             name = f"{parts_prefix(namespace)}own/{key}/{mark}-{first}-{stop}"
-        if part is not None and part.tokens == tokens and is_plain == ("/plain/" in part.name):
+        if part is not None and part.tokens == tokens and is_plain == is_plain_name(part.name):
             return part
         return Wanted(name, first, stop - first, tokens)
 
@@ -157,20 +175,31 @@ def write_part(
     Raises:
       ObjectsError: it is not known to be there.
     """
+    # The mark first: one that is set later leaves this publish the collector's grace to name the object.
+    is_doomed = is_plain_name(wanted.name) and store.read(doomed_name(wanted.name)).value is not None
     header, generation = _read_header(store, wanted, layout, namespace)
-    if header is not None and not is_damaged:
+    if header is not None and not is_damaged and not is_doomed:
         return _ref(wanted, header), 0
-    sums = [crc32c.crc32c(as_bytes(layer)) for layer in layers]
-    text = json.dumps({"format": _FORMAT, **dataclasses.asdict(wanted), "namespace": namespace, "sums": sums}).encode()
+    fields = {
+        **dataclasses.asdict(wanted),
+        "namespace": namespace,
+        "sums": [crc32c.crc32c(as_bytes(layer)) for layer in layers],
+        "layer_bytes": [layer.nbytes for layer in layers],
+        "write_id": uuid.uuid4().hex,  # Where a generation is a hash of the bytes, equal KV written anew has another.
+    }
+    text = json.dumps({"format": _FORMAT, **fields}).encode()
     if len(text) > _HEADER_BYTES:
-        raise ValueError(f"a header must be at most {_HEADER_BYTES} bytes, got {len(text)} of {len(sums)} layers")
+        raise ValueError(f"a header must be at most {_HEADER_BYTES} bytes, got {len(text)} of {len(layers)} layers")
     data = b"".join([text.ljust(_HEADER_BYTES), *map(as_bytes, layers)])
     if store.write(wanted.name, data, replaces=generation) is not None:
-        return _ref(wanted, {"sums": sums}), len(data)
-    header, _ = _read_header(store, wanted, layout, namespace)  # Another replica has the same tokens, and was faster.
-    if header is None:
+        return _ref(wanted, fields), len(data)
+    header, generation = _read_header(store, wanted, layout, namespace)
+    if header is not None:  # Another replica has the same tokens, and was faster.
+        return _ref(wanted, header), 0
+    # It was deleted meanwhile, or is of something else.
+    if store.write(wanted.name, data, replaces=generation) is None:
         raise ObjectsError(f"{wanted.name} must be KV of {wanted.num_tokens} tokens, got another object")
-    return _ref(wanted, header), 0
+    return _ref(wanted, fields), len(data)
 
 
 def find_part(store: ObjectStore, wanted: Wanted, layout: KVLayout, namespace: str) -> PartRef | None:
@@ -204,6 +233,60 @@ def read_layers(store: ObjectStore, part: PartRef, layout: KVLayout, first: int,
         shape = layout.layer_shape(layer, part.num_tokens)
         layers.append(np.frombuffer(of_layer, layout.numpy_dtype).reshape(shape))
     return layers
+
+
+def check_part(store: ObjectStore, part: PartRef, namespace: str) -> None:
+    """Reads an object whole and holds it against its header, and both against what names it. Needs no layout.
+
+    Raises:
+      ObjectsError: it cannot be read.
+      PartError: it is not what it should be (`PartMissingError`: not there).
+    """
+    data = store.read(part.name).value
+    if data is None:
+        raise PartMissingError(f"{part.name} must be there, and is not")
+    header, wanted = _parsed(data[:_HEADER_BYTES]), {**dataclasses.asdict(part), "sums": list(part.sums)}
+    for name, value in {"format": _FORMAT, "namespace": namespace, **wanted}.items():
+        if header.get(name) != value:
+            raise PartError(f"the header of {part.name} must say {name} {value}, got {header.get(name)}")
+    sizes = _layer_bytes(header)
+    if sizes is None or len(sizes) != len(part.sums):
+        raise PartError(f"the header of {part.name} must say the bytes of {len(part.sums)} layers, got {sizes}")
+    if len(data) != _HEADER_BYTES + sum(sizes):
+        raise PartError(f"{part.name} must be of {_HEADER_BYTES + sum(sizes)} bytes, got {len(data)}")
+    at = _HEADER_BYTES
+    for layer, (size, wanted_sum) in enumerate(zip(sizes, part.sums, strict=True)):
+        found = crc32c.crc32c(memoryview(data)[at : at + size])
+        if found != wanted_sum:
+            raise PartError(f"layer {layer} of {part.name} must have crc32c {wanted_sum:#010x}, got {found:#010x}")
+        at += size
+
+
+def measure_part(store: ObjectStore, name: str) -> tuple[bytes, int] | None:
+    """An object's generation, and its bytes as its header says, 0 where that cannot be read; None: it is not there.
+
+    Raises:
+      ObjectsError: that cannot be found out.
+    """
+    found = store.read(name, 0, _HEADER_BYTES, may_be_short=True)
+    if found.value is None:
+        return None
+    sizes = _layer_bytes(_parsed(found.value[:_HEADER_BYTES]))
+    return found.generation, 0 if sizes is None else _HEADER_BYTES + sum(sizes)
+
+
+def _layer_bytes(header: dict[str, Any]) -> list[int] | None:
+    sizes = header.get("layer_bytes")
+    return sizes if isinstance(sizes, list) and all(isinstance(each, int) for each in sizes) else None
+
+
+def _parsed(header: bytes) -> dict[str, Any]:
+    """The fields of a header, none of what is no header."""
+    try:
+        fields = json.loads(header)
+    except ValueError:
+        return {}
+    return fields if isinstance(fields, dict) else {}
 
 
 def _read_header(
