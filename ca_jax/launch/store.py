@@ -8,12 +8,14 @@
     python -m ca_jax.launch.store --ssd_dir=D gc [--dry_run] [--verify] [--drop_namespace=N]
     python -m ca_jax.launch.store --ssd_dir=D drop ID
     python -m ca_jax.launch.store --ssd_dir=D --ssd_url=U claim    blocks at U become those of D
+    python -m ca_jax.launch.store --objects_url=U [list | show ID | verify | gc]   sessions that replicas share
 
 ID is a session's id, its key, or the beginning of its key. gc, drop and claim want no engine to run on the directory,
 claim none on that which had the blocks before; the others may run beside one and change nothing. Results go to stdout,
 and with --json_out to a file too.
 
-Not here: reading and changing the directory (`ca_jax.storage`), what is said of it (`store_report`).
+Not here: reading and changing the directory (`ca_jax.storage`), what is said of it (`store_report`), objects
+(`store_objects`).
 """
 
 from __future__ import annotations
@@ -29,11 +31,12 @@ import safetensors.numpy
 from absl import flags
 
 from ca_jax.errors import CaJaxError, check
-from ca_jax.launch import store_report
+from ca_jax.launch import store_objects, store_report
 from ca_jax.launch.flags import out_path
 from ca_jax.launch.script import make_console, write_json
 from ca_jax.launch.script import run as run_script
-from ca_jax.launch.store_report import Facts, facts_of, row_facts
+from ca_jax.launch.store_objects import ObjectsRequest
+from ca_jax.launch.store_report import CommandError, Facts, facts_of, row_facts
 from ca_jax.launch.terminal import progress_bars
 from ca_jax.pretrained import Progress
 from ca_jax.storage.catalog.records import DamagedRecordError
@@ -59,10 +62,6 @@ _WITH_ID = {"show": True, "drop": True, "export": False}  # Command to whether i
 _OPTIONS_OF = {"output_dir": "export", **dict.fromkeys(("drop_namespaces", "dry_run", "verify_blocks"), "gc")}
 _LONG = ("verify", "export")  # Commands that report progress.
 _FIRST_TOKEN_IDS = 32
-
-
-class CommandError(CaJaxError, ValueError):
-    """A command that there is not, or that was told too little or too much."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -249,7 +248,8 @@ _ACTIONS = dict(zip(COMMANDS, (_list, _show, _verify, _gc, _export, _drop, _stat
 
 def _define_flags() -> None:
     """Only where this is the program: scripts share names of flags, and a test imports several of them."""
-    flags.DEFINE_string("ssd_dir", None, "Directory of the store.", required=True)
+    flags.DEFINE_string("ssd_dir", None, "Directory of the store. This, or objects_url.")
+    flags.DEFINE_string("objects_url", None, "Where replicas share sessions: a TensorStore URL. This, or ssd_dir.")
     flags.DEFINE_string("ssd_url", None, "Where its blocks are, if not in ssd_dir: a TensorStore URL.")
     flags.DEFINE_enum("ssd_driver", None, SSD_DRIVERS, "How blocks are kept; needed only where there are both kinds.")
     flags.DEFINE_string("tenant", None, "Sessions of this tenant only.")
@@ -258,17 +258,46 @@ def _define_flags() -> None:
     text = "gc: drop a namespace, by its name in stats or the beginning of its weights' fingerprint."
     flags.DEFINE_multi_string("drop_namespace", [], text)
     flags.DEFINE_bool("dry_run", False, "gc: only say what would go.")
+    text = "gc of objects: seconds between its two looks, 600 if not given; longer than any publish takes."
+    flags.DEFINE_float("grace_s", None, text)
+    text = "gc of objects: most that sessions may hold, GiB; those go first that were used least recently."
+    flags.DEFINE_float("max_gib", None, text)
+    flags.DEFINE_float("tenant_quota_gib", None, "gc of objects: most that one tenant may hold, GiB.")
     flags.DEFINE_bool("verify", False, "gc: read every block, and forget sessions with a damaged one.")
 
 
-def _request(arguments: Sequence[str]) -> Request:
+_OF_DIRECTORY = ("ssd_url", "ssd_driver", "output_dir", "drop_namespace", "verify")
+_OF_OBJECTS = ("grace_s", "max_gib", "tenant_quota_gib")
+
+
+def _request(arguments: Sequence[str]) -> Request | ObjectsRequest:
     """What the command line asks for."""
     if len(arguments) > 2:
         raise CommandError(f"arguments must be a command and at most one session, got {' '.join(arguments)}")
+    given = [name for name in ("ssd_dir", "objects_url") if getattr(FLAGS, name) is not None]
+    if len(given) != 1:
+        raise CommandError(
+            f"exactly one of --ssd_dir and --objects_url must be given, got {'both' if given else 'none'}"
+        )
+    for name in _OF_OBJECTS if given == ["ssd_dir"] else _OF_DIRECTORY:
+        if FLAGS[name].present:
+            raise CommandError(f"{name} must be left out with {given[0]}, got {FLAGS[name].value!r}")
+    command = arguments[0] if arguments else COMMANDS[0]
+    session = arguments[1] if len(arguments) > 1 else None
+    if given == ["objects_url"]:
+        numbers = {name: FLAGS[name].value for name in _OF_OBJECTS}
+        return ObjectsRequest(
+            url=FLAGS.objects_url,
+            command=command,
+            session=session,
+            tenant=FLAGS.tenant,
+            dry_run=FLAGS.dry_run,
+            **numbers,
+        )
     return Request(
         directory=Path(FLAGS.ssd_dir).expanduser(),
-        command=arguments[0] if arguments else COMMANDS[0],
-        session=arguments[1] if len(arguments) > 1 else None,
+        command=command,
+        session=session,
         tenant=FLAGS.tenant,
         url=FLAGS.ssd_url,
         driver=FLAGS.ssd_driver,
@@ -285,8 +314,13 @@ def main(argv: Sequence[str]) -> None:
     request = _request(argv[1:])
     quiet: contextlib.AbstractContextManager[Progress] = contextlib.nullcontext(lambda what, done, total: None)
     with progress_bars() if request.command in _LONG else quiet as progress:
-        facts = run(request, progress)
-    store_report.print_facts(facts, make_console())
+        if isinstance(request, ObjectsRequest):
+            facts = store_objects.run(request, progress)
+            parts = store_objects.shown(facts)
+        else:
+            facts = run(request, progress)
+            parts = store_report.shown(facts)
+    store_report.print_parts(parts, make_console())
     if json_out is not None:
         write_json(facts, json_out)
     sys.exit(0 if is_sound(facts) else 1)

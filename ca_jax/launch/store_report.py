@@ -15,6 +15,7 @@ import rich.console
 import rich.table
 from rich.filesize import decimal
 
+from ca_jax.errors import CaJaxError
 from ca_jax.launch.script import make_table, note
 from ca_jax.launch.terminal import describe_time
 from ca_jax.storage.catalog.records import Namespace
@@ -23,7 +24,12 @@ from ca_jax.storage.inspector import DiskUse, Listing, StoredSession, Verdict
 
 Facts = dict[str, Any]
 """JSON values by name."""
-_Parts = Iterator[rich.table.Table | tuple[str, ...]]  # Tables, and lines with their style.
+Parts = Iterator[rich.table.Table | tuple[str, ...]]  # Tables, and lines with their style.
+
+
+class CommandError(CaJaxError, ValueError):
+    """A command that there is not, or that was told too little or too much."""
+
 
 _SUMS = ("num_sessions", "num_tokens", "num_blocks", "num_bytes")  # Of a namespace and of each tenant.
 _OF_RECORD = (
@@ -100,28 +106,37 @@ def usage_facts(namespace: Namespace, listing: Listing, use: DiskUse | None, now
 
 def print_facts(facts: Facts, console: rich.console.Console) -> None:
     """Shows the facts of one command as tables and lines."""
-    for part in _SHOWN[facts["command"]](facts):
+    print_parts(shown(facts), console)
+
+
+def shown(facts: Facts) -> Parts:
+    """The facts of one command as tables and lines."""
+    return _SHOWN[facts["command"]](facts)
+
+
+def print_parts(parts: Parts, console: rich.console.Console) -> None:
+    """Shows tables and lines."""
+    for part in parts:
         if isinstance(part, rich.table.Table):
             console.print(part)
         else:
             note(console, *part)
 
 
-def _list(facts: Facts) -> _Parts:
+def _list(facts: Facts) -> Parts:
     sessions = facts["sessions"]
     columns = ("session", "tenant", ">tokens", ">size", "created", "last used", "expires", "pinned", "state", "weights")
     rows = []
     for each in sessions:
         times = (describe_time(each["created_s"]), describe_time(each["last_used_s"]), _expiry(each))
         rows.append((*_stored(each), *times, _yes(each["pinned"]), each["state"], each["weights"][:_SHORT]))
-    yield _table(columns, rows)
-    tokens, num_bytes = (sum(each[name] for each in sessions) for name in ("num_tokens", "num_bytes"))
-    yield (f"{len(sessions):,} sessions, {tokens:,} tokens, {decimal(num_bytes)}",)
+    yield table(columns, rows)
+    yield (sums_line(sessions),)
     for row in facts["damaged_rows"]:
         yield f"damaged row of the catalog: {row['found']}", "red"
 
 
-def _show(facts: Facts) -> _Parts:
+def _show(facts: Facts) -> Parts:
     session, namespace = facts["session"], facts["namespace"]
     layout, token_ids = namespace["layout"], facts["first_token_ids"]
     groups = layout.get("groups") or [{**layout, "layers": range(layout["num_layers"])}]
@@ -131,7 +146,7 @@ def _show(facts: Facts) -> _Parts:
     rows = [
         *((name, session[field]) for name, field in (("session", "session_id"), ("key", "key"), ("tenant", "tenant"))),
         ("tokens", f"{session['num_tokens']:,}, after {session['num_dropped']:,} were dropped"),
-        ("size", f"{_size(session)} in {session['num_blocks']:,} blocks"),
+        ("size", f"{size(session)} in {session['num_blocks']:,} blocks"),
         ("created", describe_time(session["created_s"])),
         ("last used", f"{describe_time(session['last_used_s'])}, saved {session['generation']} times"),
         ("expires", _expiry(session)),
@@ -142,84 +157,84 @@ def _show(facts: Facts) -> _Parts:
         ("blocks at", facts["blocks_at"]),
         ("first token ids", "not readable" if token_ids is None else " ".join(map(str, token_ids))),
     ]
-    yield _table(("", ""), rows)
+    yield table(("", ""), rows)
     if facts["damage"]:
         yield f"damaged: {facts['damage']}", "red"
     yield ("",)
     blocks = [[f"{each[name]}" for name in ("index", "block_id", "tokens")] for each in facts["blocks"]]
-    yield _table((">block", ">id on disk", ">tokens"), blocks)
+    yield table((">block", ">id on disk", ">tokens"), blocks)
 
 
-def _verify(facts: Facts) -> _Parts:
+def _verify(facts: Facts) -> Parts:
     damaged, problems = facts["damaged"], facts["catalog_problems"]
     if damaged:
         rows = []
         for each in damaged:
             for damage in each["damages"]:
                 at = ("-" if damage[name] is None else f"{damage[name]}" for name in ("index", "block_id"))
-                rows.append((*_who(each), *at, damage["reason"], damage["found"]))
-        yield _table(("session", "tenant", "key", ">block", ">id on disk", "damage", "found"), rows)
+                rows.append((*who(each), *at, damage["reason"], damage["found"]))
+        yield table(("session", "tenant", "key", ">block", ">id on disk", "damage", "found"), rows)
     for problem in problems:
         of = "" if problem["key"] is None else f" (session {problem['key'][:_SHORT]})"
         yield f"catalog{of}: {problem['found']}", "red"
     found = f"{len(damaged):,} of {facts['num_sessions']:,} sessions damaged, {len(problems):,} other problems"
-    of_all = f"{facts['num_blocks']:,} blocks, {_size(facts)}"
+    of_all = f"{facts['num_blocks']:,} blocks, {size(facts)}"
     yield f"{found} of the catalog; {of_all}", "red" if damaged or problems else "green"
 
 
-def _gc(facts: Facts) -> _Parts:
+def _gc(facts: Facts) -> Parts:
     would = "would be " if facts["dry_run"] else ""
     forgotten = [each for namespace in facts["namespaces"] for each in namespace["forgotten"]]
     if forgotten:
-        yield _table(("session", "tenant", "key", "why"), [(*_who(each), each["reason"]) for each in forgotten])
+        yield table(("session", "tenant", "key", "why"), [(*who(each), each["reason"]) for each in forgotten])
     namespaces = []
     for each in facts["namespaces"]:
         name, leftovers = each["namespace"] + (f", {would}dropped" if each["dropped"] else ""), each["num_leftovers"]
-        counts = (f"{len(each['forgotten']):,}", f"{each['num_blocks']:,}", _size(each))
+        counts = (f"{len(each['forgotten']):,}", f"{each['num_blocks']:,}", size(each))
         namespaces.append((name, each["weights"][:_SHORT], *counts, "-" if leftovers is None else f"{leftovers:,}"))
-    yield _table(("namespace", "weights", ">forgotten", ">blocks", ">freed", ">leftovers"), namespaces)
+    yield table(("namespace", "weights", ">forgotten", ">blocks", ">freed", ">leftovers"), namespaces)
     if facts["files"]:
-        yield (f"{would}deleted ({_size(facts, 'num_file_bytes')}): {', '.join(facts['files'])}",)
+        yield (f"{would}deleted ({size(facts, 'num_file_bytes')}): {', '.join(facts['files'])}",)
     if facts["compacted_bytes"] is not None:
-        yield (f"catalog: {_size(facts, 'catalog_bytes')} before, {_size(facts, 'compacted_bytes')} now",)
+        yield (f"catalog: {size(facts, 'catalog_bytes')} before, {size(facts, 'compacted_bytes')} now",)
     if facts["not_compacted"] is not None:
         yield f"catalog not compacted: {facts['not_compacted']}", "red"
     freed = decimal(sum(each["num_bytes"] for each in facts["namespaces"]) + facts["num_file_bytes"])
     yield (f"{len(forgotten):,} sessions {would}forgotten, {freed} {would}freed",)
 
 
-def _export(facts: Facts) -> _Parts:
+def _export(facts: Facts) -> Parts:
     rows = [(*_stored(each), each["file"]) for each in facts["exported"]]
     if rows:
-        yield _table(("session", "tenant", ">tokens", ">size", "file"), rows)
+        yield table(("session", "tenant", ">tokens", ">size", "file"), rows)
     for each in facts["damaged"]:
         yield f"not exported: {each['found']}", "red"
     yield (f"{len(facts['exported']):,} sessions exported, {len(facts['damaged']):,} damaged",)
 
 
-def _drop(facts: Facts) -> _Parts:
-    session, tenant, key = _who(facts["forgotten"][0])
-    freed = f"{facts['num_blocks']:,} blocks deleted, {_size(facts)} freed"
+def _drop(facts: Facts) -> Parts:
+    session, tenant, key = who(facts["forgotten"][0])
+    freed = f"{facts['num_blocks']:,} blocks deleted, {size(facts)} freed"
     yield (f"session {session!r} of tenant {tenant!r} ({key}) dropped: {freed}",)
 
 
-def _stats(facts: Facts) -> _Parts:
+def _stats(facts: Facts) -> Parts:
     rows = []
     for each in facts["namespaces"]:
         disk = each["disk"]
-        on_disk = ("-", "-") if disk is None else (f"{disk['num_files']:,}", _size(disk))
+        on_disk = ("-", "-") if disk is None else (f"{disk['num_files']:,}", size(disk))
         name, weights = each["namespace"]["name"], each["namespace"]["weights"][:_SHORT]
         rows.append((name, weights, "all", *_sums(each), *on_disk, f"{each['num_damaged_rows']:,}"))
         rows.extend(("", "", tenant["tenant"], *_sums(tenant), "", "", "") for tenant in each["tenants"])
     sums = (">sessions", ">tokens", ">blocks", ">size")
-    yield _table(("namespace", "weights", "tenant", *sums, ">files", ">on disk", ">damaged rows"), rows)
+    yield table(("namespace", "weights", "tenant", *sums, ">files", ">on disk", ">damaged rows"), rows)
     for name, use in facts["unknown"].items():
-        yield (f"of no namespace: {name}, {use['num_files']:,} files, {_size(use)}; gc deletes it",)
-    disk = f"disk {_size(facts, 'free_bytes')} free of {_size(facts, 'total_bytes')}"
-    yield (f"catalog {_size(facts['catalog'])}; {disk}",)
+        yield (f"of no namespace: {name}, {use['num_files']:,} files, {size(use)}; gc deletes it",)
+    disk = f"disk {size(facts, 'free_bytes')} free of {size(facts, 'total_bytes')}"
+    yield (f"catalog {size(facts['catalog'])}; {disk}",)
 
 
-def _claim(facts: Facts) -> _Parts:
+def _claim(facts: Facts) -> Parts:
     for each in facts["taken"]:
         yield (f"{each['num_blocks']:,} blocks at {each['blocks_at']}, before of {each['owner'] or 'nobody known'}",)
 
@@ -227,7 +242,8 @@ def _claim(facts: Facts) -> _Parts:
 _SHOWN = {part.__name__[1:]: part for part in (_list, _show, _verify, _gc, _export, _drop, _stats, _claim)}
 
 
-def _table(columns: tuple[str, ...], rows: Iterable[Sequence[str]]) -> rich.table.Table:
+def table(columns: tuple[str, ...], rows: Iterable[Sequence[str]]) -> rich.table.Table:
+    """A table without lines."""
     return make_table(columns, rows, ruled=False)
 
 
@@ -235,7 +251,7 @@ def _yes(holds: bool) -> str:
     return "yes" if holds else "no"
 
 
-def _who(facts: Facts) -> tuple[str, str, str]:
+def who(facts: Facts) -> tuple[str, str, str]:
     """Session, tenant and shortened key of what has a `key` and perhaps a `session`."""
     session = facts["session"]
     named = ("?", "?") if session is None else (session["session_id"], session["tenant"])
@@ -243,14 +259,26 @@ def _who(facts: Facts) -> tuple[str, str, str]:
 
 
 def _stored(session: Facts) -> tuple[str, str, str, str]:
-    return session["session_id"], session["tenant"], f"{session['num_tokens']:,}", _size(session)
+    return session["session_id"], session["tenant"], f"{session['num_tokens']:,}", size(session)
+
+
+def session_cells(session: Facts) -> tuple[str, ...]:
+    """Session, tenant, tokens, size, last used, expires, pinned."""
+    return *_stored(session), describe_time(session["last_used_s"]), _expiry(session), _yes(session["pinned"])
+
+
+def sums_line(sessions: Sequence[Facts]) -> str:
+    """How many sessions these are, and how large."""
+    tokens, num_bytes = (sum(each[name] for each in sessions) for name in ("num_tokens", "num_bytes"))
+    return f"{len(sessions):,} sessions, {tokens:,} tokens, {decimal(num_bytes)}"
 
 
 def _sums(facts: Facts) -> tuple[str, str, str, str]:
-    return f"{facts['num_sessions']:,}", f"{facts['num_tokens']:,}", f"{facts['num_blocks']:,}", _size(facts)
+    return f"{facts['num_sessions']:,}", f"{facts['num_tokens']:,}", f"{facts['num_blocks']:,}", size(facts)
 
 
-def _size(facts: Mapping[str, Any], name: str = "num_bytes") -> str:
+def size(facts: Mapping[str, Any], name: str = "num_bytes") -> str:
+    """Bytes, rounded."""
     return decimal(facts[name])
 
 

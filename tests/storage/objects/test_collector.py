@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from ca_jax.engine import Engine
+from ca_jax.session import Session
 from ca_jax.storage.objects import parts
 from ca_jax.storage.objects.collector import Collected, Reason, collect
 from ca_jax.storage.objects.manifest import FORMAT, Manifest, hint_name, manifest_name
 from ca_jax.storage.objects.store import ObjectsError, ObjectStore
 from ca_jax.storage.objects.survey import verify
 from ca_jax.storage.records import IoFailure
+from ca_jax.turns.requests import SamplingParams
+from tests import engine_kit
 from tests.storage.objects import shared_kit as kit
 from tests.storage.objects.shared_kit import NOW_S, RUN_TOKENS, SPACE, TOKEN_BYTES, Replica, orphan, short_runs
 
@@ -432,3 +438,62 @@ def test_the_orders_find_a_publisher_that_heeds_no_mark(monkeypatch) -> None:
         lambda replica: orphan(replica.kv.objects, LONG[:RUN_TOKENS]),
     )
     assert not all(all_sound(replica.kv.objects) for replica in orders)
+
+
+# Engines.
+
+
+def test_engines_serve_the_same_before_and_after_a_collection(tmp_path) -> None:
+    url = f"file://{tmp_path}/shared"
+    store = dataclasses.replace(engine_kit.SMALL.store, objects_url=url, objects_deadline_s=2.0)
+    objects = ObjectStore(url, 5.0)
+    said = ("Who wrote Faust, and how long did it take?", "And then?", "Tell me of the second part.", "Go on.")
+    with engine_kit.small_engine() as alone:
+        session = alone.session()
+        answers = [say(session, text) for text in said]
+    with engine_kit.small_engine(store=store) as first, engine_kit.small_engine(store=store) as second:
+        sessions = [first.session(session_id=name) for name in ("old", "new")]
+        for session in sessions:
+            assert [say_and_publish(first, session, text) for text in said[:2]] == answers[:2]
+        before = kit_bytes(objects)
+        assert collect(objects, sleep=lambda seconds: None).num_objects > 0, "runs that are full have replaced others"
+        assert 0 < kit_bytes(objects) < before
+        assert all_sound(objects)
+        there = claimed(second, "new")
+        num_tokens = len(there.token_ids)
+        assert say_and_publish(second, there, said[2]) == answers[2]
+        assert there.usage.cached_tokens == {"objects": num_tokens - 1}
+        # Both are forgotten, one of them under the engine that has it open, which publishes it again.
+        assert len(collect(objects, max_bytes=0, sleep=lambda seconds: None).forgotten) == 2
+        assert kit_bytes(objects) == 0
+        assert say_and_publish(first, sessions[0], said[2]) == answers[2]
+        assert (first.metrics.refused_publishes, second.metrics.refused_publishes) == (0, 0)
+        assert all_sound(objects)
+        there = claimed(second, "old")
+        num_tokens = len(there.token_ids)
+        assert say(there, said[3]) == answers[3]
+        assert there.usage.cached_tokens == {"objects": num_tokens - 1}
+
+
+def kit_bytes(objects: ObjectStore) -> int:
+    """Of all objects of KV."""
+    return sum(len(objects.read(name).value) for name in objects.names("v1/") if "/kv/" in name)
+
+
+def say(session: Session, text: str) -> str:
+    return "".join(session.send(text, sampling=SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)))
+
+
+def say_and_publish(engine: Engine, session: Session, text: str) -> str:
+    num_before, give_up_s = engine.metrics.publishes, time.monotonic() + 30.0
+    answer = say(session, text)
+    while engine.metrics.publishes == num_before:
+        assert time.monotonic() < give_up_s
+        engine.keep()
+        time.sleep(0.002)
+    return answer
+
+
+def claimed(engine: Engine, session_id: str) -> Session:
+    engine.elsewhere.claim(session_id)
+    return engine.session(session_id=session_id)
