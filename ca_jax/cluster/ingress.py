@@ -92,18 +92,15 @@ class Ingress:
         Raises:
           ApiError: the body is too large.
         """
-        headers = Headers(scope=scope)
-        tenant = self._tenants.of_header(headers.get("authorization"))
-        body, is_read = b"", tenant is None
-        parts: list[bytes] = []
-        while not is_read:
+        tenant = self._tenants.of_header(Headers(scope=scope).get("authorization"))
+        parts, has_more = [b""], tenant is not None
+        while has_more:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
             parts.append(message.get("body", b""))
-            is_read = not message.get("more_body", False)
-        body = b"".join(parts)
-        domain = "" if tenant is None else tenant.domain
+            has_more = message.get("more_body", False)
+        domain, body = "" if tenant is None else tenant.domain, b"".join(parts)
         keys = keys_of(domain, scope["path"], scope["query_string"], scope["headers"], body)
         return WholeRequest({name: scope[name] for name in _SENT if name in scope}, body, keys)
 

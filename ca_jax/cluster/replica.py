@@ -151,11 +151,10 @@ class EngineReplica:
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         is_endless = request.scope["path"] == _ENDLESS
-        timer = asyncio.get_running_loop().call_later(self._spec.server.shutdown_grace_s, left.set)
-        if not is_endless:
-            timer.cancel()
+        if is_endless:
+            asyncio.get_running_loop().call_later(self._spec.server.shutdown_grace_s, left.set)
+        has_ended = False
         try:
-            has_ended = False
             while not has_ended:
                 messages = [await came.get()]
                 while not came.empty():
@@ -167,7 +166,6 @@ class EngineReplica:
                 self._look(request, told)
                 yield told
         finally:
-            timer.cancel()
             left.set()
 
     def _look(self, request: WholeRequest, messages: list[Message]) -> None:
@@ -192,9 +190,9 @@ class EngineReplica:
             async with asyncio.timeout(_READING_S):
                 self._free_bytes = await service.loop.call(lambda engine: engine.store_stats().free_bytes)
         times = self._held.times()
-        if time.monotonic() - self._noted_s > _NOTED_S:
+        if self._claim is not None and time.monotonic() - self._noted_s > _NOTED_S:
             self._noted_s = time.monotonic()
-            self._note(times)
+            write_times(self._claim.keys_file, times)
         share = service.loop.num_jobs / engine.config.max_batch_size
         held = {**times, replica_key(self.name): int(time.time())}
         return {"held": held, "share": share, "free_bytes": self._free_bytes}
@@ -219,9 +217,5 @@ class EngineReplica:
         self._state.stopping = True
         await self._life.aclose()
         if self._claim is not None:
-            self._note(self._held.times())
+            write_times(self._claim.keys_file, self._held.times())
             self._claim.release()
-
-    def _note(self, times: dict[str, int]) -> None:
-        if self._claim is not None:
-            write_times(self._claim.keys_file, times)

@@ -68,14 +68,22 @@ def build(args: Mapping[str, Any]) -> ray.serve.Application:
     Raises:
       FlagError: there is no such flag, or its value is wrong.
     """
+    return _application(parse_args([f"--{name}={_as_text(value)}" for name, value in args.items()]))
+
+
+def parse_args(arguments: Sequence[str]) -> flags.FlagValues:
+    """Flags of this script as a command line has them, parsed apart from those of the process.
+
+    Raises:
+      FlagError: there is no such flag, or its value is wrong.
+    """
     flag_values = flags.FlagValues()
     define_flags(flag_values)
-    arguments = [f"--{name}={_as_text(value)}" for name, value in args.items()]
     try:
         flag_values(spelled(["cluster", *arguments], flag_values))
     except flags.Error as error:
         raise FlagError(str(error)) from error
-    return _application(flag_values)
+    return flag_values
 
 
 def main(_: Sequence[str]) -> None:
@@ -116,7 +124,8 @@ def main(_: Sequence[str]) -> None:
         give_up_s = time.monotonic() + config.shutdown_grace_s + _CLOSING_S
         while _status() is not None and time.monotonic() < give_up_s:
             time.sleep(_LOOK_S)
-        ray_serve.shutdown()
+        if not ray_serve.status().applications:  # Others may be served there.
+            ray_serve.shutdown()
         ray.shutdown()
     if failure is not None:
         note(console, f"cluster: {failure}", "red")

@@ -28,6 +28,7 @@ from ca_jax.cluster.config import ClusterConfig
 from ca_jax.cluster.deployment import make_application
 from ca_jax.cluster.keys import REPLICA_HEADER
 from ca_jax.cluster.replica import ReplicaSpec
+from ca_jax.launch.cluster import build
 from ca_jax.server.config import ServerConfig
 from ca_jax.server.tenants import Tenants
 
@@ -82,6 +83,13 @@ def cluster(tmp_path_factory):
 def http(cluster):
     with cluster.http() as http:
         yield http
+
+
+def test_a_config_file_s_args_are_an_application():
+    fixed = build({"model": "m", "num_replicas": 3, "special-tokens-in-content": True, "api_keys_file": ""})
+    scaled = build({"model": "m", "min_replicas": 2, "max_replicas": 4, "gpus_per_replica": 1})
+    assert isinstance(fixed, serve.Application)
+    assert isinstance(scaled, serve.Application)
 
 
 def asked(content: str, **fields: object) -> dict[str, object]:
