@@ -27,6 +27,7 @@ FLOORS = (
     {"engine"},
     {""},
     {"simulate", "server"},
+    {"cluster"},
     {"launch"},
     {"__main__"},
 )
