@@ -78,7 +78,7 @@ def make_application(spec: ReplicaSpec, cluster: ClusterConfig) -> serve.Applica
         graceful_shutdown_wait_loop_s=_DRAIN_LOOK_S,
         request_router_config=RequestRouterConfig(
             request_router_class=_ROUTER,
-            request_router_kwargs={"num_slots": num_slots},
+            request_router_kwargs={"num_slots": num_slots, "may_move": spec.engine.store.objects_url is not None},
             request_routing_stats_period_s=_STATS_PERIOD_S,
         ),
         **scaling,
