@@ -5,12 +5,9 @@ Ray runs here for all tests of this file, and ends with them. The last two tests
 
 import collections
 import contextlib
-import dataclasses
 import json
 import os
 import signal
-import socket
-from pathlib import Path
 
 import httpx2
 import pytest
@@ -21,16 +18,11 @@ from tests import server_kit as sk
 
 pytest.importorskip("ray.serve")
 
-import ray
 from ray import serve
 
-from ca_jax.cluster.config import ClusterConfig
-from ca_jax.cluster.deployment import make_application
 from ca_jax.cluster.keys import REPLICA_HEADER
-from ca_jax.cluster.replica import ReplicaSpec
 from ca_jax.launch.cluster import build
-from ca_jax.server.config import ServerConfig
-from ca_jax.server.tenants import Tenants
+from tests.cluster.kit import running
 
 pytestmark = pytest.mark.timeout(900)
 CHAT = "/v1/chat/completions"
@@ -39,44 +31,13 @@ MAX_BODY_BYTES = 50_000
 START_S = 300.0
 
 
-class Cluster:
-    """Where it is reached, and the directories that its replicas have."""
-
-    def __init__(self, url: str, root: Path) -> None:
-        self.url, self.root = url, root
-
-    def http(self) -> httpx2.Client:
-        return sk.http(self.url)
-
-    def pid_of(self, replica: str) -> int:
-        """The process of a replica of a name."""
-        directory = next(path.with_suffix("") for path in self.root.glob("*.name") if path.read_text() == replica)
-        return json.loads((directory / "catalog.lock").read_text())["pid"]
-
-    def names(self) -> set[str]:
-        return {path.read_text() for path in self.root.glob("*.name")}
-
-
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    model, root = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("kv")
-    kit.write_tiny_model(model)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    root = tmp_path_factory.mktemp("kv")
     store = StoreConfig(ssd_dir=str(root), dram_gib=0.05, ssd_gib=0.1, ssd_free_floor_gib=0.0)
-    config = ServerConfig(served_model_name=sk.MODEL, max_body_bytes=MAX_BODY_BYTES, shutdown_grace_s=10.0)
-    engine = dataclasses.replace(kit.SMALL, store=store)
-    spec = ReplicaSpec(model=str(model), engine=engine, server=config, tenants=Tenants(), warmup=False)
-    application = make_application(spec, ClusterConfig(num_replicas=2, cpus_per_replica=0.5))
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20)
-    try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        serve.run(application, name=APPLICATION)
-        yield Cluster(f"http://127.0.0.1:{port}", root)
-    finally:
-        serve.shutdown()
-        ray.shutdown()
+    server = {"max_body_bytes": MAX_BODY_BYTES, "shutdown_grace_s": 10.0}
+    with running(tmp_path_factory.mktemp("model"), store, name=APPLICATION, **server) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
