@@ -29,7 +29,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup setup-parity demo chat serve bench $(BENCHES) figures blend test test-slow \
+.PHONY: help setup setup-parity demo cluster-demo chat serve bench $(BENCHES) figures blend test test-slow \
   test-accelerators-quick test-accelerators accelerators lint format docs notebooks wheel workflows mutants count clean distclean
 
 help: ## List the targets
@@ -41,6 +41,10 @@ setup-parity: $(VENV)/.setup-parity ## The same, and torch, transformers and lla
 
 demo: setup ## Serve a real conversation with and without reuse, restart, and go on with it from SSD
 	$(BIN)/python -m ca_jax.launch.demo $(ARGS)
+
+cluster-demo: setup ## Serve with two replicas on Ray, kill the one that has the conversation, and go on with the other
+	$(PIP_INSTALL) -q -e '.[cluster]'
+	$(BIN)/python -m tools.cluster_demo $(ARGS)
 
 chat: setup ## Chat with the default model in the terminal
 	$(BIN)/python -m ca_jax.launch.chat $(ARGS)
