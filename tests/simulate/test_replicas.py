@@ -182,7 +182,7 @@ def test_added_replicas_take_sessions():
 
 
 def test_a_turn_whose_replica_fails_comes_again_and_tells_its_first_token_once():
-    counts, row = run([coming("s", 0.0, (100, 800))], seed=1, mtbf_hours=0.001, restart_s=1.0)  # It takes 8 s, one lasts 3.6.
+    counts, row = run([coming("s", 0.0, (100, 800))], seed=1, mtbf_hours=0.001, restart_s=1.0)  # It takes 8 s.
     assert row["turns_retried"] > 0
     assert (row["num_turns"], len(counts.ttft_s)) == (1, 1)
     assert counts.ttft_s[0] == pytest.approx(0.1)
