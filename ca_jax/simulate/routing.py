@@ -46,8 +46,8 @@ class HashRing:
     def walk(self, key: str) -> Iterator[int]:
         """The replicas of all points from a key on, in the ring's order; each comes several times."""
         first = self._first(key)
-        yield from self._replicas[first:]
-        yield from self._replicas[:first]
+        for index in range(len(self._replicas)):  # A slice would copy the ring for the few that are looked at.
+            yield self._replicas[(first + index) % len(self._replicas)]
 
     def _first(self, key: str) -> int:
         return bisect.bisect(self._places, _place(key)) % len(self._places)
