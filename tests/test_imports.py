@@ -35,7 +35,7 @@ FLOORS = (
 STORAGE_FLOORS = (
     {"layout", "records"},
     {"tokens"},
-    {"placement", "catalog"},
+    {"placement", "catalog", "objects"},
     {"config", "tiers"},
     {"tickets"},
     {"sessions"},

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from ca_jax.device.processes import Processes, from_first
 from ca_jax.errors import SessionMovedError, TenantError
@@ -21,15 +21,16 @@ from ca_jax.session import Session
 from ca_jax.storage.objects.manifest import Manifest
 from ca_jax.turns.conversations import Conversation
 
-if TYPE_CHECKING:
-    from ca_jax.engine import Engine
-
 
 class OpenSessions:
-    """Open conversations of one engine, oldest first. Belongs to the engine's thread."""
+    """Open conversations of one engine, oldest first. Belongs to the engine's thread.
 
-    def __init__(self, engine: Engine, kv: SessionKV, batch: Batch, processes: Processes) -> None:
-        self._engine, self._kv, self._batch, self._processes = engine, kv, batch, processes
+    Args:
+      make: gives a session of the engine, by its name and conversation and what else `Session` takes.
+    """
+
+    def __init__(self, make: Callable[..., Session], kv: SessionKV, batch: Batch, processes: Processes) -> None:
+        self._make, self._kv, self._batch, self._processes = make, kv, batch, processes
         self._sessions: dict[str, Session] = {}
 
     def __iter__(self) -> Iterator[Session]:
@@ -72,7 +73,7 @@ class OpenSessions:
     def new(self, session_id: str | None, begun: Conversation, tenant: str = "", **options: Any) -> Session:
         """One that is not found by its name, which is made up if not given."""
         name = session_id or from_first(self._processes, "a session's name", uuid.uuid4().hex)
-        session = Session(self._engine, name, begun, tenant=tenant, **options)
+        session = self._make(name, begun, tenant=tenant, **options)
         session.key = self._kv.key(name, tenant)
         return session
 
