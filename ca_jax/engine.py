@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -78,7 +79,7 @@ class Engine:
         self._kv, self._truncator, self._turns, self._batch = core.kv, core.truncator, core.turns, core.batch
         self._lock = threading.RLock()
         self._closed = False
-        self._sessions = OpenSessions(self, core.kv, core.batch, self._processes)
+        self._sessions = OpenSessions(partial(Session, self), core.kv, core.batch, self._processes)
         self._abandoned: collections.deque[Job] = collections.deque()
         keep_going(weakref.ref(self), self._wakeup)
 

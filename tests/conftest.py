@@ -5,7 +5,7 @@ import importlib.metadata
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,6 +69,15 @@ def engine() -> Iterator["Engine"]:
 
     with engine_kit.small_engine() as engine:
         yield engine
+
+
+@pytest.fixture(scope="session")
+def said_by_engine() -> Iterator[Callable[..., str]]:
+    """What a session that was never served over HTTP answers to a whole history, greedily, with nothing stored."""
+    from tests import engine_kit
+
+    with engine_kit.small_engine(store=engine_kit.STORE_OFF) as alone:
+        yield lambda messages, max_tokens=8: "".join(alone.session().send(messages, max_tokens=max_tokens))
 
 
 @pytest.fixture(params=["dram", "ssd"])

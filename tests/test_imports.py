@@ -27,6 +27,7 @@ FLOORS = (
     {"engine"},
     {""},
     {"simulate", "server"},
+    {"cluster"},
     {"launch"},
     {"__main__"},
 )
@@ -34,7 +35,7 @@ FLOORS = (
 STORAGE_FLOORS = (
     {"layout", "records"},
     {"tokens"},
-    {"placement", "catalog"},
+    {"placement", "catalog", "objects"},
     {"config", "tiers"},
     {"tickets"},
     {"sessions"},

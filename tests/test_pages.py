@@ -4,10 +4,16 @@ import json
 
 import pytest
 
-from tools import accelerators_page, blend_page, paper_page, server_page
+from tools import accelerators_page, blend_page, paper_page, replicas_page, server_page
 from tools.pages import RESULTS, read_json, read_notes
 
-PAGES = {"paper": paper_page, "server": server_page, "blend": blend_page, "accelerators": accelerators_page}
+PAGES = {
+    "paper": paper_page,
+    "server": server_page,
+    "blend": blend_page,
+    "accelerators": accelerators_page,
+    "cluster/replicas": replicas_page,
+}
 
 
 @pytest.fixture

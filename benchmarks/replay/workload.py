@@ -274,6 +274,8 @@ def _recorded(
     model: LoadedModel, trace: ReplayedTrace, config: WorkloadConfig, bad_rows: BadRows
 ) -> Iterator[_Recorded]:
     """The conversations of a trace, in order of their beginning where it says when that was."""
+    wanted = "one that replays; agent_sessions is for simulate alone"
+    check(trace.trace_format != "agent_sessions", "trace_format", wanted, trace.trace_format)
     path = None if trace.trace is None else Path(trace.trace).expanduser()
     most_turns, most_answer_tokens = config.max_turns, config.max_answer_tokens
     if path is None or trace.trace_format == "sharegpt":

@@ -225,6 +225,10 @@ class SharedSessions:
         self._unpublished.pop(session.key, None)
         self._unpublished[session.key] = None
 
+    def publish_now(self, key: str) -> None:
+        """Begins to publish a session that has changed, whenever it would be otherwise."""
+        self._publish(key, self._shared[key], at_once=True)
+
     def forget(self, key: str) -> None:
         """Has a session forgotten there too."""
         self._stop(key)
@@ -327,10 +331,10 @@ class SharedSessions:
         if shared.is_closed and key not in self._unpublished and key not in self._moving:
             self._shared.pop(key, None)
 
-    def _publish(self, key: str, shared: _Shared) -> None:
+    def _publish(self, key: str, shared: _Shared, at_once: bool = False) -> None:
         """Begins to publish a session, if it is time to."""
         now_s, session = self._clock(), shared.session
-        is_idle = self._policy != "idle" or self._is_draining or shared.is_closed
+        is_idle = self._policy != "idle" or self._is_draining or shared.is_closed or at_once
         is_idle = is_idle or now_s >= shared.changed_s + _IDLE_S
         if session is None or shared.publishing is not None or now_s < shared.not_before_s or not is_idle:
             return

@@ -46,16 +46,42 @@ _SERVER = ConfigFlags(ServerConfig())
 _KEEP_ALIVE_S = 75
 
 
-def _define_flags() -> None:
+def define_flags(flag_values: flags.FlagValues = FLAGS) -> None:
     """Only where this is the program: scripts share names of flags, and a test imports several of them."""
-    define_model()
-    flags.DEFINE_boolean("warmup", True, "Compile what turns need before the first one comes.")
-    flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0 for all of the machine's.")
-    flags.DEFINE_integer("port", 8000, "Port to listen on.", 0, 65535)
+    define_model(flag_values)
+    text = "Compile what turns need before the first one comes."
+    flags.DEFINE_boolean("warmup", True, text, flag_values=flag_values)
+    text = "Address to listen on; 0.0.0.0 for all of the machine's."
+    flags.DEFINE_string("host", "127.0.0.1", text, flag_values=flag_values)
+    flags.DEFINE_integer("port", 8000, "Port to listen on.", 0, 65535, flag_values=flag_values)
     text = "TOML file of tenants and their keys; by default keys are not asked for."
-    flags.DEFINE_string("api_keys_file", None, text)
-    _SERVER.define()
-    _ENGINE.define()
+    flags.DEFINE_string("api_keys_file", None, text, flag_values=flag_values)
+    _SERVER.define(flag_values)
+    _ENGINE.define(flag_values)
+
+
+def read_flags(flag_values: flags.FlagValues = FLAGS) -> tuple[Tenants, ServerConfig, EngineConfig]:
+    """Whose requests are served, how they are taken, and by which engine, as parsed flags say.
+
+    Raises:
+      ValueError: a flag's value, or the file of keys, is wrong.
+      OSError: that file cannot be read.
+    """
+    path = flag_values["api_keys_file"].value
+    tenants = Tenants.read(path) if path else Tenants()
+    config, engine_config = _SERVER.read(flag_values), _ENGINE.read(flag_values)
+    name = config.served_model_name or flag_values["model"].value
+    quotas = tenants.quotas(dict(engine_config.store.tenant_quotas))
+    store = dataclasses.replace(engine_config.store, tenant_quotas=quotas)
+    config = dataclasses.replace(config, served_model_name=name)
+    return tenants, config, dataclasses.replace(engine_config, store=store)
+
+
+def warn_if_open(console: rich.console.Console, tenants: Tenants, host: str) -> None:
+    """Warns where anybody who reaches an address is served."""
+    if not (tenants.asks_for_keys or is_loopback(host)):
+        warning = "without --api_keys_file: anybody who reaches it is served and reads conversations"
+        note(console, f"warning: --host={host} {warning}", "yellow")
 
 
 class _Server(uvicorn.Server):
@@ -71,12 +97,7 @@ def main(_: Sequence[str]) -> None:
     """Runs from the command line."""
     console = rich.console.Console(stderr=True)
     try:
-        tenants = Tenants.read(FLAGS.api_keys_file) if FLAGS.api_keys_file else Tenants()
-        config, engine_config = _SERVER.read(), _ENGINE.read()
-        config = dataclasses.replace(config, served_model_name=config.served_model_name or FLAGS.model)
-        quotas = tenants.quotas(dict(engine_config.store.tenant_quotas))
-        store = dataclasses.replace(engine_config.store, tenant_quotas=quotas)
-        engine_config = dataclasses.replace(engine_config, store=store)
+        tenants, config, engine_config = read_flags()
     except (ValueError, OSError) as error:
         print(f"serve: {error}", file=sys.stderr)
         sys.exit(2)
@@ -97,9 +118,7 @@ def main(_: Sequence[str]) -> None:
 
     url = f"http://{FLAGS.host}:{FLAGS.port}/"
     note(console, f"{engine_config}\n{config}")
-    if not (tenants.asks_for_keys or is_loopback(FLAGS.host)):
-        warning = "without --api_keys_file: anybody who reaches it is served and reads conversations"
-        note(console, f"warning: --host={FLAGS.host} {warning}", "yellow")
+    warn_if_open(console, tenants, FLAGS.host)
     listening = uvicorn.Config(
         make_app(make_engine, config, tenants, on_failure=fail),
         host=FLAGS.host,
@@ -118,5 +137,5 @@ def main(_: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    _define_flags()
+    define_flags()
     run(main, errors=())

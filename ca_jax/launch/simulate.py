@@ -1,12 +1,15 @@
-"""Simulates a server of conversations: a trace under several policies, or in a checkout the paper's figures.
+"""Simulates a server of conversations: a trace under several policies, many replicas, or the paper's figures.
 
     python -m ca_jax.launch.simulate --trace_format=mooncake --trace=trace.jsonl --capacity_share=0.1 --policy=lru \\
       --policy=scheduler_aware --policy=belady
+    python -m ca_jax.launch.simulate --num_replicas=1000 --trace_format=agent_sessions --trace=trace.jsonl.gz \\
+      --model=llama3-8b --arrival_rate=3 --mtbf_hours=100 --scale=2400:+50 --routing=hash --routing=holder
     python -m ca_jax.launch.simulate --figure=13 --figure=16
     python -m ca_jax.launch.simulate --figure=all --json_out=paper.json --plot_dir=figures
 
 Scheduler, store and policies are the engine's own; computing, links and disks take the time that data sheets or
-measurements say. Unless a trace is named, conversations are those of ShareGPT that `make setup` installs.
+measurements say. Unless a trace is named, conversations are those of ShareGPT that `make setup` installs. The paper's
+figures are for a checkout alone.
 
 Not here: the simulated server (`ca_jax.simulate`), the paper's figures (`benchmarks.paper_figures`), the engine itself
 on a trace (`replay`).
@@ -31,11 +34,22 @@ from ca_jax.launch.machine import describe_machine, describe_versions
 from ca_jax.launch.plots import plot_policies, require_matplotlib
 from ca_jax.launch.terminal import progress_bars
 from ca_jax.simulate import config as sim
-from ca_jax.simulate import workload
+from ca_jax.simulate import plans, workload
 from ca_jax.simulate.config import DEVICES, MODELS
+from ca_jax.simulate.fleet import TIERS, FleetConfig
+from ca_jax.simulate.objects import MIB
+from ca_jax.simulate.replicas import Fleet
+from ca_jax.simulate.restore import Restore, least_new_tokens
 from ca_jax.simulate.results import PolicyResult
+from ca_jax.simulate.routing import ROUTINGS
 from ca_jax.simulate.server import POLICIES, compare_policies, working_set_bytes
-from ca_jax.simulate.traces.requests import BadRows, TraceConfig, load_requests, share_of_seen_blocks
+from ca_jax.simulate.traces.requests import (
+    BadRows,
+    TraceConfig,
+    load_agent_sessions,
+    load_requests,
+    share_of_seen_blocks,
+)
 from ca_jax.simulate.traces.sharegpt import load_sharegpt
 
 FLAGS = flags.FLAGS
@@ -49,6 +63,12 @@ _OF_TRACES = (
 )
 _OF_SHAREGPT = ("chars_per_token", "max_turns", "arrival_rate", "think_time_s", "wait_for_answers", "seed")
 _OF_FIGURES = ("price_device", "price_dram_gb", "price_ssd_gb")
+_OF_ONE_SERVER = (
+    *("policy", "cost", "figure", "capacity_share", "ttl_s", "num_sessions", "warmup_share", "wait_for_answers"),
+    *("block_tokens", "plot_dir"),
+)
+_RESTORED_TOKENS = 65536
+_CLOSE_TO_DRAM = 1.06
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,11 +225,16 @@ class SimulateConfig(TraceConfig):
 
 _CONFIG = ConfigFlags(SimulateConfig())
 """The flags that are fields."""
+_FLEET = ConfigFlags(FleetConfig())
+"""Those of many replicas."""
 
 
 def define_flags() -> None:
     """Defines all flags but those of figures alone."""
     _CONFIG.define()
+    _FLEET.define()
+    text = "With --num_replicas: which replica a turn goes to; may be given more than once."
+    flags.DEFINE_multi_enum("routing", list(ROUTINGS), list(ROUTINGS), text)
     text = "Figure of the paper to simulate, or all; may be given more than once. In a checkout alone."
     flags.DEFINE_multi_string("figure", [], text)
     suites = ", ".join(sim.FITTED_SUITES)
@@ -285,6 +310,105 @@ def simulate_trace(config: SimulateConfig, console: rich.console.Console, plot_d
     }
 
 
+def read_plans(config: SimulateConfig, window: int, bad_rows: BadRows) -> list[plans.SessionPlan]:
+    """The recorded sessions that come to many replicas, again and again. Raises as `read_trace` does."""
+    if config.trace_format == "sharegpt":
+        overflow = sim.OverflowConfig(keep_first_tokens=0)
+        return [plans.plan_conversation(each, window, overflow) for each in config.lengths()]
+    wanted = "sharegpt or agent_sessions with num_replicas"
+    check(
+        config.trace_format == "agent_sessions" and config.path is not None, "trace_format", wanted, config.trace_format
+    )
+    return plans.plan_requests(load_agent_sessions(config.path or "", bad_rows))
+
+
+def simulate_replicas(config: SimulateConfig, fleet: FleetConfig, console: rich.console.Console) -> dict[str, Any]:
+    """Simulates many replicas under several routings, and prints what came of it; what goes into the JSON."""
+    began_s = time.perf_counter()
+    bad_rows = BadRows(config.skip_bad_rows)
+    model = MODELS[config.model]
+    sessions = read_plans(config, config.window or model.window, bad_rows)
+    check(len(sessions) > 0, "trace", "one of at least one session", len(sessions))
+    server = dataclasses.replace(config.server(model, config.num_devices), store=config.store(0.0))
+    largest = max(turn.prompt_tokens + turn.answer_tokens for each in sessions for turn in each.turns)
+    wanted = f"as many as hold the {largest:,} tokens of the largest turn"
+    check(server.hbm_tokens >= largest, "num_devices", wanted, config.num_devices)
+    rows = []
+    for routing in dict.fromkeys(FLAGS.routing):
+        coming = plans.coming_sessions(
+            sessions, arrival_rate=config.arrival_rate, think_s=config.think_time_s, seed=config.seed
+        )
+        simulated = Fleet(fleet, server, routing, config.seed)
+        with progress_bars() as progress:
+            simulated.run(coming, lambda now_s, name=routing: progress(name, int(now_s), int(fleet.duration_s)))  # type: ignore[misc]
+        rows.append(simulated.row())
+    restores = restore_rows(config)
+    elapsed_s = time.perf_counter() - began_s
+    num_turns = sum(len(each.turns) for each in sessions)
+    text = (
+        f"{len(sessions):,} recorded sessions of {num_turns:,} turns, again and again; {config.arrival_rate:g} a second"
+    )
+    script.note(console, f"{text}; {fleet.num_replicas:,} replicas", None)
+    if bad_rows.num_skipped:
+        script.note(console, f"{bad_rows.num_skipped:,} rows skipped, the first: {bad_rows.first}", None)
+    print_replicas(rows, console)
+    script.note(console, f"simulated in {elapsed_s:.0f} s", None)
+    return {
+        "config": {**dataclasses.asdict(config), "trace": None if config.path is None else config.path.name},
+        "fleet": dataclasses.asdict(fleet),
+        "num_sessions": len(sessions),
+        "num_turns": num_turns,
+        "largest_turn_tokens": largest,
+        "rows": rows,
+        "restores": restores,
+        "elapsed_s": elapsed_s,
+    }
+
+
+def restore_rows(config: SimulateConfig) -> list[dict[str, Any]]:
+    """What restoring 64K tokens of llama3-8b layer by layer takes beside local DRAM, by size of objects and prompt."""
+    model, device = MODELS["llama3-8b"], DEVICES[config.device]
+    cost = sim.RooflineCost(model=model, device=device, num_devices=1)
+    rows = []
+    for object_mib in (16, 32, 64):
+        restore = Restore(
+            model=model,
+            cost=cost,
+            history_tokens=_RESTORED_TOKENS,
+            new_tokens=1,
+            link_bytes_per_s=device.link_bytes_per_s,
+            object_bytes=object_mib * MIB,
+        )
+        least = least_new_tokens(restore, _CLOSE_TO_DRAM)
+        for new_tokens in (64, 512, 1024, 2048, 4096, 8192):
+            one = dataclasses.replace(restore, new_tokens=new_tokens)
+            times = {name: getattr(one, name) for name in ("from_dram_s", "from_objects_s", "compute_s", "over_dram")}
+            rows.append({"object_mib": object_mib, "new_tokens": new_tokens, **times, "least_new_tokens": least})
+    return rows
+
+
+def print_replicas(rows: Sequence[dict[str, Any]], console: rich.console.Console) -> None:
+    """Prints what became of a workload under each routing."""
+    headings = *(f">{tier}\n%" for tier in TIERS), ">TTFT\np50", ">\np99", ">network\nGB/s", ">objects\nreq/s", ">\n$/h"
+    headings += ">\n$/M tok", ">turns: most\nover mean", ">busy\n%", ">moved", ">failures", ">failed\nturns"
+    table = [
+        (
+            row["routing"],
+            *(f"{100 * row['shares'][tier]:.1f}" for tier in TIERS),
+            *(script.format_number(row["ttft_s"][each]) for each in ("p50", "p99")),
+            *(script.format_number(row[name]) for name in ("network_gb_per_s", "requests_per_s", "price_per_hour")),
+            f"{row['price_per_million_tokens']:.5f}",
+            f"{row['most_turns_over_mean']:.2f}",
+            f"{100 * row['busy_share']:.0f}",
+            *(f"{row[name]:,}" for name in ("sessions_moved", "num_failures", "failure_turns")),
+        )
+        for row in rows
+    ]
+    console.print(script.make_table(("routing", *headings), table))
+    told = "%: of tokens of histories; moved: turns served elsewhere than the turn before; failed turns: of whose "
+    script.note(console, told + "history some was computed, since a failure had taken it", None)
+
+
 def print_policies(results: Sequence[PolicyResult], console: rich.console.Console) -> None:
     """Prints what became of a trace under each policy."""
     headings = ">hits\n%", ">in DRAM\n%", ">tokens\n%", ">prefill\ns", ">saved\n%", ">GPU\ns"
@@ -305,15 +429,22 @@ def main(_: Sequence[str]) -> None:
     """Runs from the command line."""
     console = script.make_console()
     refuse(*((_OF_TRACES, "figures") if FLAGS.figure else (_OF_FIGURES, "a trace")))
-    if FLAGS.trace_format != "sharegpt":
-        refuse(_OF_SHAREGPT, f"a trace of {FLAGS.trace_format}")
+    if FLAGS.num_replicas is not None:
+        refuse(_OF_ONE_SERVER, "many replicas")
+    else:
+        refuse((*_FLEET.names(), "routing"), "one server")
+        if FLAGS.trace_format != "sharegpt":
+            refuse(_OF_SHAREGPT, f"a trace of {FLAGS.trace_format}")
     config, json_out = _CONFIG.read(), out_path("json_out")
     plot_dir = None if FLAGS.plot_dir is None else Path(FLAGS.plot_dir).expanduser()
     if plot_dir is not None:
         require_matplotlib()
         plot_dir.mkdir(parents=True, exist_ok=True)
-    simulate = script.must_load_benchmark(_FIGURES).simulate_figures if FLAGS.figure else simulate_trace
-    report = simulate(config, console, plot_dir)
+    if FLAGS.num_replicas is not None:
+        report = simulate_replicas(config, _FLEET.read(), console)
+    else:
+        simulate = script.must_load_benchmark(_FIGURES).simulate_figures if FLAGS.figure else simulate_trace
+        report = simulate(config, console, plot_dir)
     if json_out is not None:
         told = {"machine": describe_machine(), "versions": describe_versions()}
         script.write_json({"command": script.command_line("simulate"), **report, **told}, json_out)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from ca_jax.device.processes import Processes, from_first
 from ca_jax.errors import SessionMovedError, TenantError
@@ -21,15 +21,16 @@ from ca_jax.session import Session
 from ca_jax.storage.objects.manifest import Manifest
 from ca_jax.turns.conversations import Conversation
 
-if TYPE_CHECKING:
-    from ca_jax.engine import Engine
-
 
 class OpenSessions:
-    """Open conversations of one engine, oldest first. Belongs to the engine's thread."""
+    """Open conversations of one engine, oldest first. Belongs to the engine's thread.
 
-    def __init__(self, engine: Engine, kv: SessionKV, batch: Batch, processes: Processes) -> None:
-        self._engine, self._kv, self._batch, self._processes = engine, kv, batch, processes
+    Args:
+      make: gives a session of the engine, by its name and conversation and what else `Session` takes.
+    """
+
+    def __init__(self, make: Callable[..., Session], kv: SessionKV, batch: Batch, processes: Processes) -> None:
+        self._make, self._kv, self._batch, self._processes = make, kv, batch, processes
         self._sessions: dict[str, Session] = {}
 
     def __iter__(self) -> Iterator[Session]:
@@ -72,7 +73,7 @@ class OpenSessions:
     def new(self, session_id: str | None, begun: Conversation, tenant: str = "", **options: Any) -> Session:
         """One that is not found by its name, which is made up if not given."""
         name = session_id or from_first(self._processes, "a session's name", uuid.uuid4().hex)
-        session = Session(self._engine, name, begun, tenant=tenant, **options)
+        session = self._make(name, begun, tenant=tenant, **options)
         session.key = self._kv.key(name, tenant)
         return session
 
@@ -83,11 +84,15 @@ class OpenSessions:
     def end_lost(self) -> None:
         """Ends those that other replicas own by now, and drops what is here of them."""
         for key in self._kv.take_lost():
-            for session in [each for each in self._sessions.values() if each.key == key]:
-                self._end_turn(session)
-                session.end()
-                self.remove(session)
-            self._kv.lose(key)
+            self.lose(key)
+
+    def lose(self, key: str) -> None:
+        """Ends a conversation here, and drops what is here of it: it is another replica's, or may be."""
+        for session in [each for each in self._sessions.values() if each.key == key]:
+            self._end_turn(session)
+            session.end()
+            self.remove(session)
+        self._kv.lose(key)
 
     def _end_turn(self, session: Session) -> None:
         """Ends the turn that runs of one that another replica has gone on with."""
@@ -118,6 +123,11 @@ class Elsewhere:
           ObjectsError: it is not known whether one has.
         """
         self._shared.claim(self._kv.key(session_id, tenant))
+
+    def let_go(self, session: Session) -> None:
+        """Ends a conversation here and drops what is here of it; what is published of it stays, for any replica."""
+        with self._lock:
+            self._sessions.lose(session.key)
 
     def look_up(self, tenant: str, chain: str) -> Manifest | None:
         """A tenant's conversation that stood, at the end of a turn, where a chain says; None: none is known.

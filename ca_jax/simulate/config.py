@@ -72,6 +72,7 @@ _MODELS: dict[str, tuple[float, int, int, int, int, int, int]] = {
     "llama-65b": (65.2e9, 80, 64, 64, 128, 2048, 2),
     "llama-70b": (69.0e9, 80, 64, 8, 128, 4096, 2),
     "falcon-40b": (41.8e9, 60, 128, 8, 64, 2048, 2),
+    "llama3-8b": (8.03e9, 32, 32, 8, 128, 8192, 2),
     "mistral-7b": (7.2e9, 32, 32, 8, 128, 32768, 2),
     "smollm2-135m": (134.5e6, 30, 9, 3, 64, 8192, 4),
 }
@@ -79,7 +80,8 @@ MODELS = {
     name: SimModel(name=name, **dict(zip(_MODEL_FIELDS, sizes, strict=True)))  # type: ignore[arg-type]
     for name, sizes in _MODELS.items()
 }
-"""The models of the paper, as published, and the one that the benchmarks measure, as they do: in float32."""
+"""The models of the paper and Llama 3 8B, as published, and the one that the benchmarks measure, as they do: in
+float32."""
 
 DEVICES = {
     device.name: device

@@ -417,7 +417,8 @@ def block_map(entry: Entry, block_tokens: int) -> tuple[BlockTiers, ...]:
     if not entry.num_reserved_tokens:
         spans = () if entry.ssd is None else entry.ssd.places.by_block(block_tokens)
         return tuple(BlockTiers(each.first_token, 0, each.num_tokens) for each in spans)
-    num_ready, num_same = entry.num_tokens, 0 if entry.ssd is None else entry.num_same_tokens
+    is_cut = entry.flush is not None and bool(entry.flush.cuts)  # What is the same is known once that has ended.
+    num_ready, num_same = entry.num_tokens, 0 if entry.ssd is None or is_cut else entry.num_same_tokens
     places = entry.places.append(entry.num_reserved_tokens - num_ready)
     blocks = []
     for each in places.by_block(block_tokens):

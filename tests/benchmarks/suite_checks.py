@@ -106,6 +106,14 @@ def check_tiers(report: Report) -> None:
     assert sources["recompute"]["load_s"] == 0 < sources["dram"]["load_s"]
 
 
+def check_objects(report: Report) -> None:
+    (row,) = report["rows"]
+    assert row["claim_s"] < row["ttft_objects_s"]
+    assert row["bookkeeping_s"] < row["publish_s"]
+    assert row["ratio"] == pytest.approx(row["ttft_objects_s"] / row["ttft_ssd_s"])
+    assert report["summary"]["ratio"] == row["ratio"]
+
+
 def check_blend(report: Report) -> None:
     recompute, prefix, *rows = report["rows"]
     anew = {row["recompute_ratio"]: row["recomputed_tokens"] for row in rows}

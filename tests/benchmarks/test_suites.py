@@ -44,7 +44,7 @@ ENGINE = EngineConfig(
     store=StoreConfig(block_tokens=16),
 )
 BLOCK_BYTES = 32 * checks.TOKEN_BYTES
-DISK = {"blend", "store", "tiers"}
+DISK = {"blend", "objects", "store", "tiers"}
 """Suites that want a disk whose page cache can be emptied."""
 STORE = f"--num_layers=3 --store_gib={5.5 * BLOCK_BYTES / GIB} --session_tokens=70 --num_kv_heads=2 --head_dim=16"
 
@@ -65,6 +65,11 @@ SMALL: dict[str, tuple[str, str, list[tuple[object, ...]]]] = {
         "--history_tokens=150 --new_tokens=9",
         "history_tokens new_tokens ssd_driver kv_bytes",
         [(150, 9, "zarr3", 256 * checks.TOKEN_BYTES)],
+    ),
+    "objects": (
+        "--history_tokens=150 --new_tokens=9",
+        "history_tokens new_tokens kv_bytes",
+        [(150, 9, 150 * checks.TOKEN_BYTES)],
     ),
     "blend": (
         "--num_chunks=3 --chunk_tokens=40 --recompute_ratios=0.6,1",

@@ -113,3 +113,34 @@ def test_what_is_wrong_is_said_in_a_line(run, mooncake, arguments, message):
     done = run(*arguments, f"--trace={mooncake}", code=1)
     assert done.err.strip().splitlines()[-1].startswith("error: ")
     assert message in done.err
+
+
+def test_many_replicas_leave_a_table_and_json(run, tmp_path):
+    def request(begin_s, *hash_ids):
+        return {"t": begin_s, "api_time": 1.0, "in": 64 * len(hash_ids), "out": 9, "hash_ids": hash_ids}
+
+    requests = [request(0.0, 1, 2), request(9.0, 1, 2, 3), request(20.0, 1, 2, 3, 4)]
+    trace = lines_file(tmp_path / "t.jsonl", {"id": "a", "block_size": 64, "tool_tokens": 64, "requests": requests})
+    out = tmp_path / "out.json"
+    of_fleet = "--num_replicas=3", "--duration_s=600", "--warmup_s=60", "--scale=100:1,300:-1", "--mtbf_hours=0.1"
+    done = run(*of_fleet, f"--trace={trace}", "--trace_format=agent_sessions", "--routing=hash", f"--json_out={out}")
+    assert "1 recorded sessions of 3 turns" in done.out
+    report = json.loads(out.read_text())
+    assert [row["routing"] for row in report["rows"]] == ["hash"]
+    assert report["rows"][0]["num_turns"] > 100
+    assert report["config"]["trace"] == "t.jsonl"
+    assert report["fleet"]["scale"] == ["100:1", "300:-1"]
+    assert {(row["object_mib"], row["new_tokens"]) for row in report["restores"]} >= {(16, 64), (64, 8192)}
+    assert {"machine", "versions", "command", "elapsed_s"} <= report.keys()
+
+
+def test_flags_of_the_other_simulation_are_refused(run, sharegpt, mooncake):
+    refused = (
+        (("--num_replicas=2", "--policy=lru", f"--trace={sharegpt}"), "--policy must be left out of many replicas"),
+        (("--mtbf_hours=2", f"--trace={sharegpt}"), "--mtbf_hours must be left out of one server"),
+        (("--routing=hash", f"--trace={sharegpt}"), "--routing must be left out of one server"),
+        (("--num_replicas=2", "--trace_format=mooncake", f"--trace={mooncake}"), "trace_format must be sharegpt or"),
+        (("--num_replicas=2", "--scale=3", f"--trace={sharegpt}"), "scale must be TIME:COUNT"),
+    )
+    for arguments, message in refused:
+        assert message in run(*arguments, code=1).err

@@ -1,5 +1,6 @@
 """Readers of traces of requests: what they yield, and that a bad row is reported with file, line and field."""
 
+import gzip
 import json
 
 import pytest
@@ -85,6 +86,42 @@ def test_calls_share_what_their_prompts_begin_with_and_those_without_text_are_le
     ]
 
 
+def of_agent(begin_s, *hash_ids, took_s=2.0, answer=7):
+    size = 64 * len(hash_ids) + 5
+    return {"t": begin_s, "api_time": took_s, "in": size, "out": answer, "hash_ids": list(hash_ids)}
+
+
+def agent_session(name, *requests, tools=130):
+    return {"id": name, "block_size": 64, "tool_tokens": tools, "requests": list(requests)}
+
+
+def test_agents_sessions_share_their_tools_and_subagents_come_among_the_others(written):
+    subagent = {"t": 10.0, "tool_tokens": 64, "requests": [of_agent(0.0, 9, 10), of_agent(4.0, 9, 10, 11)]}
+    first = agent_session("a", of_agent(5.0, 1, 2, 3), of_agent(12.0, 1, 2, 3, 4, answer=0), subagent)
+    rows = (first, agent_session("b", of_agent(0.0, 1, 2, 3)), agent_session("c", of_agent(0.0, 1, 2), tools=200))
+    found = list(traces.load_agent_sessions(written(*rows)))
+    assert [each.session_id for each in found] == ["a"] * 4 + ["b", "c"]
+    assert [each.arrival_s for each in found[:4]] == [0.0, 5.0, 7.0, 9.0]
+    assert [each.think_s for each in found[:4]] == [0.0, 3.0, 0.0, 0.0], "the subagent's second comes at once"
+    assert [each.shared_tokens for each in found[:4]] == [0, 0, 0, 0], "with the request before it"
+    assert (found[0].input_tokens, found[2].output_tokens, found[0].tool_tokens) == (197, 1, 130)
+    ids = [each.hash_ids for each in found]
+    assert ids[0][:2] == ids[2][:2] == ids[4][:2], "the same tools"
+    assert ids[0][2] != ids[4][2], "their own prompts"
+    assert ids[2][:3] == ids[0]
+    assert ids[1] == ids[3][:2]
+    assert not set(ids[5]) & set(ids[0]), "other tools"
+    by_time = traces.load_requests("agent_sessions", written(*rows))
+    assert [each.arrival_s for each in by_time] == [0.0, 0.0, 0.0, 5.0, 7.0, 9.0]
+
+
+def test_a_compressed_file_is_read_like_a_plain_one(written, tmp_path):
+    plain = written(agent_session("a", of_agent(0.0, 1, 2), of_agent(3.0, 1, 2, 3)))
+    packed = tmp_path / "trace.jsonl.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert list(traces.load_agent_sessions(packed)) == list(traces.load_agent_sessions(plain))
+
+
 ARRIVALS = {
     "dates": ("TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:15:46.6805900", "2023-11-16 18:15:50.6805900"),
     "seconds": ("arrival_s,input_tokens,output_tokens", "5", "9"),
@@ -110,6 +147,7 @@ def test_columns_may_stand_in_any_order_among_others_and_a_missing_one_is_named(
 
 MOONCAKE = "mooncake", [asked(1, 5, 1), asked(2, 5, 2)]
 AGENTS = "agents", [called(1, "x"), called(2, "y")]
+SESSIONS_OF_AGENTS = "agent_sessions", [agent_session("a", of_agent(0.0, 1)), agent_session("b", of_agent(0.0, 1))]
 CSV = "arrivals", ["time,input_tokens,output_tokens", "1,2,3", "2,2,3"]
 BAD_ROWS = [
     (MOONCAKE, '{"timestamp": 1', "a row must be a JSON object"),
@@ -123,6 +161,10 @@ BAD_ROWS = [
     (AGENTS, called(-1, "x"), "`timestamp` must be microseconds"),
     (AGENTS, called(1, None), "`input` must be text"),
     (AGENTS, called(1, "x", session=""), "`session_id` must be a name"),
+    (SESSIONS_OF_AGENTS, agent_session("", {"t": 0.0, "in": 70}), "`hash_ids` must be a list of integers"),
+    (SESSIONS_OF_AGENTS, {**agent_session("c"), "block_size": 16}, "`block_size` must be 64, the only size"),
+    (SESSIONS_OF_AGENTS, {**agent_session("c"), "requests": [3]}, "`requests` must be a list of objects"),
+    (SESSIONS_OF_AGENTS, agent_session("c", {**of_agent(0.0, 1), "in": 7}), "`hash_ids` must be one for each full"),
     (CSV, "1,2", "a row must have 3 fields"),
     (CSV, "noon,2,3", "`arrival` must be seconds, or a date"),
     (CSV, "0,2,3", "`arrival` must be a time that is not before"),
@@ -144,7 +186,7 @@ def test_a_bad_row_is_an_error_or_counted_and_skipped(written, trace, row, messa
     assert len(found) == 2
 
 
-@pytest.mark.parametrize("trace_format", ["mooncake", "arrivals", "agents"])
+@pytest.mark.parametrize("trace_format", ["mooncake", "arrivals", "agents", "agent_sessions"])
 def test_a_trace_that_is_not_there_is_named(tmp_path, trace_format):
     with pytest.raises(FileNotFoundError, match="nowhere"):
         traces.load_requests(trace_format, tmp_path / "nowhere")

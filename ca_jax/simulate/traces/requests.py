@@ -1,9 +1,11 @@
 """Requests of recorded traces: Mooncake's, those of agents, and CSV files of arrivals.
 
-A bad row is reported with its file, line and field, or counted and skipped.
+A bad row is reported with its file, line and field, or counted and skipped. Files of JSON may be compressed (`.gz`).
 
     mooncake    {"timestamp": ms, "input_length": int, "output_length": int, "hash_ids": [int, ...]}
     agents      {"timestamp": µs, "input": text, "output": text, "session_id": text}
+    agent_sessions  {"id": text, "tool_tokens": int, "block_size": 64, "requests": [{"t": s, "api_time": s, "in": int,
+                     "out": int, "hash_ids": [int, ...]}, ...]}
     arrivals    CSV with columns for time, prompt tokens and answer tokens
 
 Not here: what the prompts say, serving them.
@@ -12,10 +14,13 @@ Source: Mooncake (Qin et al., FAST 2025), and the traces published with it.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import csv
 import dataclasses
 import datetime
+import gzip
+import itertools
 import json
 import math
 import os
@@ -28,11 +33,13 @@ from ca_jax.errors import check
 T = TypeVar("T")
 TracePath = str | os.PathLike[str]
 
-TRACE_FORMATS = ("sharegpt", "mooncake", "agents", "arrivals")
-"""Conversations; requests with hashes of their prompts; calls of agents with their whole prompts; requests of which
-only the lengths are known."""
+TRACE_FORMATS = ("sharegpt", "mooncake", "agents", "agent_sessions", "arrivals")
+"""Conversations; requests with hashes of their prompts; calls of agents with their whole prompts; sessions of agents
+with hashes of their prompts; requests of which only the lengths are known."""
 HASH_BLOCK_TOKENS = 512
-"""Prompt tokens that one of `hash_ids` stands for."""
+"""Prompt tokens that one of `hash_ids` stands for in a trace of `mooncake`."""
+AGENT_BLOCK_TOKENS = 64
+"""The same of `agent_sessions`, where it stands for full blocks alone."""
 _SHOWN_CHARS = 60
 _COLUMNS = {
     "arrival": ("timestamp", "arrival_s", "arrival_time", "time"),
@@ -79,7 +86,11 @@ class Request:
     """Leading prompt tokens that are known to be those of the session's previous request and its answer."""
     hash_ids: tuple[int, ...] = ()
     """One for every `HASH_BLOCK_TOKENS` of the prompt, the last block perhaps not full: equal ids mean equal blocks
-    behind equal prompts. Empty where the trace has none."""
+    behind equal prompts. Empty where the trace has none. Of `agent_sessions` see `load_agent_sessions`."""
+    think_s: float = 0.0
+    """Seconds between the answer before it and this request, where the trace says how long answers took."""
+    tool_tokens: int = 0
+    """First tokens of the prompt that define tools: other sessions with as many have the same ones."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,6 +153,8 @@ def load_requests(
     """
     if trace_format == "agents":
         return agent_requests(load_agent_calls(path, bad_rows), count_tokens)
+    if trace_format == "agent_sessions":
+        return sorted(load_agent_sessions(path, bad_rows), key=lambda request: request.arrival_s)
     rows = _json_rows if trace_format == "mooncake" else _csv_rows
     requests = _parsed(rows, path, bad_rows, _request_parser(trace_format))
     return list(map(_Sessions().joined, requests) if trace_format == "mooncake" else requests)
@@ -230,6 +243,72 @@ def agent_requests(calls: Iterable[AgentCall], count_tokens: Callable[[str], int
     return requests
 
 
+def load_agent_sessions(path: TracePath, bad_rows: BadRows | None = None) -> Iterator[Request]:
+    """Yields the requests of agents' sessions, one session after the other; each session begins at 0 s.
+
+    Those of subagents come among the others by time. A hash counts within its session, but for those of the first
+    blocks, which define tools: sessions with as many tokens of tools get the same ids there. That such sessions have
+    the same tools is assumed; the trace does not say so.
+
+    Args:
+      path: of the file.
+      bad_rows: what happens to sessions that cannot be used; by default the first is an error.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      TraceError: a session is malformed.
+    """
+    num_ids = itertools.count()
+    of_tools: dict[tuple[int, int], int] = collections.defaultdict(num_ids.__next__)
+    for requests in _parsed(_json_rows, path, bad_rows, _agent_session):
+        of_session: dict[int, int] = collections.defaultdict(num_ids.__next__)
+        last_ids: tuple[int, ...] = ()
+        for each in requests:
+            for place, local in enumerate(each.hash_ids[: each.tool_tokens // AGENT_BLOCK_TOKENS]):
+                if local not in of_session:
+                    of_session[local] = of_tools[each.tool_tokens, place]
+            ids = tuple(of_session[local] for local in each.hash_ids)
+            shared = AGENT_BLOCK_TOKENS * len(os.path.commonprefix([last_ids, ids]))  # noqa: RUF071 (of ids)
+            last_ids = ids
+            yield dataclasses.replace(each, hash_ids=ids, shared_tokens=shared)
+
+
+def _agent_session(row: _Row) -> list[Request]:
+    """The requests of one session by time, with the hashes of the file."""
+    name, size = row.text("id"), row.count("block_size")
+    if size != AGENT_BLOCK_TOKENS:
+        raise row.error("block_size", f"{AGENT_BLOCK_TOKENS}, the only size that is read")
+    asked = sorted(_agent_rows(row, 0.0), key=lambda each: each[0])
+    requests: list[Request] = []
+    end_s = asked[0][0] if asked else 0.0
+    for begin_s, tool_tokens, each in asked:
+        input_tokens, hash_ids = each.count("in"), each.counts("hash_ids")
+        if len(hash_ids) != input_tokens // AGENT_BLOCK_TOKENS:
+            raise each.error("hash_ids", f"one for each full block of {AGENT_BLOCK_TOKENS} tokens")
+        requests.append(
+            Request(
+                arrival_s=begin_s - asked[0][0],
+                session_id=name,
+                input_tokens=input_tokens,
+                output_tokens=max(1, int(each.number("out", 0))),
+                hash_ids=hash_ids,
+                think_s=max(0.0, begin_s - end_s),
+                tool_tokens=min(tool_tokens, input_tokens),
+            )
+        )
+        end_s = max(end_s, begin_s + each.number("api_time", 0))
+    return requests
+
+
+def _agent_rows(row: _Row, begin_s: float) -> Iterator[tuple[float, int, _Row]]:
+    """Yields when each request began that a session or a subagent made, its tokens of tools, and its row."""
+    for each in row.rows("requests"):
+        if each.has("requests"):
+            yield from _agent_rows(each, begin_s + each.number("t"))
+        else:
+            yield begin_s + each.number("t"), int(row.number("tool_tokens", 0)), each
+
+
 def share_of_seen_blocks(requests: Iterable[Request]) -> float:
     """Returns the share of all blocks that lead their prompt and were seen before: the hit rate of unbounded capacity.
 
@@ -294,6 +373,7 @@ class _Row:
 
     def __init__(self, path: TracePath, line: int, fields: Mapping[str, Any]) -> None:
         self.line = line
+        self._path = path
         self._where = f"{path}, line {line}"
         self._fields = fields
 
@@ -302,11 +382,22 @@ class _Row:
         found = "nothing" if field not in self._fields else shorten(self._fields[field])
         return TraceError(f"{self._where}: `{field}` must be {wanted}, got {found}")
 
-    def number(self, field: str) -> float:
-        """A finite number, or text that spells one."""
+    def has(self, field: str) -> bool:
+        """Whether there is such a field."""
+        return field in self._fields
+
+    def rows(self, field: str) -> list[_Row]:
+        """A list of objects."""
         value = self._fields.get(field)
+        if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+            raise self.error(field, "a list of objects")
+        return [_Row(self._path, self.line, each) for each in value]
+
+    def number(self, field: str, default: float | None = None) -> float:
+        """A finite number, or text that spells one; where it is lacking the default, if there is one."""
+        value = self._fields.get(field, default)
         with contextlib.suppress(TypeError, ValueError, OverflowError):
-            if not isinstance(value, bool) and math.isfinite(number := float(value)):  # type: ignore[arg-type]
+            if not isinstance(value, bool) and math.isfinite(number := float(value)):
                 return number
         raise self.error(field, "a number")
 
@@ -366,7 +457,8 @@ def _parsed(
 
 def _json_rows(path: TracePath) -> Iterator[_Row | TraceError]:
     """Yields the objects of a file that has one on each line, without blank lines."""
-    with open(path, encoding="utf-8") as file:
+    is_compressed = Path(path).suffix == ".gz"
+    with gzip.open(path, "rt", encoding="utf-8") if is_compressed else open(path, encoding="utf-8") as file:
         for line, text in enumerate(file, 1):
             if not text.strip():
                 continue

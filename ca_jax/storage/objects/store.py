@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import time
 import uuid
 from collections.abc import Generator
 from typing import Any, TypeVar
@@ -21,7 +20,6 @@ import tensorstore as ts
 from ca_jax.errors import CaJaxError
 
 _ENDPOINT = "AWS_ENDPOINT_URL"
-_AGAIN_S = 0.05  # Before a write is tried again that met another one under way.
 T = TypeVar("T")
 
 
@@ -119,17 +117,11 @@ class ObjectStore:
         """
         if replaces == b"":  # To TensorStore that is no condition.
             raise ValueError("replaces must name a generation, got an empty one")
-        give_up_s = time.monotonic() + self._deadline_s
-        while True:
-            left_s = max(give_up_s - time.monotonic(), 0.0)
-            try:
-                stamp = self._store.write(name, value, if_equal=replaces).result(timeout=left_s)
-            except (ValueError, OSError) as error:
-                if "409" not in str(error) or left_s <= _AGAIN_S:  # Another write of it was under way: it may come.
-                    raise self._failed("written", name, error) from error
-                time.sleep(_AGAIN_S)
-                continue
-            return stamp.generation or None
+        try:  # TensorStore itself tries again after 409, 429 and 503.
+            stamp = self._store.write(name, value, if_equal=replaces).result(timeout=self._deadline_s)
+        except (ValueError, OSError) as error:
+            raise self._failed("written", name, error) from error
+        return stamp.generation or None
 
     def names(self, prefix: str) -> list[str]:
         """Names of all objects that begin so, sorted.
@@ -179,7 +171,11 @@ class ObjectStore:
             raise ObjectsUnfitError(
                 f"objects_url must be one that can be written to, got {self.url!r}: {error}"
             ) from error
-        if first is None or second is not None or stale is not None or found.value != b"1":
+        if first is None:
+            raise ObjectsUnfitError(
+                f"objects_url must be one that can be written to, got {self.url!r}: it takes nothing"
+            )
+        if second is not None or stale is not None or found.value != b"1":
             raise ObjectsUnfitError(
                 f"objects_url must be of a store that writes on a condition, got {self.url!r}, which writes in any "
                 "case: two replicas would own one session"

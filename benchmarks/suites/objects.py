@@ -1,0 +1,209 @@
+"""A turn at another replica: its TTFT with the history in the objects that replicas share, against a local SSD's.
+
+One replica has the session and has published it. Every round takes one sample of each way, of the same new tokens:
+
+    ssd       the replica that has it: the history is on its SSD alone, whose files are not in the page cache
+    objects   another replica, which has nothing of it: from claiming the session to the first token; the objects lie on
+              the same disk, not in the page cache either
+
+A turn whose history came from anywhere else is an error, not a number.
+
+Not here: what S3 takes (`simulate --num_replicas`), what is computed where nothing is stored (`suites.tiers`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks import harness
+from benchmarks.disk import drop_cached, is_dropped, scratch_on_disk
+from benchmarks.engines import OneSessionEngine, check_source, make_engine, one_session_config, send_turn, take_back
+from benchmarks.harness import BenchError, Row, Run, Sample, Steps, Ways
+from benchmarks.suites.reuse import HistoryConfig
+from ca_jax.config import EngineConfig
+from ca_jax.engine import Engine
+from ca_jax.kv.shared_sessions import SharedSessions
+from ca_jax.serving.open_sessions import Elsewhere
+from ca_jax.session import Session
+
+_PATIENCE_S = 60.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ObjectsConfig(HistoryConfig):
+    """One turn over a history that another replica published."""
+
+    ssd_dir: str | None = None
+    """Directory on the disk to measure; by default where temporary files are."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ObjectsRow(Row):
+    """Time to the first token (TTFT) of the same turn by where its history is."""
+
+    history_tokens: int
+    """Tokens whose KV is stored, exactly."""
+    new_tokens: int
+    """Tokens of the turn."""
+    kv_bytes: int
+    """Of the history."""
+    ttft_ssd_s: float
+    """From sending to the first token, with the history on the local SSD alone, out of the page cache."""
+    ttft_objects_s: float
+    """From claiming the session at another replica to its first token there."""
+    claim_s: float
+    """Of that, reading the manifest and writing it as the new owner."""
+    ratio: float
+    """`ttft_objects_s` over `ttft_ssd_s`: the median of the rounds' own ratios."""
+    publish_s: float
+    """From a turn's end until it is published: the new tokens' KV and the manifest."""
+    bookkeeping_s: float
+    """Of the engine's thread for that: all that it did for the shared tier, from the turn's end to the publish's."""
+    same_tokens: bool
+    """Whether both ways gave the same first token in every round."""
+
+
+def _summary(rows: Sequence[ObjectsRow]) -> dict[str, Any]:
+    """The largest of the rows."""
+    return {
+        "ratio": max(row.ratio for row in rows),
+        "bookkeeping_s": max(row.bookkeeping_s for row in rows),
+        **harness.checks(rows),
+    }
+
+
+@harness.suite(ObjectsConfig, summary=_summary)
+def objects(run: Run[ObjectsConfig]) -> Iterator[ObjectsRow]:
+    """A turn's TTFT at a replica that takes a session over, against a local SSD's."""
+    config = run.config
+    step = run.steps(len(config.cells) * (1 + config.repeats), "objects")
+    with contextlib.ExitStack() as stack:
+        directory = stack.enter_context(scratch_on_disk(config.ssd_dir))
+        sized = one_session_config(config.engine_config(), run.model, directory / "ssd", max_tokens=config.max_tokens)
+        sized = _with_objects(sized, directory / "objects")
+        (directory / "ssd").mkdir()
+        owner = make_engine(run.model, sized, suite="objects")
+        other = make_engine(run.model, _with_objects(sized, directory / "objects", ssd_dir=None), suite="objects")
+        served = OneSessionEngine(owner, suite="objects", max_tokens=config.max_tokens, seed=config.seed)
+        stack.callback(served.close)
+        stack.callback(other.close)
+        for engine in (owner, other):
+            engine.warmup(max_history_tokens=max(config.history_tokens), max_new_tokens=max(config.new_tokens))
+        served.begin()
+        for num_history, num_new in config.cells:
+            bench = _Bench(served, other, directory / "objects", shared_of(owner), elsewhere_of(other))
+            yield bench.row(num_history, num_new, config.repeats, step)
+
+
+def _with_objects(config: EngineConfig, directory: Path, **changes: Any) -> EngineConfig:
+    """A replica that shares a directory, and publishes when it is told to."""
+    store = dataclasses.replace(config.store, objects_url=f"file://{directory}", objects_write="drain", **changes)
+    return dataclasses.replace(config, store=store)
+
+
+def shared_of(engine: Engine) -> SharedSessions:
+    """What an engine shares with other replicas."""
+    if engine._kv.shared is None:
+        raise BenchError("objects must have engines with an objects_url, got one without")
+    return engine._kv.shared
+
+
+def elsewhere_of(engine: Engine) -> Elsewhere:
+    """What other replicas share with an engine."""
+    if engine.elsewhere is None:
+        raise BenchError("objects must have engines with an objects_url, got one without")
+    return engine.elsewhere
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bench:
+    served: OneSessionEngine
+    other: Engine
+    directory: Path
+    shared: SharedSessions  # Of the first.
+    elsewhere: Elsewhere  # Of the other.
+
+    def row(self, num_history: int, num_new: int, repeats: int, step: Steps) -> ObjectsRow:
+        session = self.served.store_session(num_history)
+        self._publish(session)
+        new_ids = self.served.random_ids(num_new)
+
+        def ways() -> Ways:
+            return {
+                "ssd": partial(self._from_ssd, session, new_ids),
+                "objects": partial(self._from_objects, session, new_ids),
+            }
+
+        rounds = harness.interleave(ways, repeats, step=step)
+        for each in rounds:
+            each["objects"]["ratio"] = each["objects"]["ttft_objects_s"] / each["ssd"]["ttft_ssd_s"]
+        published = harness.interleave(lambda: {"turn": partial(self._publish_turn, num_history, num_new)}, repeats)
+        return harness.make_row(
+            ObjectsRow,
+            [*harness.samples(rounds), *harness.samples(published)],
+            history_tokens=num_history,
+            new_tokens=num_new,
+            kv_bytes=num_history * self.served.layout.token_bytes,
+            same_tokens=harness.same(rounds, "token"),
+        )
+
+    def _from_ssd(self, session: Session, new_ids: list[int]) -> Sample:
+        num_history, engine = len(session.token_ids), self.served.engine
+        self.served.push_out()
+        self.served.cool_down_files()
+        token, ttft_s = send_turn(engine, session, new_ids)
+        check_source("ssd", session, len(new_ids), {"ssd": num_history})
+        take_back(engine, session, num_history)
+        return {"token": token, "ttft_ssd_s": ttft_s}
+
+    def _from_objects(self, session: Session, new_ids: list[int]) -> Sample:
+        num_history, elsewhere = len(session.token_ids), self.elsewhere
+        files = [path for path in self.directory.rglob("*") if path.is_file()]
+        drop_cached(files)
+        if not is_dropped(files):
+            raise BenchError("objects must have a page cache without stored KV, got it there")
+        started_s = time.perf_counter()
+        elsewhere.claim(session.session_id)
+        claim_s = time.perf_counter() - started_s
+        there = self.other.session(session_id=session.session_id)
+        token, ttft_s = send_turn(self.other, there, new_ids)
+        check_source("objects", there, len(new_ids), {"objects": num_history})
+        elsewhere.let_go(there)  # It has nothing of it in the next round.
+        return {"token": token, "claim_s": claim_s, "ttft_objects_s": claim_s + ttft_s}
+
+    def _publish_turn(self, num_history: int, num_new: int) -> Sample:
+        """Publishes a session's history, then a turn behind it, and takes the time of that."""
+        session = self.served.store_session(num_history)
+        self._publish(session)
+        send_turn(self.served.engine, session, self.served.random_ids(num_new))
+        sample = self._publish(session)
+        session.close()
+        return sample
+
+    def _publish(self, session: Session) -> Sample:
+        """Has the owner publish a session's state."""
+        engine, shared = self.served.engine, self.shared
+        spent_s = 0.0
+
+        def timed(function: Callable[..., Any], *args: Any) -> None:
+            nonlocal spent_s
+            since_s = time.perf_counter()
+            function(*args)
+            spent_s += time.perf_counter() - since_s
+
+        before, started_s = engine.metrics.publishes, time.perf_counter()
+        timed(shared.changed, session)
+        timed(shared.publish_now, session.key)
+        while engine.metrics.publishes == before:
+            if time.perf_counter() - started_s > _PATIENCE_S or engine.metrics.failed_publishes:
+                raise BenchError("a session must be published, and was not")
+            with engine._lock:
+                timed(shared.collect)
+            time.sleep(0.001)
+        return {"publish_s": time.perf_counter() - started_s, "bookkeeping_s": spent_s}

@@ -1,0 +1,128 @@
+"""A replica as a process of its own, which dies or stops at a step that it is told.
+
+    python -m tests.reliability.replica DIRECTORY STEP TURN SIGNAL
+
+It reads commands, a JSON line each, and answers each with one:
+
+    {"do": "say", "text": ...}    claims the session, says a turn, waits until it is published or the session is lost
+    {"do": "look"}                claims the session, says how many turns it has
+
+Not here: what must hold (test_replica_kill).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ca_jax.errors import SessionMovedError
+from ca_jax.kv.object_transfers import SharedKV
+from ca_jax.session import Session
+from ca_jax.storage.objects import parts
+from ca_jax.storage.objects.store import ObjectStore
+from ca_jax.turns.requests import SamplingParams
+from tests import engine_kit as kit
+
+STEPS = ("load", "prefill", "decode", "answered", "object", "manifest", "published")
+"""Of a turn, in their order: before its KV is loaded, behind a pass of its prefill, in the midst of decoding, once it
+is answered, once an object of its KV is written, before its manifest is, and behind that."""
+SESSION = "s"
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+RUN_BYTES = 2 * kit.BLOCK_TOKENS * kit.TOKEN_BYTES
+
+
+class Replica:
+    """One engine, and when it ends."""
+
+    def __init__(self, directory: str, step: str, turn: int, with_signal: int) -> None:
+        self._step, self._turn, self._signal = step, turn, with_signal
+        self._num_turns = 0
+        parts.RUN_BYTES = RUN_BYTES
+        store = dataclasses.replace(kit.SMALL.store, objects_url=f"file://{directory}", objects_deadline_s=10.0)
+        self.engine = kit.small_engine(store=store, compile_cache_dir=os.environ["JAX_COMPILATION_CACHE_DIR"])
+        self._hook(SharedKV, "restore", before=lambda *_: self._at("load"))
+        self._hook(type(self.engine._runner), "run_pass", after=lambda *_: self._at("prefill"))
+        self._hook(ObjectStore, "write", before=self._before_write, after=self._after_write)
+
+    def serve(self) -> None:
+        """Answers commands until there are no more."""
+        for line in sys.stdin:
+            asked = json.loads(line)
+            told = self._look() if asked["do"] == "look" else self._say(asked["text"])
+            sys.stdout.write(json.dumps(told) + "\n")
+            sys.stdout.flush()
+        self.engine.close()
+
+    def _look(self) -> dict[str, Any]:
+        session = self._claimed()
+        return {"turns": len(session.messages) // 2, "said": [each["content"] for each in session.messages]}
+
+    def _say(self, text: str) -> dict[str, Any]:
+        session, answer = self._claimed(), ""
+        self._num_turns += 1
+        before = self.engine.metrics.publishes
+        try:
+            for number, piece in enumerate(session.send(text, sampling=GREEDY)):
+                answer += piece
+                if number == 3:
+                    self._at("decode")
+        except SessionMovedError:
+            return {"answer": None, "published": False}
+        self._at("answered")
+        while self.engine.metrics.publishes == before and self.engine.metrics.refused_publishes == 0:
+            self.engine.keep()
+            time.sleep(0.002)
+        return {"answer": answer, "published": self.engine.metrics.refused_publishes == 0}
+
+    def _claimed(self) -> Session:
+        assert self.engine.elsewhere is not None
+        self.engine.elsewhere.claim(SESSION)
+        return self.engine.session(session_id=SESSION)
+
+    def _before_write(self, _: ObjectStore, name: str, *__: object, **___: object) -> None:
+        if "/sessions/" in name and self._num_turns:
+            self._at("manifest")
+
+    def _after_write(self, _: ObjectStore, name: str, *__: object, **___: object) -> None:
+        if "/kv/" in name:
+            self._at("object")
+        if "/sessions/" in name and self._num_turns:
+            self._at("published")
+
+    def _at(self, step: str) -> None:
+        if (step, self._num_turns) == (self._step, self._turn):
+            self._step = ""  # Whoever is let go on meets it no more.
+            os.kill(os.getpid(), self._signal)
+
+    @staticmethod
+    def _hook(
+        owner: type,
+        name: str,
+        before: Callable[..., None] = lambda *_, **__: None,
+        after: Callable[..., None] = lambda *_, **__: None,
+    ) -> None:
+        method = getattr(owner, name)
+
+        def hooked(*args: Any, **options: Any) -> Any:
+            before(*args, **options)
+            result = method(*args, **options)
+            after(*args, **options)
+            return result
+
+        setattr(owner, name, hooked)
+
+
+def main() -> None:
+    """From the command line: directory, step, turn, name of the signal."""
+    directory, step, turn, name = sys.argv[1:]
+    Replica(directory, step, int(turn), getattr(signal, name)).serve()
+
+
+if __name__ == "__main__":
+    main()
