@@ -56,8 +56,6 @@ class StoreConfig:
     objects_deadline_s: float = 5.0
     """Seconds after which a request to that store is given up. No turn fails for it: KV is recomputed, and what could
     not be published is tried again."""
-    objects_gib: float | None = None
-    """Most that sessions may hold there, GiB, as a collector enforces it; None: no limit."""
     ttl_s: float | None = None
     """How long a session is kept after its last use, seconds, unless it has a time of its own; None: while there is
     room."""
@@ -77,7 +75,7 @@ class StoreConfig:
     job the one whose bytes are expected to save least), `lru` (least recently used) or `fifo` (first stored)."""
 
     def __post_init__(self) -> None:
-        for name in ("dram_gib", "ssd_gib", "ssd_free_floor_gib", "objects_gib", "tenant_quota_gib"):
+        for name in ("dram_gib", "ssd_gib", "ssd_free_floor_gib", "tenant_quota_gib"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} must be a number of GiB >= 0, got {value}")
