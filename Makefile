@@ -29,7 +29,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup setup-parity demo cluster-demo chat serve bench $(BENCHES) figures blend test test-slow \
+.PHONY: help setup setup-parity demo cluster-demo chat serve bench $(BENCHES) figures cluster-figures blend test test-slow \
   test-accelerators-quick test-accelerators accelerators lint format docs notebooks wheel workflows mutants count clean distclean
 
 help: ## List the targets
@@ -82,6 +82,11 @@ figures: setup ## Redo results/paper.md, every table and plot; an hour and a hal
 	$(BIN)/python -m ca_jax.launch.replay $(REPLAY) --json_out=results/replay.json --plot_out=results/replay.png
 	$(BIN)/python -m tools.replay_vs_simulator --json_out=results/replay_vs_simulator.json -- $(CHECKED)
 	$(BIN)/python -m tools.paper_page
+
+cluster-figures: bench-objects ## Redo results/cluster.md, but for the simulation of many replicas; let nothing else run meanwhile
+	$(PIP_INSTALL) -q -e '.[cluster]'
+	$(BIN)/python -m tools.cluster_overhead --json_out=results/cluster/overhead.json
+	$(BIN)/python -m tools.cluster_page
 
 blend: setup ## Redo results/blend.md, every table and plot; hours. DATA=DIR has CacheBlend's inputs, TASKS=... are parts of it
 	PYTHON=$(BIN)/python tools/blend.sh "$(DATA)" $(TASKS)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tools import accelerators_page, blend_page, paper_page, replicas_page, server_page
+from tools import accelerators_page, blend_page, cluster_page, paper_page, replicas_page, server_page
 from tools.pages import RESULTS, read_json, read_notes
 
 PAGES = {
@@ -12,6 +12,7 @@ PAGES = {
     "server": server_page,
     "blend": blend_page,
     "accelerators": accelerators_page,
+    "cluster": cluster_page,
     "cluster/replicas": replicas_page,
 }
 

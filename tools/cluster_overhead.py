@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
 import signal
 import socket
@@ -26,7 +25,7 @@ from typing import Any
 import httpx2
 from absl import app, flags
 
-from ca_jax.launch.machine import describe_machine
+from ca_jax.launch.machine import PACKAGES, describe_machine, describe_versions
 from ca_jax.launch.script import write_json
 
 FLAGS = flags.FLAGS
@@ -45,13 +44,14 @@ def main(_: Sequence[str]) -> None:
     with contextlib.ExitStack() as stack:
         clients = {name: stack.enter_context(_running(*system)) for name, system in _SYSTEMS.items()}
         samples = [_round(clients, number) for number in range(-_WARM, FLAGS.requests)][_WARM:]
-    figures: dict[str, Any] = {"requests": FLAGS.requests, "model": FLAGS.model, "load_1m": os.getloadavg()[0]}
+    figures: dict[str, Any] = {"requests": FLAGS.requests, "model": FLAGS.model}
     for what in ("ttft_ms", "whole_ms", "health_ms"):
         by_system = {name: [sample[name][what] for sample in samples] for name in clients}
         added = [sample["cluster"][what] - sample["server"][what] for sample in samples]
         figures[what] = {name: _quartiles(values) for name, values in {**by_system, "added": added}.items()}
         print(what, json.dumps(figures[what]))
-    write_json({"machine": describe_machine(), **figures}, Path(FLAGS.json_out))
+    about = {"command": " ".join(["python -m tools.cluster_overhead", *sys.argv[1:]]), "machine": describe_machine()}
+    write_json({**about, "versions": describe_versions((*PACKAGES, "ray")), **figures}, Path(FLAGS.json_out))
 
 
 def _quartiles(values: list[float]) -> list[float]:
