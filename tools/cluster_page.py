@@ -14,6 +14,7 @@ from pathlib import Path
 from tools.pages import Report, assemble, place, read_json, read_notes, table, write_page
 
 _SYSTEMS = {"server": "one server", "cluster": "through Ray Serve", "added": "added"}
+_TTFT = ("ttft_ssd_s", "ttft_objects_s")
 _MEASURED = {"ttft_ms": "TTFT", "whole_ms": "whole answer", "health_ms": "`/health`"}
 
 
