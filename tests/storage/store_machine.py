@@ -371,7 +371,8 @@ class WatchedStore(RuleBasedStateMachine):
             if ssd_blocks:  # Flushed.
                 is_older = reference.has_left and set(ssd_blocks) <= set(reference.flush.record.block_ids.tolist())
                 flushed = reference.flushed_left if is_older else reference.tokens
-                assert entry.ssd.num_tokens <= len(flushed), "on SSD is what nobody saved"
+                told = f"on SSD is what nobody saved: {key}, {is_older}, {entry.ssd}, {len(flushed)}, {reference}"
+                assert entry.ssd.num_tokens <= len(flushed), told
                 reference.ssd, reference.ssd_lineage = flushed[: entry.ssd.num_tokens], entry.ssd.lineage
             else:
                 gave_way = entry is not None and entry.flush is not None  # To its own new state.
