@@ -168,7 +168,7 @@ def test_a_conversation_of_another_tenant_is_refused_by_all(tmp_path):
         with kit.small_engine(processes=processes, store=kit.ssd_store(tmp_path)) as engine:
             kit.say(engine.session(session_id="one", tenant="a"), PROMPTS[0])
             engine.wait_for_saves()
-            engine._sessions.clear()
+            engine._sessions._sessions.clear()
             with pytest.raises(TenantError):
                 engine.session(session_id="one", tenant="b")
 

@@ -139,8 +139,11 @@ class Chat:
 
         Raises:
           TenantError: the conversation of that name is another tenant's.
+          ObjectsError: replicas share conversations, and whether one has it cannot be found out.
         """
         self._system = system
+        if session_id is not None and self._engine.elsewhere is not None:
+            self._engine.elsewhere.claim(session_id)
         try:
             self._sessions.append(self._engine.session(session_id=session_id, system=system))
         except InvalidRequestError:
