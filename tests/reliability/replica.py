@@ -44,7 +44,7 @@ class Replica:
         self._step, self._turn, self._signal = step, turn, with_signal
         self._num_turns = 0
         parts.RUN_BYTES = RUN_BYTES
-        store = dataclasses.replace(kit.SMALL.store, objects_url=f"file://{directory}", objects_deadline_s=10.0)
+        store = dataclasses.replace(kit.SMALL.store, objects_url=f"file://{directory}", objects_deadline_s=60.0)
         self.engine = kit.small_engine(store=store, compile_cache_dir=os.environ["JAX_COMPILATION_CACHE_DIR"])
         self._hook(SharedKV, "restore", before=lambda *_: self._at("load"))
         self._hook(type(self.engine._runner), "run_pass", after=lambda *_: self._at("prefill"))
