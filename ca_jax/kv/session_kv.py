@@ -34,7 +34,7 @@ from ca_jax.kv.shared_sessions import SharedSessions
 from ca_jax.session import Job, Session
 from ca_jax.storage.catalog.file import CatalogError
 from ca_jax.storage.catalog.notes import NoteLog, log_bytes
-from ca_jax.storage.config import StoreConfig, shard_config
+from ca_jax.storage.config import shard_config
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.records import Residency, StoreRuntime
 from ca_jax.storage.store import AttentionStore
@@ -105,7 +105,7 @@ class SessionKV:
         self.resident = ResidentPages(runner.pool, self.store.queue_position)
         self.histories = Histories(self.store, self._loader, runner, self.meter, self.chunks, self.resident, runtime)
         self.conversations = KeptConversations(self.store, log, processes, config.store.ttl_s, runtime.metrics)
-        self.shared = self._open_shared(config.store, runtime)
+        self.shared = self._open_shared(runtime)
         """What replicas share; None: this engine shares nothing."""
         # How far all layers look back, tokens, the one that looks among them; None: nothing is ever left behind.
         self._window = kept_window(layout, config, runner.window)
@@ -321,8 +321,8 @@ class SessionKV:
         self._loader.close()
         self.store.close()
 
-    def _open_shared(self, config: StoreConfig, runtime: Runtime) -> SharedSessions | None:
-        if config.objects_url is None:
+    def _open_shared(self, runtime: Runtime) -> SharedSessions | None:
+        if runtime.config.store.objects_url is None:
             return None
         check(
             self._processes.count == 1, "the processes of an engine with an objects_url", "one", self._processes.count
@@ -333,13 +333,11 @@ class SessionKV:
             return not (is_queued or self.write_buffer.is_running(key) or self._is_being_saved(key))
 
         return SharedSessions(
-            config,
+            runtime,
             self.store,
             self._salt.hex(),
             pack=self.conversations.pack,
             is_quiet=is_quiet,
-            wake=runtime.wake,
-            metrics=runtime.metrics,
             restored=self.histories.restored,
         )
 

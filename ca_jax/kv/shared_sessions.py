@@ -31,9 +31,9 @@ from typing import Any
 
 import numpy as np
 
+from ca_jax.device.runtime import Runtime
 from ca_jax.kv.object_transfers import Published, RestoreError, SharedKV, Source, StoppedError, Threads
 from ca_jax.session import Session
-from ca_jax.storage.config import StoreConfig
 from ca_jax.storage.objects import ownership, parts
 from ca_jax.storage.objects.manifest import Manifest, ManifestError, PartRef
 from ca_jax.storage.objects.ownership import Held, NotOwnerError
@@ -42,7 +42,6 @@ from ca_jax.storage.objects.store import ObjectsError, ObjectStore
 from ca_jax.storage.records import Owner, Residency
 from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tickets import SaveTicket
-from ca_jax.telemetry.metrics import EngineMetrics
 from ca_jax.turns.conversations import Conversation
 
 _LOG = logging.getLogger(__name__)
@@ -100,10 +99,10 @@ class SharedSessions:
     """The tier of objects, as one engine sees it.
 
     Args:
+      runtime: the engine's; it is woken when `collect` has something to do.
       namespace: names weights, layout and positions of the KV; replicas with others never meet.
       pack: a session's conversation as bytes, by its key.
       is_quiet: whether no turn of a session is queued or runs, and none of its KV is on its way to the store.
-      wake: called from any thread when `collect` has something to do.
       restored: gets the keys of sessions whose KV was brought.
 
     Raises:
@@ -112,16 +111,15 @@ class SharedSessions:
 
     def __init__(
         self,
-        config: StoreConfig,
+        runtime: Runtime,
         store: AttentionStore,
         namespace: str,
         *,
         pack: Callable[[str, Conversation], bytes],
         is_quiet: Callable[[str], bool],
-        wake: Callable[[], None],
-        metrics: EngineMetrics,
         restored: set[str],
     ) -> None:
+        config = runtime.config.store
         objects = ObjectStore(config.objects_url or "", config.objects_deadline_s)
         objects.probe()
         self.replica = _replica_name(config.ssd_directory)
@@ -129,8 +127,8 @@ class SharedSessions:
         self._kv = SharedKV(objects, store.layout, namespace, self.replica)
         self._policy = config.objects_write
         self._store = store
-        self._pack, self._is_quiet, self._wake = pack, is_quiet, wake
-        self._metrics, self._restored = metrics, restored
+        self._pack, self._is_quiet, self._restored = pack, is_quiet, restored
+        self._metrics, self._wake = runtime.metrics, runtime.wake
         self._clock = time.monotonic
         self._shared: dict[str, _Shared] = collections.defaultdict(_Shared)
         self._moving: dict[str, None] = {}  # Keys of those that are published, restored or looked for now.
