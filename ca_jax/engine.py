@@ -255,7 +255,7 @@ class Engine:
             raise InvalidRequestError(f"there must be one params for each of {len(prompts)} prompts, got {len(each)}")
         ids = [prompt_ids(self.model, prompt) for prompt in prompts]
         with self._open_now():
-            sessions = [self._sessions.new(None, Conversation.begin([]), is_noted=False) for _ in prompts]
+            sessions = [self._sessions.new(None, Conversation.begin([]), keeps="kv") for _ in prompts]
             jobs = list(map(self._turns.job, ids, each, sessions))
             for job, session in zip(jobs, sessions, strict=True):
                 job.may_drop = False

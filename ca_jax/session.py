@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from ca_jax.errors import EmptyMessageError, InvalidRequestError, SessionBusyError, SessionClosedError, check
 from ca_jax.overflow.config import check_discarded
+from ca_jax.turns import requests
 from ca_jax.turns.conversations import Conversation, Message, as_messages
 from ca_jax.turns.requests import Completion, FinishReason, SamplingParams, TokenLogprob, Truncation, TurnRequest, Usage
 from ca_jax.turns.text import ChunkSpan, TextOutput, Texts
@@ -264,8 +265,7 @@ class Session:
         *,
         tenant: str = "",
         ttl_s: float | None = None,
-        is_kept: bool = True,
-        is_noted: bool = True,
+        keeps: requests.Keeps = "all",
     ) -> None:
         self._engine = engine
         self._closed = False
@@ -282,9 +282,9 @@ class Session:
         """Whose it is: no other tenant meets its KV."""
         self.ttl_s = ttl_s
         """How long its KV is kept after its last use, seconds; None: as the store's config says."""
-        self.is_noted = is_noted
+        self.is_noted = keeps == "all"
         """Whether the conversation is kept with its KV; else its KV serves prompts that begin like it."""
-        self.is_kept = is_kept
+        self.is_kept = keeps != "nothing"
         """Whether its turns are stored and it is found by its name. Else stored KV is read for it, and none written."""
         self.usage: Usage | None = None
         """Of the last turn that has ended."""

@@ -18,7 +18,7 @@ from ca_jax.device.transfer import to_device
 from ca_jax.models.paged_attention import Rows
 from ca_jax.pretrained import LoadedModel
 from ca_jax.recompute.plan import Plan
-from ca_jax.recompute.recomputer import Recomputer
+from ca_jax.recompute.recomputer import PagedRow, Recomputer
 
 _TABLE = np.zeros((1, 1), np.int32)
 
@@ -93,7 +93,7 @@ class LayerByLayer:
         Args:
           token_ids: of all its places.
         """
-        recomputer = Recomputer(self, plan, token_ids, _TABLE, pages[0].shape[3])
+        recomputer = Recomputer(self, plan, token_ids, PagedRow(_TABLE, pages[0].shape[3]))
         return [recomputer.layer(i, of_layer) for i, of_layer in enumerate(pages)]
 
 

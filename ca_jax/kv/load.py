@@ -116,11 +116,11 @@ class Histories:
         runner: Runner,
         meter: RateMeter,
         chunks: ChunkKV,
-        resident: ResidentPages,
         runtime: Runtime,
     ) -> None:
         self._chunks = chunks
-        self._resident = resident
+        self.resident = ResidentPages(runner.pool, store.queue_position)
+        """Contexts whose pages stay on the devices between turns."""
         self._processes = runtime.processes
         self._window = kept_window(store.layout, runtime.config, runner.window) or 0
         self._store = store
@@ -342,7 +342,7 @@ class Histories:
                 self._store.drop(key)  # Other tokens than these: what is saved now begins anew.
             if is_resident and holder is not None and held[0] is not None and num_stored:
                 return self._go_on(job, session, holder, held[0], num_slid)
-            self._resident.drop(key)
+            self.resident.drop(key)
             return self._begin(job, key, held, spans, num_loaded, num_slid)
         except Exception:
             self._abort(ticket for ticket in held if ticket is not None)
@@ -362,15 +362,15 @@ class Histories:
             return None
         key, wanted = session.key, (state.lineage, state.num_slid)
         if shares:
-            key, wanted = self._resident.like(session.tenant, token_ids) or key, (0, 0)
-        has_all = self._resident.num_tokens(key, token_ids, wanted) >= num_stored
-        return key if has_all and self._resident.is_near(key, job.slot) else None
+            key, wanted = self.resident.like(session.tenant, token_ids) or key, (0, 0)
+        has_all = self.resident.num_tokens(key, token_ids, wanted) >= num_stored
+        return key if has_all and self.resident.is_near(key, job.slot) else None
 
     def _go_on(self, job: Job, session: Session, holder: str, ticket: LoadTicket, num_slid: int) -> History:
         """A history whose pages a session has, all that a ticket says: its own, or those of one that it begins like."""
         num_tokens, rates = ticket.num_tokens, self._meter.rates
         self._store.complete_load(ticket, was_read=False)
-        take = self._resident.take if holder == session.key else self._resident.share
+        take = self.resident.take if holder == session.key else self.resident.share
         num_new = len(job.prompt_ids) - num_slid - num_tokens
         compute_s = None
         if rates is not None:

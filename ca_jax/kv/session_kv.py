@@ -28,7 +28,6 @@ from ca_jax.kv.kept_conversations import KeptConversations
 from ca_jax.kv.layer_loader import LayerLoader
 from ca_jax.kv.layout import kept_window, staging_bytes
 from ca_jax.kv.load import Histories
-from ca_jax.kv.resident import ResidentPages
 from ca_jax.kv.save import WriteBuffer, owner_of
 from ca_jax.kv.shared_sessions import SharedSessions
 from ca_jax.session import Job, Session
@@ -102,8 +101,8 @@ class SessionKV:
         self.write_buffer = WriteBuffer(self.store, self._saver, config, runtime.metrics)
         self._salt = hashlib.sha256(f"{weights}|{layout}|unrotated|".encode()).digest()
         self.chunks = ChunkKV(self.store, self.write_buffer, self._salt)
-        self.resident = ResidentPages(runner.pool, self.store.queue_position)
-        self.histories = Histories(self.store, self._loader, runner, self.meter, self.chunks, self.resident, runtime)
+        self.histories = Histories(self.store, self._loader, runner, self.meter, self.chunks, runtime)
+        self.resident = self.histories.resident
         self.conversations = KeptConversations(self.store, log, processes, config.store.ttl_s, runtime.metrics)
         self.shared = self._open_shared(runtime)
         """What replicas share; None: this engine shares nothing."""

@@ -59,6 +59,18 @@ class Computer(Protocol):
         """Embeddings `[D, T', F]` of tokens, i32 `[D, T']`."""
 
 
+@dataclasses.dataclass(frozen=True)
+class PagedRow:
+    """Where a sequence lies."""
+
+    table: np.ndarray
+    """i32 `[D, M]`, its pages, among those of its part; of other parts anything."""
+    page_tokens: int
+    """Places of a page."""
+    part: int = 0
+    """Which part of the devices it is in."""
+
+
 class Recomputer:
     """One sequence under a plan, layer by layer.
 
@@ -66,9 +78,7 @@ class Recomputer:
       computer: of what model.
       plan: which tokens.
       token_ids: of all places.
-      table: i32 `[D, M]`, the pages that it lies in, among those of its part; of other parts anything.
-      page_tokens: places of a page.
-      part: that it is in.
+      lies: where it does.
       width: least T'.
       behind: tokens behind it that are computed in one with those of the plan, which has as many in each layer.
 
@@ -81,10 +91,8 @@ class Recomputer:
         computer: Computer,
         plan: Plan,
         token_ids: Sequence[int],
-        table: np.ndarray,
-        page_tokens: int,
+        lies: PagedRow,
         *,
-        part: int = 0,
         width: int = 0,
         behind: Sequence[int] = (),
     ) -> None:
@@ -93,9 +101,10 @@ class Recomputer:
         self._computer = computer
         self._plan = plan
         self._put = computer.to_device
+        table, part = lies.table, lies.part
         self._part = part
         self._num_parts = len(table)
-        self._num_places = table.shape[1] * page_tokens
+        self._num_places = table.shape[1] * lies.page_tokens
         self._count = plan.counts[0] + len(behind)
         self._num_rows = (repaired_rows(self._count),) * plan.num_layers if behind else plan.rows
         chosen = plan.start + plan.first_rows
@@ -286,7 +295,7 @@ def make_recomputer(
     """Has tokens of a history computed anew that lies in a slot's pages."""
     part, table = runner.pool.place(slot)
     size, width = runner.pool.size, runner.step_tokens
-    return Recomputer(runner, plan, token_ids, table, size.page_tokens, part=part, width=width, behind=behind)
+    return Recomputer(runner, plan, token_ids, PagedRow(table, size.page_tokens, part), width=width, behind=behind)
 
 
 def functions_of(shapes: Shapes, plan: Plan) -> list[Compile]:

@@ -64,7 +64,7 @@ class OpenSessions:
         self, session_id: str | None, begun: Conversation, tenant: str, ttl_s: float | None, is_kept: bool = True
     ) -> Session:
         """Opens one, which is found by its name from now on if it is to be kept."""
-        session = self.new(session_id, begun, tenant, ttl_s=ttl_s, is_kept=is_kept)
+        session = self.new(session_id, begun, tenant, ttl_s=ttl_s, keeps="all" if is_kept else "nothing")
         if is_kept:
             self._sessions[session.session_id] = session
             self._kv.conversations.opened(session.key)

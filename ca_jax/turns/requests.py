@@ -171,6 +171,8 @@ class Completion:
     """Of each generated token; None if that was not asked for."""
 
 
+Keeps = Literal["all", "kv", "nothing"]
+"""What is stored of a session: its turns and what was said; KV alone; nothing."""
 Truncation = Literal["auto", "disabled"]
 """What becomes of a turn that does not fit behind its conversation: `auto` as the engine's config says, `disabled` is
 an error."""
