@@ -8,8 +8,10 @@ Not here: when something moves (shared_sessions), what objects are (storage.obje
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
+import itertools
 import queue
 import threading
 import uuid
@@ -28,6 +30,7 @@ from ca_jax.storage.tickets import LoadTicket, SaveTicket
 
 _COPY_BYTES = 256 << 20  # Copied for one publish at most; what is behind it goes with the next.
 _READ_BYTES = 8 << 20  # In one request, in whole layers.
+_READS_AHEAD = 4  # Requests under way at a time, while what has come is checked and copied.
 
 
 class Threads:
@@ -169,16 +172,23 @@ class SharedKV:
         Raises:
           RestoreError: one could not be read; it says how many are written, and why.
         """
-        for num_done, (ticket, part) in enumerate(moves):
-            skipped = part.num_tokens - ticket.num_tokens
+        wanted = ((number, *span) for number, (_, part) in enumerate(moves) for span in self._spans(part))
+        coming: collections.deque[tuple[int, int, Callable[[], Iterator[np.ndarray]]]] = collections.deque()
+        while True:
+            for number, first, stop in itertools.islice(wanted, _READS_AHEAD - len(coming)):
+                coming.append(
+                    (number, first, parts.read_layers(self.objects, moves[number][1], self.layout, first, stop))
+                )
+            if not coming:
+                return len(moves)
+            number, first, wait = coming.popleft()
+            ticket, part = moves[number]
             try:
-                for first, layers in self._layers(part):
-                    for layer, kv in enumerate(layers, first):
-                        if not ticket.write(layer, kv[:, skipped:]):
-                            return num_done
+                for layer, kv in enumerate(wait(), first):
+                    if not ticket.write(layer, kv[:, part.num_tokens - ticket.num_tokens :]):
+                        return number
             except Exception as error:
-                raise RestoreError(num_done, part.name, error) from error
-        return len(moves)
+                raise RestoreError(number, part.name, error) from error
 
     def find_runs(self, tenant: str, token_ids: np.ndarray) -> list[PartRef]:
         """The objects that are there of a prompt's first full runs.
@@ -239,8 +249,8 @@ class SharedKV:
             copied.append(layers)
         return copied, True
 
-    def _layers(self, part: PartRef) -> Iterator[tuple[int, list[np.ndarray]]]:
-        """KV of an object, as many layers at a time as one request reads."""
+    def _spans(self, part: PartRef) -> Iterator[tuple[int, int]]:
+        """The layers of an object, as many at a time as one request reads: first, and one past the last."""
         sizes = parts.layer_bytes(self.layout, part.num_tokens)
         first = 0
         while first < len(sizes):
@@ -248,7 +258,7 @@ class SharedKV:
             while stop < len(sizes) and num_bytes + sizes[stop] <= _READ_BYTES:
                 num_bytes += sizes[stop]
                 stop += 1
-            yield first, parts.read_layers(self.objects, part, self.layout, first, stop)
+            yield first, stop
             first = stop
 
 

@@ -23,7 +23,7 @@ import dataclasses
 import hashlib
 import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import crc32c
@@ -212,27 +212,31 @@ def find_part(store: ObjectStore, wanted: Wanted, layout: KVLayout, namespace: s
     return None if header is None else _ref(wanted, header)
 
 
-def read_layers(store: ObjectStore, part: PartRef, layout: KVLayout, first: int, stop: int) -> list[np.ndarray]:
-    """KV of layers `first` to `stop` of an object, each `[P, T, K, H]`, held against its checksums.
+def read_layers(
+    store: ObjectStore, part: PartRef, layout: KVLayout, first: int, stop: int
+) -> Callable[[], Iterator[np.ndarray]]:
+    """Begins to read layers `first` to `stop` of an object, and does not wait.
 
-    Raises:
-      ObjectsError: it cannot be read.
-      PartError: it is not there, or not what was written.
+    Returns:
+      What waits for them: gives each, `[P, T, K, H]`, once it is held against its checksum. It raises ObjectsError
+      where the object cannot be read, and PartError where it is not there, or not what was written.
     """
     sizes = layer_bytes(layout, part.num_tokens)
     start = _HEADER_BYTES + sum(sizes[:first])
-    data = store.read(part.name, start, start + sum(sizes[first:stop]), may_be_short=True).value
-    if data is None:
-        raise PartError(f"{part.name} must be there, and is not")
-    layers, at = [], 0
-    for layer in range(first, stop):
-        of_layer = memoryview(data)[at : at + sizes[layer]]
-        at += sizes[layer]
-        if len(of_layer) != sizes[layer] or crc32c.crc32c(of_layer) != part.sums[layer]:
-            raise PartError(f"layer {layer} of {part.name} must have crc32c {part.sums[layer]:#010x}, and has not")
-        shape = layout.layer_shape(layer, part.num_tokens)
-        layers.append(np.frombuffer(of_layer, layout.numpy_dtype).reshape(shape))
-    return layers
+    reading = store.begin_read(part.name, start, start + sum(sizes[first:stop]), may_be_short=True)
+
+    def wait() -> Iterator[np.ndarray]:
+        data, at = reading().value, 0
+        if data is None:
+            raise PartError(f"{part.name} must be there, and is not")
+        for layer in range(first, stop):
+            of_layer = memoryview(data)[at : at + sizes[layer]]
+            at += sizes[layer]
+            if len(of_layer) != sizes[layer] or crc32c.crc32c(of_layer) != part.sums[layer]:
+                raise PartError(f"layer {layer} of {part.name} must have crc32c {part.sums[layer]:#010x}, and has not")
+            yield np.frombuffer(of_layer, layout.numpy_dtype).reshape(layout.layer_shape(layer, part.num_tokens))
+
+    return wait
 
 
 def check_part(store: ObjectStore, part: PartRef, namespace: str) -> None:

@@ -12,7 +12,7 @@ import dataclasses
 import json
 import os
 import uuid
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 import tensorstore as ts
@@ -94,14 +94,25 @@ class ObjectStore:
         Raises:
           ObjectsError: it cannot be read, or has no such bytes.
         """
+        return self.begin_read(name, start, stop, may_be_short=may_be_short)()
+
+    def begin_read(
+        self, name: str, start: int = 0, stop: int | None = None, *, may_be_short: bool = False
+    ) -> Callable[[], Found]:
+        """Begins what `read` does, and does not wait. What is returned waits for it, and raises as `read` does."""
         part = None if stop is None and not start else slice(start, stop)
-        try:
-            found = self._store.read(name, byte_range=part).result(timeout=self._deadline_s)
-        except (ValueError, OSError) as error:
-            if may_be_short and "OUT_OF_RANGE" in str(error):
-                return self.read(name)
-            raise self._failed("read", name, error) from error
-        return Found(None if found.state == "missing" else found.value, found.stamp.generation)
+        reading = self._store.read(name, byte_range=part)
+
+        def wait() -> Found:
+            try:
+                found = reading.result(timeout=self._deadline_s)
+            except (ValueError, OSError) as error:
+                if may_be_short and "OUT_OF_RANGE" in str(error):
+                    return self.read(name)
+                raise self._failed("read", name, error) from error
+            return Found(None if found.state == "missing" else found.value, found.stamp.generation)
+
+        return wait
 
     def write(self, name: str, value: bytes | None, *, replaces: bytes | None = None) -> bytes | None:
         """Writes an object, or deletes it (None).

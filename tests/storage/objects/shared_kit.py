@@ -88,7 +88,8 @@ class Replica:
     def restored(self, key: str) -> np.ndarray:
         """The KV that a session's manifest names, `[L, 2, T, K, H]`, held against its checksums."""
         manifest = stored(self.kv.objects, key, self.kv.namespace)
-        layers = [parts.read_layers(self.kv.objects, part, LAYOUT, 0, LAYOUT.num_layers) for part in manifest.parts]
+        read = (parts.read_layers(self.kv.objects, part, LAYOUT, 0, LAYOUT.num_layers) for part in manifest.parts)
+        layers = [list(wait()) for wait in read]
         return np.concatenate([np.stack(each) for each in layers], axis=2)
 
 
