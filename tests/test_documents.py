@@ -1,9 +1,11 @@
 """What the documents tell a reader to open, import or type is there."""
 
 import ast
+import json
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ from ca_jax.__main__ import COMMANDS
 REPOSITORY = Path(__file__).resolve().parents[1]
 TOP = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "WORKSPACE.md")]
 PAGES = [*TOP[:2], *sorted((REPOSITORY / "docs").rglob("*.md"))]
+SCRIPTS = [*sorted((REPOSITORY / "docs").rglob("*.ipynb")), *sorted((REPOSITORY / "examples").glob("*.py"))]
+OURS = ("ca_jax", "benchmarks")
 COMMAND = re.compile(r"(?:^|[\s`/])(?:ca_jax|python -m ca_jax\.launch\.)\.?\s?([a-z_]+)((?: [^`\n|&#]*)?)")
 
 
@@ -48,6 +52,30 @@ def test_python_in_pages_is_python_and_names_what_is_public(page):
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "ca_jax":
                 assert node.attr in ca_jax.__all__ or node.attr == "models", f"ca_jax.{node.attr} in\n{block}"
+
+
+def code_of(path):
+    """The Python of a script, or of a notebook's cells without their magic lines."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        return text
+    cells = (cell["source"] for cell in json.loads(text)["cells"] if cell["cell_type"] == "code")
+    return "\n".join(line for cell in cells for line in "".join(cell).splitlines() if not line.startswith("%"))
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=name_of)
+def test_what_notebooks_and_examples_use_of_our_modules_is_there(path):
+    tree, names = ast.parse(code_of(path)), {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in OURS:
+            exec(compile(ast.Module([node], []), str(path), "exec"), names)
+    used = ((names.get(node.value.id), node.attr) for node in ast.walk(tree) if is_attribute_of_name(node))
+    modules = ((owner, name) for owner, name in used if isinstance(owner, types.ModuleType))
+    assert [f"{owner.__name__}.{name}" for owner, name in modules if not hasattr(owner, name)] == []
+
+
+def is_attribute_of_name(node):
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
 
 
 @pytest.mark.parametrize("page", [*TOP[2:], *PAGES], ids=name_of)
