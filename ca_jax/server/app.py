@@ -83,6 +83,8 @@ def make_app(
                 await state.service.stop()
             if state.engine is not None:  # Saves what is not saved.
                 await asyncio.to_thread(state.engine.close)
+            if state.kv_events is not None:
+                await asyncio.to_thread(state.kv_events.close)
 
     app = fastapi.FastAPI(
         title="ca_jax",
@@ -111,7 +113,13 @@ async def _start(
     state: ServerState, make_engine: Callable[[], Engine], on_failure: Callable[[Exception], None]
 ) -> None:
     try:
+        if state.config.kv_events_url is not None:
+            from ca_jax.server.kv_events import KVEvents  # What it needs is not installed everywhere.
+
+            state.kv_events = KVEvents.of(state.config)
         state.engine = await asyncio.to_thread(make_engine)
+        if state.kv_events is not None:
+            state.engine.watch_store(state.kv_events.tell)
         service = Service(state.engine, state.config, state.tenants)
         try:
             await service.begin()
