@@ -7,8 +7,8 @@
 A block is as many tokens as the store's, its name a hash of them and of all before: it is told once the first session
 has it in DRAM, and removed once the last one has it in no tier. Only KV that any session of its tenant may use is told:
 what was computed behind a cut or a blended chunk is not. Names of two tenants never meet, and `extra_keys` of a
-tenant's first blocks has its name, as vLLM's has a salt. Sessions that an earlier process left on SSD are told once
-they have been fetched: before, their token ids are not at hand.
+tenant's first blocks has its name, as vLLM's has a salt. What an earlier process left on SSD is told once it has been
+fetched, and so is what gets there when DRAM has forgotten it: before, the token ids are not at hand.
 
 The first event of a server, and its last, is `AllBlocksCleared`. Who subscribes late asks for a replay, or learns of
 what is stored from then on.
