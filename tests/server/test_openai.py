@@ -295,3 +295,21 @@ def test_a_bad_request_says_what_is_bad(client, name):
             sk.chat(client, **({"messages": [user("hello")]} | changes), stream=stream)
         assert (told.value.param, told.value.code, told.value.type) == (param, code, "invalid_request_error")
         assert "Traceback" not in told.value.message
+
+
+def test_prompts_are_rendered_as_they_are_served(server, client):
+    """By the routes that vllm-router and llm-d ask for the token ids of a request."""
+    messages = [user("What happened?"), sk.assistant("Much."), user("And then?")]
+    with server.http() as http:
+        asked = {"model": sk.MODEL, "messages": messages}
+        told = http.post("/v1/chat/completions/render", json=asked).json()["token_ids"]
+        answer = sk.chat(client, messages)
+        assert len(told) == answer.usage.prompt_tokens
+        session = server.engine.find_session(answer.session_id)
+        assert session.token_ids[: len(told)] == told
+        asked = {"model": sk.MODEL, "prompt": [[1, 2, 3], [4, 5]]}
+        rendered = http.post("/v1/completions/render", json=asked).json()
+        assert [each["token_ids"] for each in rendered] == asked["prompt"]
+        named = {"model": sk.MODEL, "messages": messages, "session_id": answer.session_id}
+        assert http.post("/v1/chat/completions/render", json=named).status_code == 400
+        assert http.post("/v1/chat/completions/render", json={**named, "messages": []}).status_code == 400
