@@ -20,7 +20,7 @@ import importlib.resources
 import logging
 import re
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fastapi
 from asgi_correlation_id import CorrelationIdMiddleware
@@ -35,6 +35,9 @@ from ca_jax.server.metrics import CONTENT_TYPE
 from ca_jax.server.service import Service
 from ca_jax.server.state import ServerState, TheService, TheTenant, state_of
 from ca_jax.server.tenants import Tenants
+
+if TYPE_CHECKING:
+    from ca_jax.server.kv_events import KVEvents
 
 _LOG = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)  # A client's own name of a request, which it gets back.
@@ -114,9 +117,7 @@ async def _start(
 ) -> None:
     try:
         if state.config.kv_events_url is not None:
-            from ca_jax.server.kv_events import KVEvents  # What it needs is not installed everywhere.
-
-            state.kv_events = KVEvents.of(state.config)
+            state.kv_events = _kv_events(state.config)
         state.engine = await asyncio.to_thread(make_engine)
         if state.kv_events is not None:
             state.engine.watch_store(state.kv_events.tell)
@@ -129,6 +130,14 @@ async def _start(
         state.failure = error
         _LOG.exception("the engine could not be made")
         on_failure(error)
+
+
+def _kv_events(config: ServerConfig) -> KVEvents:
+    try:
+        from ca_jax.server.kv_events import KVEvents
+    except ImportError as error:
+        raise ImportError(f"kv_events_url needs more packages: pip install 'ca-jax[events]' ({error})") from error
+    return KVEvents.of(config)
 
 
 def _describe(app: fastapi.FastAPI, asks_for_keys: bool) -> None:

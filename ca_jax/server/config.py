@@ -62,3 +62,15 @@ class ServerConfig:
         check(has_url, "kv_events_url", "given with a kv_events_replay_url", self.kv_events_url)
         for name in ("request_timeout_s", "shutdown_grace_s", "max_step_s"):
             check(0 <= getattr(self, name) < math.inf, name, "seconds >= 0", getattr(self, name))
+
+    def of_replica(self, number: int) -> ServerConfig:
+        """That of one of several replicas of a machine: addresses of KV events have ports of their own, one behind
+        the other."""
+        urls = {}
+        for name in ("kv_events_url", "kv_events_replay_url"):
+            url = getattr(self, name)
+            if url is not None:
+                head, _, port = url.rpartition(":")
+                check(port.isdecimal(), name, "an address with a port, where there are replicas", url)
+                urls[name] = f"{head}:{int(port) + number}"
+        return dataclasses.replace(self, **urls)

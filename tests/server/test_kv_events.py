@@ -19,6 +19,7 @@ import msgpack
 import msgspec
 import zmq
 
+from ca_jax.server.config import ServerConfig
 from ca_jax.server.kv_events import KVEvents, StoredBlocks
 from tests import engine_kit as kit
 from tests import server_kit as sk
@@ -266,3 +267,14 @@ def test_nothing_is_noted_where_nobody_follows():
 def test_an_address_that_is_none_says_so():
     with pytest.raises(ValueError, match="address to listen on, got 'tcp://nowhere'"):
         KVEvents("tcp://nowhere")
+
+
+def test_replicas_of_a_machine_have_ports_of_their_own():
+    config = ServerConfig(kv_events_url="tcp://*:5557", kv_events_replay_url="tcp://[::1]:5657")
+    numbered = config.of_replica(3)
+    assert (numbered.kv_events_url, numbered.kv_events_replay_url) == ("tcp://*:5560", "tcp://[::1]:5660")
+    assert ServerConfig().of_replica(3) == ServerConfig()
+    with pytest.raises(ValueError, match="kv_events_url must be an address with a port"):
+        ServerConfig(kv_events_url="ipc:///tmp/events").of_replica(0)
+    with pytest.raises(ValueError, match="kv_events_url must be given with a kv_events_replay_url"):
+        ServerConfig(kv_events_replay_url="tcp://*:5657")
