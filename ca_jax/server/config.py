@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 from ca_jax.errors import check
 
@@ -66,7 +67,7 @@ class ServerConfig:
     def of_replica(self, number: int) -> ServerConfig:
         """That of one of several replicas of a machine: addresses of KV events have ports of their own, one behind
         the other."""
-        urls = {}
+        urls: dict[str, Any] = {}
         for name in ("kv_events_url", "kv_events_replay_url"):
             url = getattr(self, name)
             if url is not None:
