@@ -117,7 +117,7 @@ async def _start(
 ) -> None:
     try:
         if state.config.kv_events_url is not None:
-            state.kv_events = _kv_events(state.config)
+            state.kv_events = _kv_events(state.config.kv_events_url, state.config)
         state.engine = await asyncio.to_thread(make_engine)
         if state.kv_events is not None:
             state.engine.watch_store(state.kv_events.tell)
@@ -132,12 +132,12 @@ async def _start(
         on_failure(error)
 
 
-def _kv_events(config: ServerConfig) -> KVEvents:
+def _kv_events(url: str, config: ServerConfig) -> KVEvents:
     try:
         from ca_jax.server.kv_events import KVEvents
     except ImportError as error:
         raise ImportError(f"kv_events_url needs more packages: pip install 'ca-jax[events]' ({error})") from error
-    return KVEvents.of(config)
+    return KVEvents(url, config.kv_events_replay_url, config.kv_events_topic)
 
 
 def _describe(app: fastapi.FastAPI, asks_for_keys: bool) -> None:

@@ -31,7 +31,6 @@ import msgpack
 import numpy as np
 import zmq
 
-from ca_jax.server.config import ServerConfig
 from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tokens import HASH_BYTES, num_common, prefix_hashes
 
@@ -140,11 +139,6 @@ class KVEvents:
         self._batches.put([_CLEARED])
         self._thread = threading.Thread(target=self._run, name="ca_jax-kv-events", daemon=True)
         self._thread.start()
-
-    @classmethod
-    def of(cls, config: ServerConfig) -> KVEvents:
-        """As a config says, which has a `kv_events_url`; raises ValueError as the class does."""
-        return cls(config.kv_events_url or "", config.kv_events_replay_url, config.kv_events_topic)
 
     def tell(self, store: AttentionStore, keys: Collection[str]) -> None:
         """Tells what has become of sessions. Never blocks; one thread at a time, the store's."""
