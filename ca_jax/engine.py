@@ -14,7 +14,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -419,6 +419,15 @@ class Engine:
         """What the store holds and has done."""
         with self._open_now():
             return self._kv.store.stats()
+
+    def watch_store(self, watcher: Callable[[AttentionStore, Collection[str]], None]) -> None:
+        """Has `watcher` told of all that changes in the store, on whichever thread runs the engine.
+
+        It must not block. See `AttentionStore.watch`.
+        """
+        with self._open_now():
+            store = self._kv.store
+            store.watch(partial(watcher, store))
 
     def truncate_stored(self, session: Session, num_tokens: int, left: Conversation | None = None) -> None:
         """Forgets a conversation's KV behind its first `num_tokens` tokens, and takes it back to what is `left` of it.

@@ -34,6 +34,11 @@ class Claim:
     lock: BinaryIO
 
     @property
+    def number(self) -> int:
+        """Which of the machine's it is, from 0 on."""
+        return int(self.directory.name.rpartition("-")[2])
+
+    @property
     def keys_file(self) -> Path:
         """Where the replica notes the keys that it holds."""
         return self.directory.with_suffix(".keys")

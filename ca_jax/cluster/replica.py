@@ -23,7 +23,7 @@ from ca_jax.cluster.directories import Claim, claim
 from ca_jax.cluster.keys import REPLICA_HEADER, Keys, replica_key, session_key, told_name
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
-from ca_jax.errors import SessionClosedError
+from ca_jax.errors import SessionClosedError, check
 from ca_jax.server.app import make_app
 from ca_jax.server.config import ServerConfig
 from ca_jax.server.router import client_name
@@ -53,6 +53,11 @@ class ReplicaSpec:
     warmup: bool = True
     """Whether what turns need is compiled before the first one comes."""
 
+    def __post_init__(self) -> None:
+        numbered = self.server.kv_events_url is None or self.engine.store.ssd_dir is not None
+        check(numbered, "ssd_dir", "given with a kv_events_url, whose ports go by its directories", None)
+        self.server.of_replica(0)
+
 
 @dataclasses.dataclass(frozen=True)
 class WholeRequest:
@@ -80,7 +85,8 @@ class EngineReplica:
         self._held = Held[None](_MOST_HELD)
         self._noted_s = time.monotonic()
         self._free_bytes = 0
-        self._app = make_app(self.make_engine, spec.server, spec.tenants)
+        server = spec.server if self._claim is None else spec.server.of_replica(self._claim.number)
+        self._app = make_app(self.make_engine, server, spec.tenants)
         self._state: ServerState = self._app.state.server
         self._life = contextlib.AsyncExitStack()
         self._running: set[asyncio.Task[None]] = set()

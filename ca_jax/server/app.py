@@ -20,7 +20,7 @@ import importlib.resources
 import logging
 import re
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fastapi
 from asgi_correlation_id import CorrelationIdMiddleware
@@ -35,6 +35,9 @@ from ca_jax.server.metrics import CONTENT_TYPE
 from ca_jax.server.service import Service
 from ca_jax.server.state import ServerState, TheService, TheTenant, state_of
 from ca_jax.server.tenants import Tenants
+
+if TYPE_CHECKING:
+    from ca_jax.server.kv_events import KVEvents
 
 _LOG = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)  # A client's own name of a request, which it gets back.
@@ -83,6 +86,8 @@ def make_app(
                 await state.service.stop()
             if state.engine is not None:  # Saves what is not saved.
                 await asyncio.to_thread(state.engine.close)
+            if state.kv_events is not None:
+                await asyncio.to_thread(state.kv_events.close)
 
     app = fastapi.FastAPI(
         title="ca_jax",
@@ -111,7 +116,11 @@ async def _start(
     state: ServerState, make_engine: Callable[[], Engine], on_failure: Callable[[Exception], None]
 ) -> None:
     try:
+        if state.config.kv_events_url is not None:
+            state.kv_events = _kv_events(state.config.kv_events_url, state.config)
         state.engine = await asyncio.to_thread(make_engine)
+        if state.kv_events is not None:
+            state.engine.watch_store(state.kv_events.tell)
         service = Service(state.engine, state.config, state.tenants)
         try:
             await service.begin()
@@ -121,6 +130,14 @@ async def _start(
         state.failure = error
         _LOG.exception("the engine could not be made")
         on_failure(error)
+
+
+def _kv_events(url: str, config: ServerConfig) -> KVEvents:
+    try:
+        from ca_jax.server.kv_events import KVEvents
+    except ImportError as error:
+        raise ImportError(f"kv_events_url needs more packages: pip install 'ca-jax[events]' ({error})") from error
+    return KVEvents(url, config.kv_events_replay_url, config.kv_events_topic)
 
 
 def _describe(app: fastapi.FastAPI, asks_for_keys: bool) -> None:

@@ -106,6 +106,9 @@ class Sampling(_Body):
     ignore_eos: bool | None = Field(None, description="Go on past the model's own stop tokens.")
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     """Fewest tokens of an answer: it does not stop before."""
+    skip_special_tokens: Literal[True] | None = _UNSERVED  # Routers write defaults of vLLM and SGLang into bodies.
+    no_stop_trim: Literal[False] | None = _UNSERVED
+    return_hidden_states: Literal[False] | None = _UNSERVED
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     """Requests of lower values go first."""
     timeout_s: _Timeout = None
@@ -189,6 +192,10 @@ class ChatRequest(Sampling):
     context: _Chunks | None = None
     """Chunks in front of the last message, whose KV is reused wherever they stand (CacheBlend). They are a part of it:
     a client that sends the whole history sends them again, as that message's own context."""
+    continue_final_message: Literal[False] | None = _UNSERVED
+    include_reasoning: bool | None = _IGNORED
+    separate_reasoning: bool | None = _IGNORED
+    stream_reasoning: bool | None = _IGNORED
     truncation: Literal["auto", "disabled"] | None = None
     """auto, the default: where the history is longer than the window its oldest tokens leave, and
     usage.ca_jax.num_dropped says how many; disabled: that is an error, context_length_exceeded."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 from ca_jax.errors import check
 
@@ -43,6 +44,13 @@ class ServerConfig:
     copy on SSD is gone on with."""
     max_step_s: float = 120.0
     """Seconds that a step of the engine may take before `/health` says that it is stuck. A step may compile."""
+    kv_events_url: str | None = None
+    """Where routers follow what KV is stored here: ZeroMQ's address to listen on, `tcp://127.0.0.1:5557` say; vLLM's
+    events. Who reaches it reads the token ids of all conversations. None: nobody is told."""
+    kv_events_replay_url: str | None = None
+    """Where they ask again for events that they missed, an address likewise; None: nowhere."""
+    kv_events_topic: str = ""
+    """In front of each event: llm-d's indexer, for one, wants `kv@POD@MODEL`."""
     allowed_hosts: tuple[str, ...] = ()
     """Names by which the server is reached, beside addresses and localhost; a request for another `Host` gets status
     403. Empty: where keys are asked for, any name is."""
@@ -51,5 +59,19 @@ class ServerConfig:
         counts = ("max_queue", "max_body_bytes", "max_choices", "max_open_sessions")
         for name in (*counts, "max_chunks", "max_chunk_tokens", "max_lookups"):
             check(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
+        has_url = self.kv_events_url is not None or self.kv_events_replay_url is None
+        check(has_url, "kv_events_url", "given with a kv_events_replay_url", self.kv_events_url)
         for name in ("request_timeout_s", "shutdown_grace_s", "max_step_s"):
             check(0 <= getattr(self, name) < math.inf, name, "seconds >= 0", getattr(self, name))
+
+    def of_replica(self, number: int) -> ServerConfig:
+        """That of one of several replicas of a machine: addresses of KV events have ports of their own, one behind
+        the other."""
+        urls: dict[str, Any] = {}
+        for name in ("kv_events_url", "kv_events_replay_url"):
+            url = getattr(self, name)
+            if url is not None:
+                head, _, port = url.rpartition(":")
+                check(port.isdecimal(), name, "an address with a port, where there are replicas", url)
+                urls[name] = f"{head}:{int(port) + number}"
+        return dataclasses.replace(self, **urls)

@@ -28,9 +28,10 @@ _UNSERVED = frozenset(
     {
         *("tools", "tool_choice", "functions", "function_call", "store", "service_tier", "response_format"),
         *("modalities", "echo", "suffix", "best_of"),
+        *("skip_special_tokens", "no_stop_trim", "return_hidden_states", "continue_final_message"),
     }
 )
-"""OpenAI's fields that are taken where they ask for nothing, and are an error otherwise."""
+"""Fields of OpenAI, vLLM and SGLang that are taken where they ask for nothing, and are an error otherwise."""
 # OpenAI's clients retry 408 and 409 by themselves unless told not to: the same deadline would pass again, and a session
 # that has moved on, or still answers, has to be looked at first.
 _NOT_AGAIN = {"X-Should-Retry": "false"}

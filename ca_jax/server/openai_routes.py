@@ -37,6 +37,7 @@ _LOG = logging.getLogger(__name__)
 _CREATED = int(time.time())
 _EVENT: dict[str, Any] = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 _STREAMED: dict[str, Any] = {**OBJECT, "text/event-stream": {"itemSchema": _EVENT}}  # As OpenAPI 3.2 says of events.
+_LIST: dict[str, Any] = {"application/json": {"schema": {"type": "array", "items": {"type": "object"}}}}
 _SECONDS = ("ttft_s", "queued_s", "load_s", "load_stall_s", "prefill_s", "decode_s")  # Of the first answer's `Usage`.
 _COUNTS = ("dropped_tokens", "num_dropped", "repaired_tokens", "missed_chunks")
 _Body = dict[str, Any]
@@ -81,6 +82,26 @@ async def completions(
 ) -> Response:
     """Continues plain prompts; the KV of what other prompts began with is reused."""
     return await _Answering(body, service, tenant).response(request)
+
+
+@ROUTES.post("/chat/completions/render", responses=responses(400, 401, 404, 408, 413, 429, 503, content=OBJECT))
+async def render_chat(body: ChatRequest, service: TheService, tenant: TheTenant) -> JSONResponse:
+    """The token ids of a chat's prompt, as vLLM gives them: routers that know which KV is where ask for these."""
+    (token_ids,) = await _rendered(body, service, tenant)
+    return JSONResponse({"model": body.model, "token_ids": token_ids})
+
+
+@ROUTES.post("/completions/render", responses=responses(400, 401, 404, 408, 413, 429, 503, content=_LIST))
+async def render_completions(body: CompletionRequest, service: TheService, tenant: TheTenant) -> JSONResponse:
+    """The token ids of each plain prompt, likewise."""
+    rendered = await _rendered(body, service, tenant)
+    return JSONResponse([{"model": body.model, "token_ids": token_ids} for token_ids in rendered])
+
+
+async def _rendered(body: ChatRequest | CompletionRequest, service: Service, tenant: Tenant) -> list[list[int]]:
+    body.check()
+    service.check_model(body.model)
+    return await service.render(tenant, body)
 
 
 class _Answering:

@@ -25,7 +25,7 @@ from ca_jax.server.errors import ApiError, invalid
 from ca_jax.server.metrics import RequestMetrics
 from ca_jax.server.router import Router
 from ca_jax.server.tenants import Tenant, Tenants
-from ca_jax.serving.prompts import context_ids, prompt_ids
+from ca_jax.serving.prompts import context_ids, prompt_ids, turn_ids
 from ca_jax.session import Job, Session
 from ca_jax.turns.text import Texts, TextWork, num_chars
 
@@ -52,6 +52,7 @@ class Service:
         """The name that clients give."""
         self.metrics = RequestMetrics(self.model_name)
         """Where requests are counted."""
+        self._model = engine.model
         self._model = engine.model
         self.tokenizer = engine.model.tokenizer
         """Of the model; None where it has none."""
@@ -198,6 +199,25 @@ class Service:
 
         async with self._running(submit, request.num_choices + num_chunks) as feed:
             yield feed
+
+    async def render(self, tenant: Tenant, request: ChatRequest | CompletionRequest) -> list[list[int]]:
+        """The token ids of a request's prompts, as if nothing were stored: a chat has one. Nothing is answered.
+
+        Raises:
+          ApiError: as of `looking`; or the request names a session, whose tokens it does not tell.
+          TimeoutError: it took too long.
+          CaJaxError: the prompts cannot be served.
+        """
+        if isinstance(request, CompletionRequest):
+            make = [functools.partial(prompt_ids, self._model, prompt) for prompt in request.prompts()]
+        elif request.session_id is None:
+            make = [functools.partial(turn_ids, self._model, [], [], request.history())]
+        else:
+            raise invalid("session_id", "session_id must be left out: what is rendered is the whole history")
+        with self.looking(tenant):
+            async with self.deadline(request.timeout_s):
+                loop = asyncio.get_running_loop()
+                return [await loop.run_in_executor(self._text_threads, each) for each in make]
 
     @contextlib.asynccontextmanager
     async def complete(self, tenant: Tenant, request: CompletionRequest) -> AsyncIterator[Feed]:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import fastapi
 import fastapi.routing
@@ -21,6 +21,9 @@ from ca_jax.server.config import ServerConfig
 from ca_jax.server.errors import ApiError
 from ca_jax.server.service import Service
 from ca_jax.server.tenants import Tenant, Tenants
+
+if TYPE_CHECKING:
+    from ca_jax.server.kv_events import KVEvents
 
 _READING_S = 5.0  # How much longer than its deadline a client may read what was sent before.
 T = TypeVar("T")
@@ -36,6 +39,8 @@ class ServerState:
     """Once it is loaded and warm."""
     service: Service | None = None
     """Once all is known that was stored before."""
+    kv_events: KVEvents | None = None
+    """What tells routers what is stored; None: nobody is told."""
     failure: Exception | None = None
     """Why the engine could not be made."""
     stopping: bool = False

@@ -28,6 +28,7 @@ from ca_jax.storage.tokens import (
     PLAIN,
     TOKEN_BYTES,
     Lineage,
+    PlainPrefix,
     PrefixIndex,
     Published,
     SsdCopy,
@@ -179,6 +180,8 @@ class SessionIndex:
         self._block_tokens = block_tokens
         self._prefixes = PrefixIndex(self._published, TOKEN_BYTES, block_tokens)
         self._far_prefixes = PrefixIndex(self._published_on_ssd, HASH_BYTES)
+        self.watched: dict[str, None] | None = None
+        """Keys whose entries changed since they were last taken from here; None: nobody watches."""
         look_ahead.watch(self._requeue)
 
     def __len__(self) -> int:
@@ -225,6 +228,15 @@ class SessionIndex:
             if num_blocks * self._block_tokens > num_tokens:
                 return far
         return near or None
+
+    def plain_prefix(self, key: str) -> PlainPrefix | None:
+        """What of a session's tokens any session of its tenant may use; None of one that is not stored. Not a use."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        num_plain = entry.lineage.plain_tokens(entry.num_tokens)
+        on_ssd = b"" if entry.ssd is None else entry.ssd.prefixes
+        return PlainPrefix(entry.owner.tenant, entry.token_ids[:num_plain], on_ssd)
 
     def adopt(self, entries: Sequence[Entry]) -> None:
         """Adds the sessions that an earlier process left, the least recently used first: faster than one by one."""
@@ -369,6 +381,8 @@ class SessionIndex:
     def _share_changed(self, key: str) -> None:
         self._prefixes.changed(key)
         self._far_prefixes.changed(key)
+        if self.watched is not None:
+            self.watched[key] = None
 
     def _published(self, key: str) -> Published | None:
         entry = self._entries.get(key)

@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ca_jax.storage.catalog.records import Namespace
@@ -107,6 +107,7 @@ class AttentionStore:
         """The shape of a block."""
         self._closed = False
         self._progress = threading.Event()
+        self._watcher: Callable[[Collection[str]], None] = lambda keys: None
         runtime = runtime or StoreRuntime()
         self._on_progress = runtime.on_progress
         policy = make_policy(config.eviction_policy) if policy is None else policy
@@ -216,6 +217,16 @@ class AttentionStore:
 
     find_prefix = _done_by("_index", SessionIndex.find_prefix)
 
+    plain_prefix = _done_by("_index", SessionIndex.plain_prefix)
+
+    def watch(self, watcher: Callable[[Collection[str]], None]) -> None:
+        """Has `poll` end with a call of `watcher`, where entries have changed since its last one.
+
+        It is given the keys of those that did, gone ones among them; in the first call all that there are.
+        """
+        self._watcher = watcher
+        self._index.watched = dict.fromkeys(entry.key for entry in self._entries)
+
     # The job queue, and what goes on in the background.
 
     enqueue = _done_by("_placement", Placement.enqueue)
@@ -242,6 +253,9 @@ class AttentionStore:
         self._truncation.step()  # First: what is copied together need not be written before.
         self._placement.step()
         self._truncation.step()  # And what waited for a flush.
+        if self._index.watched:
+            changed, self._index.watched = self._index.watched, {}
+            self._watcher(changed)
 
     def settle(self, timeout_s: float = _CLOSE_S) -> bool:
         """Waits until all that can be on SSD is there, durably, and nothing moves; at most `timeout_s` seconds.

@@ -335,6 +335,18 @@ class _Indexed(NamedTuple):
     units: np.ndarray | bytes
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class PlainPrefix:
+    """The leading tokens of a session whose KV has seen no token that was dropped."""
+
+    tenant: str
+    """Whose sessions may use it."""
+    token_ids: np.ndarray
+    """Of those in DRAM, int32 `[T]`; not to be written to."""
+    ssd_hashes: bytes
+    """`prefix_hashes` of those on SSD."""
+
+
 class PrefixIndex:
     """Which session begins like a sequence for longest, unit by unit: tokens in DRAM, hashes of blocks on SSD.
 

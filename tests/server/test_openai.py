@@ -246,6 +246,16 @@ def test_plain_completions(complete):
     assert again.usage.prompt_tokens_details.cached_tokens > 100, "what others began with is found"
 
 
+def test_what_routers_add_is_taken(client):
+    """vllm-router 0.1.17 writes these defaults of vLLM and SGLang into each body that it sends on."""
+    both = {"no_stop_trim": False, "skip_special_tokens": True, "return_hidden_states": False}
+    reasoning = {"separate_reasoning": True, "stream_reasoning": True, "include_reasoning": True}
+    added = both | reasoning | {"continue_final_message": False}
+    plain, routed = (sk.chat(client, [user("hello")], extra_body=each) for each in ({}, added))
+    assert routed.choices[0].message.content == plain.choices[0].message.content
+    assert client.completions.create(model=sk.MODEL, prompt="once", max_tokens=2, extra_body=both | {"echo": False})
+
+
 BAD = {
     "no messages": ({"messages": []}, "messages", "invalid_value"),
     "an unknown role": ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role", "invalid_value"),
@@ -263,6 +273,7 @@ BAD = {
     "over the window": ({"messages": [user("x" * 600)]}, None, "context_length_exceeded"),
     "a tool": ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "unsupported_parameter"),
     "JSON": ({"response_format": {"type": "json_object"}}, "response_format.type", "unsupported_parameter"),
+    "special tokens": ({"extra_body": {"skip_special_tokens": False}}, "skip_special_tokens", "unsupported_parameter"),
     "a field of nobody's": ({"extra_body": {"temprature": 1}}, "temprature", "unknown_parameter"),
     "a temperature": ({"temperature": 3}, "temperature", "invalid_value"),
     "too many choices": ({"n": 17}, "n", "invalid_value"),
@@ -284,3 +295,21 @@ def test_a_bad_request_says_what_is_bad(client, name):
             sk.chat(client, **({"messages": [user("hello")]} | changes), stream=stream)
         assert (told.value.param, told.value.code, told.value.type) == (param, code, "invalid_request_error")
         assert "Traceback" not in told.value.message
+
+
+def test_prompts_are_rendered_as_they_are_served(server, client):
+    """By the routes that vllm-router and llm-d ask for the token ids of a request."""
+    messages = [user("What happened?"), sk.assistant("Much."), user("And then?")]
+    with server.http() as http:
+        asked = {"model": sk.MODEL, "messages": messages}
+        told = http.post("/v1/chat/completions/render", json=asked).json()["token_ids"]
+        answer = sk.chat(client, messages)
+        assert len(told) == answer.usage.prompt_tokens
+        session = server.engine.find_session(answer.session_id)
+        assert session.token_ids[: len(told)] == told
+        asked = {"model": sk.MODEL, "prompt": [[1, 2, 3], [4, 5]]}
+        rendered = http.post("/v1/completions/render", json=asked).json()
+        assert [each["token_ids"] for each in rendered] == asked["prompt"]
+        named = {"model": sk.MODEL, "messages": messages, "session_id": answer.session_id}
+        assert http.post("/v1/chat/completions/render", json=named).status_code == 400
+        assert http.post("/v1/chat/completions/render", json={**named, "messages": []}).status_code == 400
