@@ -66,7 +66,7 @@ class Client:
 
     def is_published(self) -> bool:
         """Whether its last state is."""
-        paths = [path for path in self.cluster.shared.rglob("*") if path.is_file() and "/sessions/" in str(path)]
+        paths = [path for path in self.cluster.shared.glob("v1/*/sessions/*") if path.suffix != ".__lock"]
         found = [Manifest.from_bytes(path.read_bytes()) for path in paths]
         return any(each.session_id == self.name and each.chain == self.state for each in found)
 
