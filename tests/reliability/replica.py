@@ -7,6 +7,8 @@ It reads commands, a JSON line each, and answers each with one:
     {"do": "say", "text": ...}    claims the session, says a turn, waits until it is published or the session is lost
     {"do": "look"}                claims the session, says how many turns it has
 
+Where the store of objects does not answer it says `unknown`.
+
 Not here: what must hold (test_replica_kill).
 """
 
@@ -25,7 +27,7 @@ from ca_jax.errors import SessionMovedError
 from ca_jax.kv.object_transfers import SharedKV
 from ca_jax.session import Session
 from ca_jax.storage.objects import parts
-from ca_jax.storage.objects.store import ObjectStore
+from ca_jax.storage.objects.store import ObjectsError, ObjectStore
 from ca_jax.turns.requests import SamplingParams
 from tests import engine_kit as kit
 
@@ -44,7 +46,7 @@ class Replica:
         self._step, self._turn, self._signal = step, turn, with_signal
         self._num_turns = 0
         parts.RUN_BYTES = RUN_BYTES
-        store = dataclasses.replace(kit.SMALL.store, objects_url=f"file://{directory}", objects_deadline_s=60.0)
+        store = dataclasses.replace(kit.SMALL.store, objects_url=f"file://{directory}", objects_deadline_s=10.0)
         self.engine = kit.small_engine(store=store, compile_cache_dir=os.environ["JAX_COMPILATION_CACHE_DIR"])
         self._hook(SharedKV, "restore", before=lambda *_: self._at("load"))
         self._hook(type(self.engine._runner), "run_pass", after=lambda *_: self._at("prefill"))
@@ -54,7 +56,10 @@ class Replica:
         """Answers commands until there are no more."""
         for line in sys.stdin:
             asked = json.loads(line)
-            told = self._look() if asked["do"] == "look" else self._say(asked["text"])
+            try:
+                told = self._look() if asked["do"] == "look" else self._say(asked["text"])
+            except ObjectsError as error:
+                told = {"unknown": str(error)}
             sys.stdout.write(json.dumps(told) + "\n")
             sys.stdout.flush()
         self.engine.close()

@@ -137,6 +137,14 @@ def test_an_owner_that_was_stopped_and_replaced_mixes_nothing_in(tmp_path, repli
         old.tell(do="say", text=SAID[1])
         old.wait_until_stopped()
         found = new.ask(do="look")
+        if "unknown" in found:  # It stands within a write and holds the file's lock: until it goes on nobody knows.
+            old.child.send_signal(signal.SIGCONT)
+            assert old.hear() == {"answer": answers[1], "published": True}
+            assert new.ask(do="look")["said"][1::2] == answers[:2]
+            old.end()
+            new.end()
+            directory.rename(tmp_path / f"shared-{number}")
+            continue
         assert found["turns"] == (2 if step == "published" else 1)
         num_turns = found["turns"]
         for text in SAID[num_turns : num_turns + 2]:

@@ -19,6 +19,8 @@ import tensorstore as ts
 
 from ca_jax.errors import CaJaxError
 
+# Of files: one that waits for a lock, which another replica holds as it writes, must not keep all others from theirs.
+_IO_THREADS = 64
 _ENDPOINT = "AWS_ENDPOINT_URL"
 T = TypeVar("T")
 
@@ -79,7 +81,10 @@ class ObjectStore:
         """As it was given."""
         self._deadline_s = deadline_s
         try:
-            self._store = ts.KvStore.open(_spec_of(url)).result(timeout=deadline_s)
+            opening = ts.KvStore.open(
+                _spec_of(url), context=ts.Context({"file_io_concurrency": {"limit": _IO_THREADS}})
+            )
+            self._store = opening.result(timeout=deadline_s)
         except (ValueError, OSError) as error:  # A TimeoutError among them.
             raise ObjectsUnfitError(
                 f"objects_url must be a URL that TensorStore can open, got {url!r}: {error}"
