@@ -172,6 +172,24 @@ def test_an_open_session_that_another_replica_went_on_with_goes_on_from_there(re
     assert session.usage.cached_tokens["objects"] > 0
 
 
+def test_a_session_that_is_claimed_back_while_its_turn_runs_goes_on_with_what_the_other_left(replica) -> None:
+    overflow = dataclasses.replace(kit.SMALL.overflow, repair="none", truncation_ratio=0.5)
+    first, second = (replica(context_window=192, overflow=overflow) for _ in range(2))
+    session = first.session(session_id="s")
+    for text in SAID[:2]:
+        say_and_publish(first, session, text)
+    assert session.conversation.lineage, "KV of it may not be mixed with the other's"
+    there = claimed(second)
+    say_and_publish(second, there, SAID[2])
+    answer = iter(session.send(SAID[3], sampling=GREEDY))
+    next(answer)
+    assert claimed(first) is session, "its turn runs still"
+    collections.deque(answer)
+    until(first, lambda: not first.sessions)
+    again = claimed(first)
+    assert again.messages == there.messages
+
+
 def test_a_turn_that_was_not_published_is_kept_by_the_replica_that_has_it(replica) -> None:
     """Nobody has gone on with the session meanwhile, so its owner's own log is the later state."""
     engine = replica("ssd")

@@ -209,7 +209,7 @@ class SharedSessions:
 
     def lose(self, key: str) -> None:
         """Forgets what is known here of a session that another replica owns."""
-        self._stop(key)
+        self.stop(key)
         self._unpublished.pop(key, None)
         self._moving.pop(key, None)
         self._shared.pop(key, None)
@@ -229,7 +229,7 @@ class SharedSessions:
 
     def forget(self, key: str) -> None:
         """Has a session forgotten there too."""
-        self._stop(key)
+        self.stop(key)
         self._unpublished.pop(key, None)
         shared = self._shared.pop(key, None)
         if shared is not None and shared.held is not None and shared.held.manifest is not None:
@@ -237,7 +237,16 @@ class SharedSessions:
 
     def stop(self, key: str) -> None:
         """Has nothing hold a session's KV, which is about to change; what is not copied by then is published later."""
-        self._stop(key)
+        shared = self._shared.get(key)
+        if shared is None:
+            return
+        if shared.publishing is not None and shared.publishing.source is not None:
+            self._store.let_go(shared.publishing.source.ticket)
+            shared.publishing.source = None
+        if shared.restoring is not None:
+            self._store.abort_saves(key)
+            shared.restoring = None
+        shared.finding = None
 
     def collect(self) -> None:
         """Takes in what has moved, and begins what is due. Never waits."""
@@ -302,7 +311,7 @@ class SharedSessions:
     def close(self) -> None:
         """Ends it; what a thread does now is waited for."""
         for key in tuple(self._moving):
-            self._stop(key)
+            self.stop(key)
         self._threads.close()
 
     # How.
@@ -311,18 +320,6 @@ class SharedSessions:
         done = self._threads.submit(function, *args)
         done.add_done_callback(lambda _: self._wake())
         return done
-
-    def _stop(self, key: str) -> None:
-        shared = self._shared.get(key)
-        if shared is None:
-            return
-        if shared.publishing is not None and shared.publishing.source is not None:
-            self._store.let_go(shared.publishing.source.ticket)
-            shared.publishing.source = None
-        if shared.restoring is not None:
-            self._store.abort_saves(key)
-            shared.restoring = None
-        shared.finding = None
 
     def _let_rest(self, key: str, shared: _Shared) -> None:
         """Forgets what is known of a session that is open no more, once it is published."""

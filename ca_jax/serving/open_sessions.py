@@ -51,11 +51,12 @@ class OpenSessions:
         session = self._sessions.get(session_id)
         if session is not None and session.tenant != tenant:
             raise TenantError(f"session {session_id!r} must be asked for by its own tenant, got {tenant!r}")
+        if session is not None and session.is_busy:  # Its turn's publish is refused, if it is another replica's by now.
+            return session
         kept = self._kv.recall(session_id, tenant, session)
         if session is None:
             return None if kept is None else self.open(session_id, kept, tenant, ttl_s)
         if kept is not None:
-            self._end_turn(session)
             session.resume(kept)
             self._kv.conversations.note(session.key, session)
         return session
