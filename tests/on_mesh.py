@@ -387,7 +387,7 @@ class OnMesh:
         self.pages = steps.make_pages(config, 8, 128, "float32", self.sharding)
         starts = np.tile(np.arange(4 // data + 1), data)
         self.rows = Rows(*map(self.put, (np.zeros((4, 2)), starts, np.zeros(4))))
-        self.rotations = steps.rotation_table(config, WINDOW, sharding=self.sharding)
+        self.rotations = steps.rotation_tables(config, WINDOW, sharding=self.sharding)
         self.zero = self.put(0)
 
     def put(self, numbers: object, dtype: type = np.int32) -> jax.Array:

@@ -39,8 +39,8 @@ class LayerByLayer:
         """Parameters of each layer."""
         self.outer = {"params": {name: part for name, part in params.items() if not name.startswith("layer_")}}
         """The other parameters."""
-        self.table = steps.rotation_table(model.config, num_places, window)
-        """Rotations of all places."""
+        self.tables = steps.rotation_tables(model.config, num_places, window)
+        """Rotations of all places, of each of `config.ropes`."""
         self.sharding = None
         """It is on one device."""
         self.packs_kv = False
@@ -74,15 +74,16 @@ class LayerByLayer:
         """
         places = start + np.arange(x.shape[1], dtype=np.int32)
         rows = Rows(*map(to_device, (_TABLE, np.array([0, num_new], np.int32), places)))
+        kind = self.config.kind_of(layer)
         x, kv, _, *rest = steps.layer_step(
             self.config,
             self.layers[layer],
             x,
             pages,
             rows,
-            self.table,
+            self.tables[kind.rope],
             x.shape[1],
-            self.config.window_of(layer),
+            kind,
             with_attention=with_attention,
         )
         return [x, kv, *rest]

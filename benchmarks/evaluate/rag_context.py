@@ -30,10 +30,10 @@ from ca_jax.device.steps import Params, apply
 from ca_jax.device.transfer import to_device, to_host
 from ca_jax.models import rope
 from ca_jax.models.attention import MASKED, dot, seen_keys
-from ca_jax.models.config import ModelConfig
+from ca_jax.models.config import LayerKind, ModelConfig
 from ca_jax.models.kv import LayerKV
 from ca_jax.models.paged_attention import Rows
-from ca_jax.models.transformer import Layer
+from ca_jax.models.transformer import Layer, scale_queries
 from ca_jax.pretrained import LoadedModel
 from ca_jax.recompute.plan import Plan, TokenKind, plan_blend
 
@@ -141,10 +141,9 @@ class ContextModel:
         x = by_layer.embedded(question, _padded(len(question), _QUESTION_STEP))
         length, count = to_device(num_tokens, np.int32), to_device(len(question), np.int32)
         for i, (params, history) in enumerate(zip(by_layer.layers, kv, strict=True)):
-            window = self.config.window_of(i)
-            attention.append(
-                forward_attention(self.config, params, x, history, length, count, by_layer.table, window=window)
-            )
+            kind = self.config.kind_of(i)
+            given = x, history, length, count, by_layer.tables[kind.rope]
+            attention.append(forward_attention(self.config, params, *given, kind))
             room = as_pages(jnp.pad(history, ((0, 0), (0, x.shape[1]), (0, 0), (0, 0))))
             x, own, *_ = by_layer.layer(i, x, room, num_tokens, len(question))
             new.append(own)
@@ -181,7 +180,7 @@ def plan_of(
     )
 
 
-@partial(jax.jit, static_argnames=("config", "window"))
+@partial(jax.jit, static_argnames=("config", "kind"))
 def forward_attention(
     config: ModelConfig,
     layer_params: Params,
@@ -190,7 +189,7 @@ def forward_attention(
     history_length: jax.Array,
     num_new: jax.Array,
     table: rope.Rotation,
-    window: int | None = None,
+    kind: LayerKind,
 ) -> jax.Array:
     """The attention that new tokens give to those of their history in one layer.
 
@@ -201,8 +200,8 @@ def forward_attention(
       history: its unrotated KV `[2, S, K, H]`.
       history_length: i32 scalar, tokens of history that count.
       num_new: i32 scalar, new tokens that count.
-      table: rotations of all positions.
-      window: static, of the layer: `config.window_of`.
+      table: the layer's rotations of all positions.
+      kind: static, of the layer: `config.kind_of`.
 
     Returns:
       f32 `[N, T, S]`; 0 for tokens and places that do not count. A row's sum is 1 less what it gives to new tokens.
@@ -211,7 +210,8 @@ def forward_attention(
     """
     num_places, num_tokens = history.shape[1], x.shape[1]
 
-    def attend_fn(q: jax.Array, new: LayerKV) -> tuple[jax.Array, jax.Array]:
+    def attend_fn(q: jax.Array, new: LayerKV, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        q = scale_queries(config, q, history_length + jnp.arange(num_tokens)[None])
         rotation = rope.Rotation(*(lax.dynamic_slice_in_dim(part, history_length, num_tokens)[None] for part in table))
         old = rope.rotate(history[0], rope.Rotation(*(part[:num_places] for part in table)))
         keys = jnp.concatenate([old, rope.rotate(new.k, rotation)[0]]).transpose(1, 0, 2)  # [K, S + T, H]
@@ -219,12 +219,19 @@ def forward_attention(
         rows = scaled.astype(q.dtype).reshape(num_tokens, config.num_kv_heads, -1, config.head_dim)
         scores = dot(rows.transpose(1, 2, 0, 3), keys[:, None].repeat(rows.shape[2], 1), (3, 3), 2)  # [K, G, T, S + T]
         query_index = jnp.arange(num_tokens)[:, None]
-        seen = seen_keys(jnp.arange(num_places + num_tokens)[None], query_index, history_length, num_places, window)
-        given = jnp.where(seen, jax.nn.softmax(jnp.where(seen, scores, MASKED), axis=-1), 0)[..., :num_places]
+        key_index = jnp.arange(num_places + num_tokens)[None]
+        seen = seen_keys(key_index, query_index, history_length, num_places, kind.window)
+        if config.score_cap is not None:
+            scores = config.score_cap * jnp.tanh(scores / config.score_cap)
+        scores = jnp.where(seen, scores, MASKED)
+        if sinks is not None:
+            of_heads = sinks.reshape(config.num_kv_heads, -1, 1, 1)
+            scores = jnp.concatenate([scores, jnp.broadcast_to(of_heads, (*scores.shape[:3], 1))], axis=-1)
+        given = jnp.where(seen[..., :num_places], jax.nn.softmax(scores, axis=-1)[..., :num_places], 0)
         given = jnp.where(query_index < num_new, given, 0)
         return jnp.zeros_like(q), given.reshape(-1, num_tokens, num_places)
 
-    return apply(Layer(config), {"params": layer_params}, x, attend_fn)[1]
+    return apply(Layer(config, kind), {"params": layer_params}, x, attend_fn)[1]
 
 
 @jax.jit
@@ -296,7 +303,7 @@ class Answerer:
         each = -(-(capacity + contexts.question_capacity + max_tokens) // size)
         self._pages = steps.make_pages(config, num_rows * each, size, contexts.model.dtype)
         self._numbers = to_device(np.arange(num_rows * each, dtype=np.int32).reshape(num_rows, each))
-        self._rotations = steps.rotation_table(config, each * size, contexts.window)
+        self._rotations = steps.rotation_tables(config, each * size, contexts.window)
 
     def answer(self, rows: Sequence[Behind], stop_ids: Collection[int] = ()) -> list[Answer]:
         """Answers as many questions as there are rows, at once.

@@ -243,7 +243,8 @@ class ContextStream:
             if overflow.method == "nkvt":
                 moved = np.zeros(_capacity(len(kept)), np.int32)
                 moved[: len(kept)] = kept - np.arange(len(kept))
-                self._kv = [_turn_on(self._by_layer.table, kv, to_device(moved)) for kv in self._kv]
+                tables = [self._by_layer.tables[self._config.kind_of(i).rope] for i in range(len(self._kv))]
+                self._kv = [_turn_on(of, kv, to_device(moved)) for of, kv in zip(tables, self._kv, strict=True)]
         if overflow.method == "ca" and len(kept):
             recomputed += self._repair()
         self.truncations.append(

@@ -135,8 +135,8 @@ class Runner:
         self.history_buckets = history_buckets(self.window)
         self.batch_buckets = batch_buckets(self._num_slots // self._num_parts, backend.here().least_rows)
         """Rows of each part that decode."""
-        self.kinds = tuple({config.window_of(layer): layer for layer in reversed(range(config.num_layers))}.values())
-        """A layer of each window."""
+        self.kinds = tuple({config.kind_of(layer): layer for layer in reversed(range(config.num_layers))}.values())
+        """A layer of each kind."""
         self.dtype = str(params["params"]["embed"]["embedding"].dtype)
         """Of KV as it is computed."""
         self.pool = PagePool(config, self.dtype, sizes.pool, sharding)
@@ -144,7 +144,8 @@ class Runner:
         num_places = max(self.history_buckets[-1], sizes.pool.most_pages * sizes.pool.page_tokens)
         self.read_tokens = min(_READ_TOKENS, self.pool.size.most_pages * self.pool.size.page_tokens)
         """KV of so many tokens is read from pages at a time."""
-        self.table = steps.rotation_table(config, num_places, self.window, sharding)
+        self.tables = steps.rotation_tables(config, num_places, self.window, sharding)
+        """Rotations of all places, of each of `config.ropes`."""
         self.sampler = Sampler(self._num_slots, config.vocab_size, sharding)
         self._ahead: _Flight | None = None  # A step that was dispatched before it was asked for.
 
@@ -245,15 +246,16 @@ class Runner:
 
     def _layer(self, layer: int, x: jax.Array, step: _Step) -> list[jax.Array]:
         """Dispatches a layer of a pass: `x`, new KV, that of first tokens and, if it is measured, what was received."""
+        kind = self.config.kind_of(layer)
         x, kv, first, self.pool.buffers[layer], *received = steps.layer_step(
             self.config,
             self.layers[layer],
             x,
             self.pool.buffers[layer],
             step.rows,
-            self.table,
+            self.tables[kind.rope],
             step.num_tokens,
-            self.config.window_of(layer),
+            kind,
             self._num_slots // self._num_parts,
             with_attention=self.with_attention,
             packs=self.packs_kv,
@@ -364,7 +366,7 @@ class Runner:
             self.pool.buffers,
             tokens,
             self.pool.rows(spans, len(spans) // self._num_parts),
-            self.table,
+            self.tables,
             with_attention=self.with_attention,
             packs=self.packs_kv,
             sharding=self.sharding,
@@ -426,14 +428,14 @@ class Runner:
 
     def _timed(self, step: _Step) -> float:
         """Seconds of all layers and the head, from one layer of each kind."""
-        windows = [self.config.window_of(layer) for layer in range(self.config.num_layers)]
+        kinds = [self.config.kind_of(layer) for layer in range(self.config.num_layers)]
         seconds, x = 0.0, self.embed(step.tokens)
         for layer in self.kinds:
             jax.block_until_ready((x, self.pool.buffers[layer]))
             started_s = time.perf_counter()
             x, *_ = self._layer(layer, x, step)
             x.block_until_ready()
-            seconds += (time.perf_counter() - started_s) * windows.count(windows[layer])
+            seconds += (time.perf_counter() - started_s) * kinds.count(kinds[layer])
         started_s = time.perf_counter()
         index = self.to_device(np.zeros(self._num_parts, np.int32))
         jax.block_until_ready(steps.row_logits(self.config, self.outer, x, index, self.sharding))

@@ -7,7 +7,7 @@ out in buffers of its own, unrotated as everything is.
 
 Shapes: D parts that rows are in, each on devices of its own, 1 without a mesh; T tokens of a part (padded), n rows of
 all parts, S places of history (padded), P pages, M pages of a row, L K H F V as in models. `table` has the rotations of
-all places; `config`, `window` (`config.window_of` the layer) and `sharding` are static. With a `sharding` functions run
+all places; `config`, `kind` (`config.kind_of` the layer) and `sharding` are static. With a `sharding` functions run
 over its mesh: what is done for each head by each device for the heads and rows that it has, the products between by
 all, and what is small is whole on each device.
 
@@ -28,10 +28,10 @@ from jax import lax
 from ca_jax.device.sampler import greedy
 from ca_jax.models import paged_attention as paged
 from ca_jax.models import rope
-from ca_jax.models.config import ModelConfig
+from ca_jax.models.config import LayerKind, ModelConfig
 from ca_jax.models.kv import LayerKV, dequantize, quantize, unpacked
 from ca_jax.models.sharding import Axes, ModelSharding, by_device, constrain
-from ca_jax.models.transformer import Layer, Transformer
+from ca_jax.models.transformer import Layer, Transformer, scale_embedded, scale_queries
 
 Params = Any
 """A tree of linen variables."""
@@ -42,6 +42,8 @@ KV_HEADS: Axes = (None, None, "kv_heads", None)
 """Of new KV `[1, T, K, H]` and of unrotated KV `[2, S, K, H]`."""
 ROWS: Axes = ("batch",)
 """Of what has a row for each job, or a part for each part of them."""
+HEADS: Axes = ("heads",)
+"""Of what has a number for each query head."""
 TOKEN_HEADS: Axes = ("batch", None, "heads", None)
 """Of queries `[D, T, N, H]`."""
 TOKEN_KV: Axes = ("batch", None, "kv_heads", None)
@@ -83,17 +85,18 @@ def logits_of(
 
 
 @partial(jax.jit, static_argnames=("config", "num_positions", "context", "sharding"))
-def rotation_table(
+def rotation_tables(
     config: ModelConfig, num_positions: int, context: int | None = None, sharding: ModelSharding | None = None
-) -> rope.Rotation:
-    """The rotations of positions 0 to `num_positions` - 1, f32 `[P, R/2]` each, R as in `rope`.
+) -> tuple[rope.Rotation, ...]:
+    """Of each of `config.ropes` the rotations of positions 0 to `num_positions` - 1, f32 `[P, R/2]`, R as in `rope`.
 
     Args:
       num_positions: P, static.
-      context: how long a text may become, tokens, static; `dynamic` rope asks for it. None: P.
+      context: how long a text may become, tokens, static; `dynamic` and `longrope` rope ask for it. None: P.
     """
-    table = rope.rotation_at(config.rope, config.head_dim, jnp.arange(num_positions), context or num_positions)
-    return rope.Rotation(*(constrain(part, sharding) for part in table))
+    places, context = jnp.arange(num_positions), context or num_positions
+    tables = (rope.rotation_at(each, config.head_dim, places, context) for each in config.ropes)
+    return tuple(rope.Rotation(*(constrain(part, sharding) for part in table)) for table in tables)
 
 
 @partial(jax.jit, static_argnames=("dtype", "sharding"))
@@ -114,7 +117,8 @@ def embed(config: ModelConfig, params: Params, tokens: jax.Array, sharding: Mode
     def look_up(table: jax.Array, ids: jax.Array, tokens: jax.Array) -> jax.Array:
         places = tokens - ids[0]
         is_own = (places >= 0) & (places < len(table))
-        return jnp.where(is_own[..., None], table.at[places].get(mode="clip"), 0)[None]
+        found = jnp.where(is_own[..., None], table.at[places].get(mode="clip"), 0)
+        return scale_embedded(config, found)[None]
 
     of_device = by_device(look_up, sharding, (("vocab", None), ("vocab",), ROWS), ("vocab", *ROWS))
     found = of_device(params["params"]["embed"]["embedding"], jnp.arange(config.vocab_size), tokens)
@@ -147,7 +151,7 @@ def through_layer(
     pages: jax.Array,
     rows: paged.Rows,
     table: rope.Rotation,
-    window: int | None,
+    kind: LayerKind,
     num_first: int,
     *,
     one_each: bool,
@@ -173,25 +177,29 @@ def through_layer(
         rows: tuple[jax.Array, ...],
         table: rope.Rotation,
         moved: tuple[jax.Array, ...],
+        sinks: tuple[jax.Array, ...],
     ) -> tuple[jax.Array, ...]:
         own = paged.Rows(*rows)
+        own_q = scale_queries(config, q[0], own.places[: q.shape[1]])
+        options: dict[str, Any] = {"cap": config.score_cap, "sinks": sinks[0] if sinks else None, "one_each": one_each}
         if move is not None:
             pages = move(pages, new, own, *(each[0] for each in moved))
-        out, pages = paged.attend_pages(q[0], new, pages, own, table, window, one_each=one_each, has_gaps=has_gaps)
+        out, pages = paged.attend_pages(own_q, new, pages, own, table, kind.window, has_gaps=has_gaps, **options)
         kv = jnp.concatenate([new.k, new.v], axis=0)
         given = (out[None], kv, kv[:, :num_first], pages)
         if not with_attention:
             return given
-        return *given, paged.attention_received(q[0], pages, own, table, window, one_each=one_each)[None]
+        return *given, paged.attention_received(own_q, pages, own, table, kind.window, **options)[None]
 
-    def attend_fn(q: jax.Array, new: LayerKV) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        in_axes = (TOKEN_HEADS, TOKEN_KV, PAGES, (ROWS, ROWS, ROWS), (), (ROWS,) * len(moved))
+    def attend_fn(q: jax.Array, new: LayerKV, sinks: jax.Array | None) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        of_heads = () if sinks is None else (sinks,)
+        in_axes = (TOKEN_HEADS, TOKEN_KV, PAGES, (ROWS, ROWS, ROWS), (), (ROWS,) * len(moved), (HEADS,) * len(of_heads))
         received: tuple[Axes, ...] = (("heads", "batch"),) if with_attention else ()
         of_device = by_device(attend_heads, sharding, in_axes, (TOKEN_HEADS, STEP_KV, STEP_KV, PAGES, *received))
-        out, *carried = of_device(q, new, pages, tuple(rows), table, moved)
+        out, *carried = of_device(q, new, pages, tuple(rows), table, moved, of_heads)
         return out, tuple(carried)
 
-    x, (kv, first, pages, *seen) = apply(Layer(config, sharding), variables_of(layer_params), x, attend_fn)
+    x, (kv, first, pages, *seen) = apply(Layer(config, kind, sharding), variables_of(layer_params), x, attend_fn)
     kv, first = (constrain(each, sharding, _handed_out(sharding)) for each in (quantize(kv) if packs else kv, first))
     return constrain(x, sharding, ROWS), (kv, first, pages, *(constrain(each.sum(0), sharding) for each in seen))
 
@@ -202,7 +210,7 @@ def _handed_out(sharding: ModelSharding | None) -> Axes:
 
 @partial(
     jax.jit,
-    static_argnames=("config", "num_tokens", "window", "num_first", "with_attention", "packs", "sharding"),
+    static_argnames=("config", "num_tokens", "kind", "num_first", "with_attention", "packs", "sharding"),
     donate_argnames=("x", "pages"),
 )
 def layer_step(
@@ -213,14 +221,14 @@ def layer_step(
     rows: paged.Rows,
     table: rope.Rotation,
     num_tokens: int,
-    window: int | None = None,
+    kind: LayerKind,
     num_first: int = 1,
     *,
     with_attention: bool = False,
     packs: bool = False,
     sharding: ModelSharding | None = None,
 ) -> tuple[jax.Array, ...]:
-    """One layer over some tokens of each row. Layers of a window share a compiled function for each T. Donates both.
+    """One layer over some tokens of each row. Layers of a kind share a compiled function for each T. Donates both.
 
     Args:
       x: `[D, T', F]`, of which the first T tokens of each part are computed.
@@ -242,7 +250,7 @@ def layer_step(
         pages,
         rows,
         table,
-        window,
+        kind,
         num_first,
         one_each=False,
         with_attention=with_attention,
@@ -279,7 +287,7 @@ def decode(
     pages: Sequence[jax.Array],
     tokens: jax.Array,
     rows: paged.Rows,
-    table: rope.Rotation,
+    tables: tuple[rope.Rotation, ...],
     *,
     with_attention: bool = False,
     packs: bool = False,
@@ -302,14 +310,15 @@ def decode(
     x = embed(config, params, tokens.reshape(num_parts, -1), sharding)
     new_kv, new_pages, received = [], [], []
     for i, of_layer in enumerate(pages):
+        kind = config.kind_of(i)
         x, (kv, _, of_layer, *seen) = through_layer(
             config,
             layer_of(params, i),
             x,
             of_layer,
             rows,
-            table,
-            config.window_of(i),
+            tables[kind.rope],
+            kind,
             0,
             one_each=True,
             with_attention=with_attention,

@@ -46,8 +46,8 @@ class Shapes:
         """The other parameters."""
         self.pages = self.of(runner.pool.buffers)
         """Of each layer."""
-        self.table = self.of(runner.table)
-        """Rotations of all places."""
+        self.tables = self.of(runner.tables)
+        """Rotations of all places, of each of `config.ropes`."""
         self.num_parts, self.most_pages = runner.pool.size.num_parts, runner.pool.size.most_pages
         self._embedded: dict[int, Any] = {}
 
@@ -103,8 +103,9 @@ def functions_of(shapes: Shapes, max_new: int) -> list[Compile]:
     attention = {"with_attention": runner.with_attention, "sharding": sharding}
 
     def layer(layer: int, num_tokens: int) -> None:
-        x, rows, window = shapes.embedded(width), shapes.rows(num_slots, width), config.window_of(layer)
-        given = config, shapes.layers[layer], x, shapes.pages[layer], rows, shapes.table, num_tokens, window, each_part
+        x, rows, kind = shapes.embedded(width), shapes.rows(num_slots, width), config.kind_of(layer)
+        of_layer = shapes.layers[layer], x, shapes.pages[layer], rows, shapes.tables[kind.rope]
+        given = config, *of_layer, num_tokens, kind, each_part
         given_out = shapes.compiled(steps.layer_step, *given, packs=runner.packs_kv, **attention)
         first[layer] = given_out[2]
 
@@ -115,7 +116,7 @@ def functions_of(shapes: Shapes, max_new: int) -> list[Compile]:
     def decode(size: int) -> None:
         num_rows = size * shapes.num_parts
         tokens, rows = shapes.small(num_rows), shapes.rows(num_rows, size)
-        given = config, shapes.params, shapes.pages, tokens, rows, shapes.table
+        given = config, shapes.params, shapes.pages, tokens, rows, shapes.tables
         shapes.compiled(steps.decode, *given, packs=runner.packs_kv, **attention)
 
     def draw(size: int) -> None:

@@ -76,6 +76,8 @@ def attend(
     rotation: rope.Rotation,
     history_rotation: rope.Rotation | None,
     window: int | None = None,
+    cap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention of new tokens over their unrotated history and themselves.
 
@@ -100,6 +102,8 @@ def attend(
       rotation: of the new tokens' positions, `[B, T, H/2]`.
       history_rotation: of history places, `[S, H/2]`.
       window: how many tokens a token sees, itself among them; None: all before it.
+      cap: scores are `cap * tanh(score / cap)`; None: as they are.
+      sinks: f32 `[N]`, a score of each head beside those of keys, that weighs on no value; None: none.
 
     Returns:
       `[B, T, N, H]` in q's dtype.
@@ -111,7 +115,7 @@ def attend(
         used = jnp.arange(num_history)[None, :, None, None] < history_lengths[:, None, None, None]
         keys = jnp.concatenate([rope.rotate(history[0], history_rotation), keys], axis=1)
         values = jnp.concatenate([jnp.where(used, history[1], 0).astype(values.dtype), values], axis=1)
-    attend_row = partial(_attend_row, num_history=num_history, window=window)
+    attend_row = partial(_attend_row, num_history=num_history, window=window, cap=cap, sinks=sinks)
     return jax.vmap(attend_row)(rope.rotate(q, rotation), keys, values, history_lengths)
 
 
@@ -128,7 +132,15 @@ def seen_keys(
 
 
 def _attend_row(
-    q: jax.Array, k: jax.Array, v: jax.Array, history_length: jax.Array, *, num_history: int, window: int | None
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    history_length: jax.Array,
+    *,
+    num_history: int,
+    window: int | None,
+    cap: float | None,
+    sinks: jax.Array | None,
 ) -> jax.Array:
     """One sequence: rotated `q [T, N, H]`, rotated `k` and `v` `[S + T, K, H]` to `[T, N, H]`."""
     num_new, _, head_dim = q.shape
@@ -143,8 +155,13 @@ def _attend_row(
         extent = num_history + start + rows.shape[2]
         seen = seen_keys(jnp.arange(extent)[None], index, history_length, num_history, window)
         scores = dot(rows.reshape(num_kv, -1, head_dim), k[:, :extent], (2, 2), 1).reshape(*rows.shape[:3], extent)
-        scores = jnp.where(seen, scores, MASKED)
-        weights = jnp.exp(scores - scores.max(-1, keepdims=True))
+        scores = jnp.where(seen, scores if cap is None else cap * jnp.tanh(scores / cap), MASKED)
+        top, sink_weights = scores.max(-1, keepdims=True), jnp.zeros(())
+        if sinks is not None:
+            of_heads = sinks.astype(jnp.float32).reshape(num_kv, -1, 1, 1)
+            top = jnp.maximum(top, of_heads)
+            sink_weights = jnp.exp(of_heads - top)
+        weights = jnp.exp(scores - top)
         out = dot(weights.astype(v.dtype).reshape(num_kv, -1, extent), v[:, :extent], (2, 1), 1).reshape(rows.shape)
-        blocks.append(out / weights.sum(-1, keepdims=True))
+        blocks.append(out / (weights.sum(-1, keepdims=True) + sink_weights))
     return jnp.concatenate(blocks, axis=2).transpose(2, 0, 1, 3).reshape(q.shape).astype(q.dtype)

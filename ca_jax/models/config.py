@@ -8,16 +8,21 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from ca_jax.errors import UnsupportedArchitectureError, check
 
-RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn"]
+RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"]
 Norm = Literal["rms", "layer"]
-Mlp = Literal["swiglu", "gelu", "gelu_tanh"]
+Mlp = Literal["swiglu", "swiglu_clipped", "geglu", "geglu_tanh", "gelu", "gelu_tanh"]
+Routing = Literal["softmax", "sigmoid"]
 
 ROPE_SCALINGS: tuple[str, ...] = get_args(RopeScaling)
 """Ways to stretch rotary frequencies that are served."""
+
+
+_LATER = {"is_later": True}
+"""Of fields that came later: configs in which such a field has its default are described, and known, as before."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,8 +37,9 @@ class RopeConfig:
     theta: float = 10000.0
     """Base of the frequencies."""
     scaling: RopeScaling = "none"
-    """How frequencies are stretched: not at all, all alike (`linear`), by wavelength (`llama3`, `yarn`), or by how long
-    the context is (`dynamic`)."""
+    """How frequencies are stretched: not at all, all alike (`linear`), by wavelength (`llama3`, `yarn`), by how long
+    the context is (`dynamic`), or each by a number of its own, of one of two sets by how long the context is
+    (`longrope`)."""
     factor: float = 1.0
     """How far the context was stretched over what the model was first trained on."""
     low_freq_factor: float = 1.0
@@ -41,7 +47,7 @@ class RopeConfig:
     high_freq_factor: float = 4.0
     """`llama3` only: wavelengths below original_max_positions / this are left alone."""
     original_max_positions: int = 8192
-    """`llama3`, `yarn` and `dynamic` only: the context length before stretching, tokens."""
+    """`llama3`, `yarn`, `dynamic` and `longrope` only: the context length before stretching, tokens."""
     beta_fast: float = 32.0
     """`yarn` only: pairs that turn at least so often within original_max_positions are left alone."""
     beta_slow: float = 1.0
@@ -49,11 +55,17 @@ class RopeConfig:
     truncate: bool = True
     """`yarn` only: whether the first and the last pair that are stretched in part are rounded to whole ones."""
     attention_factor: float = 1.0
-    """`yarn` only: what rotated queries and keys are multiplied by."""
+    """`yarn` and `longrope` only: what rotated queries and keys are multiplied by."""
+    short_factors: tuple[float, ...] = dataclasses.field(default=(), metadata=_LATER)
+    """`longrope` only: what each frequency is divided by, R/2 numbers, in contexts within original_max_positions."""
+    long_factors: tuple[float, ...] = dataclasses.field(default=(), metadata=_LATER)
+    """`longrope` only: the same in longer ones."""
     rotary_dim: int | None = None
     """How many of a head's numbers are rotated, the first ones; None: all."""
 
     def __post_init__(self) -> None:
+        for name in ("short_factors", "long_factors"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.scaling not in ROPE_SCALINGS:
             raise UnsupportedArchitectureError(
                 f"rope scaling {self.scaling!r} is not served; it must be one of {', '.join(ROPE_SCALINGS)}"
@@ -70,6 +82,21 @@ class RopeConfig:
         rotary_dim = self.rotary_dim
         is_even = rotary_dim is None or (rotary_dim > 0 and rotary_dim % 2 == 0)
         check(is_even, "rope rotary_dim", "positive and even", rotary_dim)
+        for name in ("short_factors", "long_factors"):
+            factors = getattr(self, name)
+            holds = self.scaling != "longrope" or (factors and min(factors) > 0)
+            check(holds, f"{name} of longrope rope scaling", "positive numbers", factors)
+
+
+class LayerKind(NamedTuple):
+    """What layers of one model may differ in. Those of one kind share compiled functions."""
+
+    window: int | None
+    """How many tokens a token sees, itself among them; None: all before it."""
+    rope: int
+    """Which of `ModelConfig.ropes` turns its queries and keys."""
+    has_experts: bool
+    """Whether its feed-forward block is of experts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,10 +131,41 @@ class ModelConfig:
     """Whether the output head is the embedding table."""
     rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)
     """Rotary embedding."""
+    local_rope: RopeConfig | None = dataclasses.field(default=None, metadata=_LATER)
+    """Rotary embedding of layers that slide, where that is another one."""
+    nope_layers: tuple[int, ...] = dataclasses.field(default=(), metadata=_LATER)
+    """Layers that rotate nothing, ascending."""
+    query_beta: float = dataclasses.field(default=0.0, metadata=_LATER)
+    """Queries at place p are multiplied by `1 + query_beta ln(1 + floor(p / query_span))`."""
+    query_span: int = dataclasses.field(default=1, metadata=_LATER)
+    """See `query_beta`, tokens."""
     norm: Norm = "rms"
-    """RMSNorm, or LayerNorm with a bias."""
+    """RMSNorm or LayerNorm."""
+    norm_bias: bool = dataclasses.field(default=True, metadata=_LATER)
+    """LayerNorm only: whether it has a bias."""
+    norm_offset: float = dataclasses.field(default=0.0, metadata=_LATER)
+    """Added to the scale of all norms."""
+    norms_before: bool = dataclasses.field(default=True, metadata=_LATER)
+    """Whether what attention and feed-forward read goes through a norm."""
+    norms_behind: bool = dataclasses.field(default=False, metadata=_LATER)
+    """Whether what attention and feed-forward give goes through a norm before it is added to the residual stream."""
+    embed_scale: float = dataclasses.field(default=1.0, metadata=_LATER)
+    """What embeddings are multiplied by."""
+    residual_scale: float = dataclasses.field(default=1.0, metadata=_LATER)
+    """What attention and feed-forward give is multiplied by, before it is added to the residual stream."""
+    attention_scale: float | None = dataclasses.field(default=None, metadata=_LATER)
+    """What scores are multiplied by; None: 1 / sqrt(H)."""
+    score_cap: float | None = dataclasses.field(default=None, metadata=_LATER)
+    """Scores s become `score_cap tanh(s / score_cap)`; None: they stay."""
+    logit_scale: float = dataclasses.field(default=1.0, metadata=_LATER)
+    """What logits are multiplied by."""
+    logit_cap: float | None = dataclasses.field(default=None, metadata=_LATER)
+    """Logits become `logit_cap tanh(logits / logit_cap)`; None: they stay."""
+    has_sinks: bool = dataclasses.field(default=False, metadata=_LATER)
+    """Whether each head has a score of its own beside those of keys, that weighs on no value."""
     mlp: Mlp = "swiglu"
-    """The feed-forward block: gated by SiLU, or ungated with GELU, exact or by its tanh approximation."""
+    """The feed-forward block: gated by SiLU, by SiLU and clipped as in gpt-oss, or by GELU; or ungated with GELU. GELU
+    is exact or by its tanh approximation."""
     is_parallel: bool = False
     """Whether attention and feed-forward read the same residual stream, instead of one after the other."""
     shares_norm: bool = False
@@ -119,7 +177,9 @@ class ModelConfig:
     mlp_bias: bool = False
     """Whether the feed-forward block's matrices have biases."""
     qk_norm: bool = False
-    """Whether each head of queries and keys goes through an RMSNorm before it is rotated."""
+    """Whether queries and keys go through an RMSNorm before they are rotated, each head by itself."""
+    qk_norm_is_whole: bool = dataclasses.field(default=False, metadata=_LATER)
+    """Whether that norm is over all heads as one vector."""
     sliding_window: int | None = None
     """How many tokens a token sees, itself among them, in layers that slide; None: all before it."""
     full_layers: tuple[int, ...] = ()
@@ -128,13 +188,38 @@ class ModelConfig:
     """E, experts of each feed-forward block; 0: one block that is no expert."""
     num_experts_per_token: int = 0
     """How many of them a token goes through."""
+    dense_layers: tuple[int, ...] = dataclasses.field(default=(), metadata=_LATER)
+    """Layers whose feed-forward block is no experts although others' are, ascending."""
+    dense_mlp_dim: int | None = dataclasses.field(default=None, metadata=_LATER)
+    """Width of the feed-forward block of such layers; None: D."""
+    shared_mlp_dim: int = dataclasses.field(default=0, metadata=_LATER)
+    """Width of a block beside the experts that all tokens go through; 0: there is none."""
+    gates_shared: bool = dataclasses.field(default=False, metadata=_LATER)
+    """Whether each token weighs what that block gives, by a sigmoid."""
+    routing: Routing = dataclasses.field(default="softmax", metadata=_LATER)
+    """How the router's numbers become an expert's share: over all experts, or each by itself."""
+    router_bias: bool = dataclasses.field(default=False, metadata=_LATER)
+    """Whether the router has a bias."""
+    choice_bias: bool = dataclasses.field(default=False, metadata=_LATER)
+    """Whether shares have a bias that counts in choosing experts alone."""
+    normalizes_shares: bool = dataclasses.field(default=True, metadata=_LATER)
+    """Whether the shares of the experts that were chosen are made to add up to 1."""
+    routing_scale: float = dataclasses.field(default=1.0, metadata=_LATER)
+    """What shares are multiplied by at last."""
+    num_expert_groups: int = dataclasses.field(default=1, metadata=_LATER)
+    """Experts are in so many groups, and chosen from the best of them: those whose best two shares add up to most."""
+    num_chosen_groups: int = dataclasses.field(default=1, metadata=_LATER)
+    """How many groups are chosen from."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "full_layers", tuple(self.full_layers))
+        layers = ("full_layers", "nope_layers", "dense_layers")
+        for name in layers:
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         sizes = ("vocab_size", "embed_dim", "mlp_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim")
         for name in (*sizes, "max_positions"):
             check(getattr(self, name) > 0, name, "positive", getattr(self, name))
-        for name, choices in (("norm", get_args(Norm)), ("mlp", get_args(Mlp))):
+        for name, kinds in (("norm", Norm), ("mlp", Mlp), ("routing", Routing)):
+            choices = get_args(kinds)
             check(getattr(self, name) in choices, name, f"one of {', '.join(choices)}", getattr(self, name))
         heads, experts = (self.num_heads, self.num_kv_heads), (self.num_experts_per_token, self.num_experts)
         check(heads[0] % heads[1] == 0, "num_heads", "a multiple of num_kv_heads", heads)
@@ -142,14 +227,26 @@ class ModelConfig:
         most = f"at most head_dim {self.head_dim}"
         check(self.rotary_dim <= self.head_dim, "rope rotary_dim", most, self.rotary_dim)
         check(self.is_parallel or not self.shares_norm, "shares_norm", "False without is_parallel", self.shares_norm)
+        norms = (self.norms_before, self.norms_behind, self.shares_norm)
+        check(any(norms[:2]), "norms_before and norms_behind", "True at least one of them", norms[:2])
+        check(norms[0] or not norms[2], "shares_norm", "False without norms_before", norms[2])
         window = self.sliding_window
         check(window is None or window > 0, "sliding_window", "positive or None", window)
-        are_layers = all(0 <= layer < self.num_layers for layer in self.full_layers)
-        check(are_layers, "full_layers", f"layers in [0, {self.num_layers})", self.full_layers)
+        for name in layers:
+            found = getattr(self, name)
+            are_layers = all(0 <= layer < self.num_layers for layer in found)
+            check(are_layers, name, f"layers in [0, {self.num_layers})", found)
+        for name in ("attention_scale", "score_cap", "logit_cap", "dense_mlp_dim"):
+            found = getattr(self, name)
+            check(found is None or found > 0, name, "positive or None", found)
+        check(self.query_span > 0, "query_span", "positive", self.query_span)
         are_chosen = experts == (0, 0) or 0 < experts[0] <= experts[1]
         check(are_chosen, "experts", "0 < num_experts_per_token <= num_experts, or both 0", experts)
-        mlp = (self.mlp, self.mlp_bias)
-        check(not self.num_experts or mlp == ("swiglu", False), "mlp of experts", "'swiglu' without biases", mlp)
+        is_gated = not self.num_experts or self.has_gate
+        check(is_gated, "mlp of experts", "one that is gated", self.mlp)
+        groups = (self.num_chosen_groups, self.num_expert_groups)
+        check(0 < groups[0] <= groups[1], "num_chosen_groups", "in [1, num_expert_groups]", groups)
+        check(self.num_experts % groups[1] == 0, "num_experts", f"a multiple of {groups[1]} groups", self.num_experts)
 
     @property
     def num_groups(self) -> int:
@@ -162,16 +259,38 @@ class ModelConfig:
         return self.head_dim if self.rope.rotary_dim is None else self.rope.rotary_dim
 
     @property
+    def has_gate(self) -> bool:
+        """Whether the feed-forward block is gated: of three matrices, and not two."""
+        return self.mlp not in ("gelu", "gelu_tanh")
+
+    @property
+    def ropes(self) -> tuple[RopeConfig | None, ...]:
+        """The rotary embeddings that layers have, the usual one first; None: that of layers that rotate nothing."""
+        return tuple(dict.fromkeys((self.rope, *map(self._rope_of, range(self.num_layers)))))
+
+    @property
     def steady_positions(self) -> int:
-        """The longest context whose rotary frequencies are those of any shorter one; only `dynamic` scaling has less
-        than `max_positions`."""
-        if self.rope.scaling == "dynamic":
+        """The longest context whose rotary frequencies are those of any shorter one.
+
+        Only `dynamic` and `longrope` scaling have less than `max_positions`.
+        """
+        if self.rope.scaling in ("dynamic", "longrope"):
             return min(self.max_positions, self.rope.original_max_positions)
         return self.max_positions
 
     def window_of(self, layer: int) -> int | None:
         """How many tokens a token sees in a layer, itself among them; None: all before it."""
         return None if layer in self.full_layers else self.sliding_window
+
+    def kind_of(self, layer: int) -> LayerKind:
+        """What a layer is, as far as layers of one model differ."""
+        has_experts = self.num_experts > 0 and layer not in self.dense_layers
+        return LayerKind(self.window_of(layer), self.ropes.index(self._rope_of(layer)), has_experts)
+
+    def _rope_of(self, layer: int) -> RopeConfig | None:
+        if layer in self.nope_layers:
+            return None
+        return self.rope if self.local_rope is None or self.window_of(layer) is None else self.local_rope
 
     def kv_shape(self, layer: int) -> tuple[int, int, int]:
         """What a token leaves in a layer: parts (keys and values), KV heads, numbers of each."""
@@ -181,12 +300,26 @@ class ModelConfig:
         """Bytes of keys and values one token leaves in all layers, at `itemsize` bytes a number (2 for bf16)."""
         return sum(math.prod(self.kv_shape(layer)) for layer in range(self.num_layers)) * itemsize
 
+    def described(self) -> dict[str, Any]:
+        """The config as what JSON can hold."""
+        return _described(self)
+
     @classmethod
     def from_dict(cls, described: Mapping[str, Any]) -> ModelConfig:
-        """The config that `dataclasses.asdict` describes, also after a way through JSON.
+        """The config that `described` gives, also after a way through JSON.
 
         Raises:
           TypeError: an entry that is no field, or one that is missing.
           ValueError, UnsupportedArchitectureError: as for the constructors.
         """
-        return cls(**{**described, "rope": RopeConfig(**described["rope"])})
+        ropes = {name: described.get(name) for name in ("rope", "local_rope")}
+        return cls(**{**described, **{name: RopeConfig(**each) for name, each in ropes.items() if each is not None}})
+
+
+def _described(config: Any) -> dict[str, Any]:
+    found = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if not field.metadata.get("is_later") or value != field.default:
+            found[field.name] = _described(value) if dataclasses.is_dataclass(value) else value
+    return found

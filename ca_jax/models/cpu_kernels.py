@@ -173,7 +173,7 @@ def pack_params(config: ModelConfig, params: Mapping[str, Any]) -> dict[str, Any
             host(attn[name]).reshape(config.embed_dim, -1) for name in ("wq", "wk", "wv")
         ]
         wanted[f"layer_{i}", "attn", "out"] = [host(attn["wo"]).reshape(-1, config.embed_dim)]
-        if not config.num_experts:
+        if not config.kind_of(i).has_experts:
             wide = [name for name in ("w_gate", "w_up") if name in mlp]
             wanted[f"layer_{i}", "mlp", "wide"] = [host(mlp[name]) for name in wide]
             wanted[f"layer_{i}", "mlp", "down"] = [host(mlp["w_down"])]

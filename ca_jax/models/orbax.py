@@ -11,7 +11,6 @@ Not here: converting (`launch/convert.py`), the parameter tree (`weights`).
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import shutil
@@ -66,7 +65,7 @@ def save_checkpoint(
         manifest = {
             "format": _FORMAT,
             "name": checkpoint.name,
-            "config": dataclasses.asdict(checkpoint.config),
+            "config": checkpoint.config.described(),
             "dtype": checkpoint.params["params"]["embed"]["embedding"].dtype.name,
             "fingerprint": checkpoint.fingerprint,
             "params_sha256": _hash_params(directory),

@@ -26,7 +26,7 @@ from ca_jax.models.weights import Params, Slot, fingerprint, parameter_slots, re
 
 _GENERATOR = "threefry2x32"  # The same numbers on every backend, whatever jax's default is.
 _SCHEME = "scaled normals, 1"  # Part of the fingerprint: to be changed with whatever changes the numbers.
-_INTO_RESIDUAL = frozenset(("attn.wo", "attn.bo", "mlp.w_down", "mlp.b_down"))
+_INTO_RESIDUAL = frozenset(("attn.wo", "attn.bo", "mlp.w_down", "mlp.b_down", "shared.w_down"))
 _BIAS_DEVIATION = 0.1
 _MAX_SEED = 2**32
 
@@ -55,7 +55,7 @@ def random_params(config: ModelConfig, *, dtype: str, seed: int = 0, sharding: M
     for index, slot in enumerate(parameter_slots(config)):
         place = None if sharding is None else sharding.of_slot(slot)
         if slot.key.endswith("norm.scale"):
-            leaves[slot.path] = jnp.ones(slot.shape, numpy_dtype, device=place)
+            leaves[slot.path] = jnp.full(slot.shape, 1 - config.norm_offset, numpy_dtype, device=place)
         else:
             deviation = np.float32(_deviation(slot, config.num_layers))
             leaves[slot.path] = _normal(np.uint32(seed), np.uint32(index), deviation, slot.shape, numpy_dtype, place)

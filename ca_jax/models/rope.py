@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ca_jax.errors import check
 from ca_jax.models.config import RopeConfig
 
 
@@ -33,14 +34,15 @@ def inverse_frequencies(config: RopeConfig, head_dim: int, context: int | None =
     Args:
       config: which frequencies.
       head_dim: H.
-      context: how long a text may become, tokens: `dynamic` scaling is by that. It is one number for all tokens, since
-        keys and queries of different frequencies do not fit together; so where `transformers` rescales as a text grows
-        past the original length, and leaves keys that it has rotated as they were, a text here has the frequencies of
-        the longest it may become from its first token on. The same as there are: contexts within the original length,
-        and a text as long as the context that is computed at once. None: the original length.
+      context: how long a text may become, tokens: `dynamic` and `longrope` scaling are by that. It is one number for
+        all tokens, since keys and queries of different frequencies do not fit together; so where `transformers`
+        rescales as a text grows past the original length, and leaves keys that it has rotated as they were, a text here
+        has the frequencies of the longest it may become from its first token on. The same as there are: contexts
+        within the original length, and a text as long as the context that is computed at once. None: the original
+        length.
 
     Source: `linear` is position interpolation (Chen et al., 2023), `dynamic` NTK-aware scaling (emozilla, 2023),
-      `llama3` as published with Llama 3.1, `yarn` Peng et al. (2023), section 3.2.
+      `llama3` as published with Llama 3.1, `yarn` Peng et al. (2023), section 3.2, `longrope` Ding et al. (2024).
     """
     dim = config.rotary_dim or head_dim
     theta = config.theta
@@ -61,6 +63,11 @@ def inverse_frequencies(config: RopeConfig, head_dim: int, context: int | None =
     if config.scaling == "yarn":
         keep = _yarn_kept(config, dim)
         return ((1 - keep) * freqs / config.factor + keep * freqs).astype(np.float32)
+    if config.scaling == "longrope":
+        is_long = (context or 0) > config.original_max_positions
+        factors = np.asarray(config.long_factors if is_long else config.short_factors, np.float32)
+        check(len(factors) == len(freqs), "factors of longrope rope scaling", f"{len(freqs)} numbers", len(factors))
+        return freqs / factors
     return freqs
 
 
@@ -79,8 +86,14 @@ def _yarn_kept(config: RopeConfig, dim: int) -> np.ndarray:
     return 1 - np.clip((np.arange(dim // 2, dtype=np.float32) - first) / (last - first), 0, 1)
 
 
-def rotation_at(config: RopeConfig, head_dim: int, positions: jax.Array, context: int | None = None) -> Rotation:
-    """The rotation of each position: i32 `[...]` to f32 `[..., R/2]` cosines and sines; see `inverse_frequencies`."""
+def rotation_at(config: RopeConfig | None, head_dim: int, positions: jax.Array, context: int | None = None) -> Rotation:
+    """The rotation of each position: i32 `[...]` to f32 `[..., R/2]` cosines and sines; see `inverse_frequencies`.
+
+    None: of layers that rotate nothing; all numbers are turned by 0, so that these need no form of their own.
+    """
+    if config is None:
+        shape = (*positions.shape, head_dim // 2)
+        return Rotation(jnp.ones(shape, jnp.float32), jnp.zeros(shape, jnp.float32))
     freqs = jnp.asarray(inverse_frequencies(config, head_dim, context))
     angles = positions[..., None].astype(jnp.float32) * freqs
     cos, sin = jnp.cos(angles), jnp.sin(angles)

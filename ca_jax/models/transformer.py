@@ -23,18 +23,22 @@ import jax.numpy as jnp
 
 from ca_jax.models import cpu_kernels, rope
 from ca_jax.models.attention import attend, matmul_precision
-from ca_jax.models.config import ModelConfig
+from ca_jax.models.config import LayerKind, ModelConfig
 from ca_jax.models.kv import KVCache, LayerKV
 from ca_jax.models.sharding import ModelSharding, by_device
 
-AttendFn = Callable[[jax.Array, LayerKV], tuple[jax.Array, Any]]
-"""Unrotated queries `[B, T, N, H]` and new KV `[B, T, K, H]` to attention output `[B, T, N, H]` and any carry."""
+AttendFn = Callable[[jax.Array, LayerKV, jax.Array | None], tuple[jax.Array, Any]]
+"""Unrotated queries `[B, T, N, H]`, new KV `[B, T, K, H]` and sinks f32 `[N]` to attention output `[B, T, N, H]` and
+any carry. Scores are to be multiplied by 1 / sqrt(H)."""
 
 INIT = nn.initializers.normal(0.02)
 """Of matrices, where parameters are made by linen."""
 
 EXPERT_BLOCK = 64
 """Most tokens that go through an expert at once."""
+
+_CLIP, _CLIPPED_SLOPE = 7.0, 1.702  # Of "swiglu_clipped".
+_LEAST_SHARES = 1e-20  # Of what adds up to nothing nothing is made.
 
 
 def project(x: jax.Array, weights: jax.Array, num_inputs: int = 1) -> jax.Array:
@@ -67,24 +71,39 @@ def packed_product(module: nn.Module, name: str, x: jax.Array, num_outputs: int)
 class Norm(nn.Module):
     """Divides by the root mean square over F and scales (Zhang and Sennrich, 2019); f32 inside.
 
-    With `is_layer` it first takes off the mean, and shifts behind (LayerNorm: Ba et al., 2016).
+    With `is_layer` it first takes off the mean, and may shift behind (LayerNorm: Ba et al., 2016). It may be over
+    several axes, the last ones.
     """
 
     eps: float
     is_layer: bool = False
+    has_bias: bool = False
+    offset: float = 0.0
+    num_axes: int = 1
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """`[..., F]` to the same shape and dtype."""
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        shape, axes = x.shape[-self.num_axes :], tuple(range(-self.num_axes, 0))
+        scale = self.param("scale", nn.initializers.constant(1 - self.offset), shape)
         full = x.astype(jnp.float32)
         if self.is_layer:
-            full = full - jnp.mean(full, axis=-1, keepdims=True)
-        full = full * jax.lax.rsqrt(jnp.mean(full * full, axis=-1, keepdims=True) + self.eps)
-        if not self.is_layer:
+            full = full - jnp.mean(full, axis=axes, keepdims=True)
+        full = full * jax.lax.rsqrt(jnp.mean(full * full, axis=axes, keepdims=True) + self.eps)
+        if self.offset:
+            scale = scale.astype(jnp.float32) + self.offset
+        elif not self.is_layer:
             return full.astype(x.dtype) * scale.astype(x.dtype)
-        bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],))
-        return (full * scale + bias).astype(x.dtype)
+        full = full * scale
+        if self.has_bias:
+            full = full + self.param("bias", nn.initializers.zeros, shape)
+        return full.astype(x.dtype)
+
+
+def norm_of(config: ModelConfig) -> Norm:
+    """A norm over the residual stream."""
+    is_layer = config.norm == "layer"
+    return Norm(config.norm_eps, is_layer, is_layer and config.norm_bias, config.norm_offset)
 
 
 class Attention(nn.Module):
@@ -107,8 +126,11 @@ class Attention(nn.Module):
         if c.out_bias:
             self.bo = self.param("bo", nn.initializers.zeros, (c.embed_dim,))
         if c.qk_norm:
-            self.q_norm = Norm(c.norm_eps)
-            self.k_norm = Norm(c.norm_eps)
+            num_axes = 2 if c.qk_norm_is_whole else 1
+            self.q_norm = Norm(c.norm_eps, offset=c.norm_offset, num_axes=num_axes)
+            self.k_norm = Norm(c.norm_eps, offset=c.norm_offset, num_axes=num_axes)
+        if c.has_sinks:
+            self.sinks = self.param("sinks", nn.initializers.zeros, heads[:1])
 
     def project(self, x: jax.Array) -> tuple[jax.Array, LayerKV]:
         """`x [B, T, F]` to unrotated queries `[B, T, N, H]` and KV `[B, T, K, H]`: nothing in them is of a position."""
@@ -124,20 +146,43 @@ class Attention(nn.Module):
             q, k, v = q + self.bq, k + self.bk, v + self.bv
         if self.config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
+        if c.attention_scale is not None:
+            q = (q.astype(jnp.float32) * (c.attention_scale * math.sqrt(c.head_dim))).astype(q.dtype)
         return q, LayerKV(k, v)
 
     def __call__(self, x: jax.Array, attend_fn: AttendFn) -> tuple[jax.Array, Any]:
         """`x [B, T, F]` to `[B, T, F]` and what `attend_fn` carries out."""
-        out, carry = attend_fn(*self.project(x))
+        sinks = self.sinks.astype(jnp.float32) if self.config.has_sinks else None
+        out, carry = attend_fn(*self.project(x), sinks)
         packed = packed_product(self, "out", out.reshape(*out.shape[:-2], -1), self.config.embed_dim)
         out = project(out, self.wo, num_inputs=2) if packed is None else packed
         return (out + self.bo if self.config.out_bias else out), carry
 
 
+def activated(config: ModelConfig, *wide: jax.Array) -> jax.Array:
+    """What the last matrix of a feed-forward block reads: the gate and what it gates, or what there is of it alone.
+
+    Source: Shazeer, "GLU Variants Improve Transformer" (2020); clipped as in OpenAI, "gpt-oss" (2025).
+    """
+    if config.mlp == "swiglu":
+        gate, up = wide
+        return nn.silu(gate) * up
+    if config.mlp == "swiglu_clipped":
+        gate, up = jnp.minimum(wide[0], _CLIP), jnp.clip(wide[1], -_CLIP, _CLIP)
+        return gate * nn.sigmoid(_CLIPPED_SLOPE * gate) * (up + 1)
+    hidden = nn.gelu(wide[0], approximate=config.mlp.endswith("tanh"))
+    return hidden * wide[1] if config.has_gate else hidden
+
+
 class MLP(nn.Module):
-    """Feed-forward: SwiGLU (Shazeer, 2020), or two matrices with GELU between them."""
+    """Feed-forward: three matrices of which one gates (Shazeer, 2020), or two with GELU between them.
+
+    It is `width` wide, and with `is_weighed` each token weighs what comes out.
+    """
 
     config: ModelConfig
+    width: int
+    is_weighed: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -156,19 +201,16 @@ class MLP(nn.Module):
             biases = [self.param(f"b_{name}", nn.initializers.zeros, shape[1:]) for name in names]
             return [out + bias for out, bias in zip(outs, biases, strict=True)]
 
-        wide, narrow = (c.embed_dim, c.mlp_dim), (c.mlp_dim, c.embed_dim)
-        if c.mlp == "swiglu":
-            gate, up = linear(x, "wide", wide, "gate", "up")
-            hidden = nn.silu(gate) * up
-        else:
-            [up] = linear(x, "wide", wide, "up")
-            hidden = nn.gelu(up, approximate=c.mlp == "gelu_tanh")
-        [out] = linear(hidden, "down", narrow, "down")
+        names = ("gate", "up") if c.has_gate else ("up",)
+        hidden = activated(c, *linear(x, "wide", (c.embed_dim, self.width), *names))
+        [out] = linear(hidden, "down", (self.width, c.embed_dim), "down")
+        if self.is_weighed:
+            out = out * nn.sigmoid(project(x, self.param("w_share", INIT, (c.embed_dim, 1))))
         return out
 
 
 class Experts(nn.Module):
-    """A feed-forward of E experts, of which each token goes through a few; it weighs them by a softmax.
+    """A feed-forward of E experts, of which each token goes through a few; how it weighs them says `shares_of`.
 
     Tokens are sorted by expert and go through theirs in blocks, so that no expert is read whom nobody chose, and none
     is computed for a token that did not choose it. On a mesh each device has its part of every expert: all go through
@@ -192,24 +234,63 @@ class Experts(nn.Module):
         w_up = self.param("w_up", INIT, (c.num_experts, c.embed_dim, c.mlp_dim))
         w_down = self.param("w_down", INIT, (c.num_experts, c.mlp_dim, c.embed_dim))
         rows = x.reshape(-1, c.embed_dim)
-        shares = jax.nn.softmax(project(rows, router).astype(jnp.float32))
-        weights, chosen = jax.lax.top_k(shares, c.num_experts_per_token)
-        weights = weights / weights.sum(-1, keepdims=True)
+        scores = project(rows, router).astype(jnp.float32)
+        if c.router_bias:
+            scores = scores + self.param("b_router", nn.initializers.zeros, (c.num_experts,))
+        bias = self.param("choice_bias", nn.initializers.zeros, (c.num_experts,)) if c.choice_bias else None
+        weights, chosen = shares_of(c, scores, bias)
+        zeros, wide = nn.initializers.zeros, (c.num_experts, c.mlp_dim)
+        biases = [self.param(f"b_{name}", zeros, wide) for name in ("gate", "up") if c.mlp_bias]
 
         def sums(rows: jax.Array, weights: jax.Array, chosen: jax.Array, *matrices: jax.Array) -> jax.Array:
             def apply(expert: jax.Array, rows: jax.Array) -> jax.Array:
-                gate, up, down = (jax.lax.dynamic_index_in_dim(w, expert, keepdims=False) for w in matrices)
-                return project(nn.silu(project(rows, gate)) * project(rows, up), down)
+                gate, up, down, *of_wide = (jax.lax.dynamic_index_in_dim(w, expert, keepdims=False) for w in matrices)
+                hidden = [project(rows, gate), project(rows, up)]
+                if of_wide:
+                    hidden = [each + bias for each, bias in zip(hidden, of_wide, strict=True)]
+                return project(activated(c, *hidden), down)
 
             return _through_experts(apply, rows, weights, chosen, c.num_experts)[None]
 
         of_rows = ("batch",) if x.shape[0] > 1 else ()  # One sequence is on all devices.
-        of_matrices = ((None, None, "mlp"), (None, None, "mlp"), (None, "mlp"))
+        of_matrices = ((None, None, "mlp"), (None, None, "mlp"), (None, "mlp"), *[(None, "mlp")] * len(biases))
         is_divided = self.sharding is not None and c.mlp_dim % self.sharding.num_tensor == 0
         in_axes, out_axes = (of_rows, of_rows, of_rows, *of_matrices), ("mlp", *of_rows)
         given = by_device(sums, self.sharding if is_divided else None, in_axes, out_axes)
-        out = given(rows, weights, chosen, w_gate, w_up, w_down).sum(0)
+        out = given(rows, weights, chosen, w_gate, w_up, w_down, *biases).sum(0)
+        if c.mlp_bias:  # Once, and not on each device.
+            b_down = self.param("b_down", zeros, (c.num_experts, c.embed_dim))
+            out = out + (weights[..., None] * b_down[chosen].astype(jnp.float32)).sum(1)
         return out.astype(x.dtype).reshape(x.shape)
+
+
+def shares_of(config: ModelConfig, scores: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Which experts tokens go through, and how they weigh them.
+
+    Args:
+      config: `routing` and what is beside it.
+      scores: f32 `[R, E]`, the router's.
+      bias: `[E]`, added in choosing alone; None: none.
+
+    Returns:
+      Weights f32 `[R, k]`, and experts i32 `[R, k]`.
+
+    Source: Jiang et al., "Mixtral of Experts" (2024); groups and biases: DeepSeek-AI, "DeepSeek-V3" (2024).
+    """
+    c = config
+    shares = jax.nn.softmax(scores) if c.routing == "softmax" else nn.sigmoid(scores)
+    ranks = shares if bias is None else shares + bias.astype(jnp.float32)
+    if c.num_chosen_groups < c.num_expert_groups:
+        in_groups = ranks.reshape(len(ranks), c.num_expert_groups, -1)
+        best = jax.lax.top_k(in_groups, min(2, in_groups.shape[-1]))[0].sum(-1)
+        groups = jax.lax.top_k(best, c.num_chosen_groups)[1]
+        is_chosen = (jnp.arange(c.num_expert_groups) == groups[..., None]).any(1)
+        ranks = jnp.where(is_chosen[..., None], in_groups, -jnp.inf).reshape(ranks.shape)
+    chosen = jax.lax.top_k(ranks, c.num_experts_per_token)[1]
+    weights = jnp.take_along_axis(shares, chosen, axis=1)
+    if c.normalizes_shares:
+        weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), _LEAST_SHARES)
+    return weights * c.routing_scale, chosen
 
 
 def _through_experts(
@@ -258,36 +339,73 @@ def _through_experts(
 
 
 class Layer(nn.Module):
-    """One pre-norm block: attention and feed-forward, each added to the residual stream.
+    """One block: attention and feed-forward, each added to the residual stream; norms are before them, behind them or
+    both.
 
     Sequential, the feed-forward reads what attention has added; parallel, both read the same, through a norm each or
     through one.
     """
 
     config: ModelConfig
+    kind: LayerKind
     sharding: ModelSharding | None = None
 
     def setup(self) -> None:
         """Declares the parts; their names are the names in the parameter tree."""
         c = self.config
-        self.attn_norm = Norm(c.norm_eps, c.norm == "layer")
+        if c.norms_before:
+            self.attn_norm = norm_of(c)
+            if not c.shares_norm:
+                self.mlp_norm = norm_of(c)
+        if c.norms_behind:
+            self.attn_post_norm, self.mlp_post_norm = norm_of(c), norm_of(c)
         self.attn = Attention(c)
-        if not c.shares_norm:
-            self.mlp_norm = Norm(c.norm_eps, c.norm == "layer")
-        self.mlp = Experts(c, self.sharding) if c.num_experts else MLP(c)
+        has_experts = self.kind.has_experts
+        self.mlp = Experts(c, self.sharding) if has_experts else MLP(c, c.dense_mlp_dim or c.mlp_dim)
+        if has_experts and c.shared_mlp_dim:
+            self.shared = MLP(c, c.shared_mlp_dim, c.gates_shared)
 
     def new_kv(self, x: jax.Array) -> LayerKV:
         """`x [B, T, F]` to the unrotated KV of these tokens, `[B, T, K, H]`."""
-        return self.attn.project(self.attn_norm(x))[1]
+        return self.attn.project(self.attn_norm(x) if self.config.norms_before else x)[1]
+
+    def feed_forward(self, x: jax.Array) -> jax.Array:
+        """`x [B, T, F]`, normed, to `[B, T, F]`."""
+        out = self.mlp(x)
+        if self.kind.has_experts and self.config.shared_mlp_dim:
+            out = out + self.shared(x)
+        return self.mlp_post_norm(out) if self.config.norms_behind else out
 
     def __call__(self, x: jax.Array, attend_fn: AttendFn) -> tuple[jax.Array, Any]:
         """`x [B, T, F]` to `x [B, T, F]` and what `attend_fn` carries out."""
-        normed = self.attn_norm(x)
+        c = self.config
+
+        def add(x: jax.Array, out: jax.Array) -> jax.Array:
+            return x + (out if c.residual_scale == 1 else out * jnp.asarray(c.residual_scale, out.dtype))
+
+        normed = self.attn_norm(x) if c.norms_before else x
         out, carry = self.attn(normed, attend_fn)
-        if self.config.is_parallel:
-            return x + out + self.mlp(normed if self.config.shares_norm else self.mlp_norm(x)), carry
-        x = x + out
-        return x + self.mlp(self.mlp_norm(x)), carry
+        if c.norms_behind:
+            out = self.attn_post_norm(out)
+        summed = add(x, out)
+        if not c.shares_norm:
+            read = x if c.is_parallel else summed
+            normed = self.mlp_norm(read) if c.norms_before else read
+        return add(summed, self.feed_forward(normed)), carry
+
+
+def scale_embedded(config: ModelConfig, x: jax.Array) -> jax.Array:
+    """Embeddings as layers read them, from those in the table."""
+    return x if config.embed_scale == 1 else x * jnp.asarray(config.embed_scale, x.dtype)
+
+
+def scale_queries(config: ModelConfig, q: jax.Array, places: jax.Array) -> jax.Array:
+    """Queries `[..., T, N, H]` as they are at places i32 `[..., T]`, but for their rotation."""
+    if not config.query_beta:
+        return q
+    spans = jnp.floor(places.astype(jnp.float32) / config.query_span)
+    scale = 1 + config.query_beta * jnp.log1p(spans)
+    return (q.astype(jnp.float32) * scale[..., None, None]).astype(q.dtype)
 
 
 class Transformer(nn.Module):
@@ -299,18 +417,23 @@ class Transformer(nn.Module):
         """Declares the parts; their names are the names in the parameter tree."""
         c = self.config
         self.embedder = nn.Embed(c.vocab_size, c.embed_dim, embedding_init=INIT, name="embed")
-        self.layers = [Layer(c, name=f"layer_{i}") for i in range(c.num_layers)]
-        self.final_norm = Norm(c.norm_eps, c.norm == "layer")
+        self.layers = [Layer(c, c.kind_of(i), name=f"layer_{i}") for i in range(c.num_layers)]
+        self.final_norm = norm_of(c)
         if not c.tie_embeddings:
             self.unembedder = nn.Dense(c.vocab_size, use_bias=False, kernel_init=INIT, name="head")
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """i32 `[B, T]` to `[B, T, F]` in the dtype of the parameters."""
-        return jnp.take(self.embedder.embedding, tokens, axis=0)
+        return scale_embedded(self.config, jnp.take(self.embedder.embedding, tokens, axis=0))
 
     def head(self, x: jax.Array) -> jax.Array:
         """`[B, T, F]` to logits, f32 `[B, T, V]`."""
-        x = self.final_norm(x)
+        c, logits = self.config, self._unembed(self.final_norm(x))
+        if c.logit_scale != 1:
+            logits = logits * c.logit_scale
+        return logits if c.logit_cap is None else c.logit_cap * jnp.tanh(logits / c.logit_cap)
+
+    def _unembed(self, x: jax.Array) -> jax.Array:
         if (packed := packed_product(self, "unembed", x, self.config.vocab_size)) is not None:
             return packed
         if self.config.tie_embeddings:
@@ -349,20 +472,29 @@ class Transformer(nn.Module):
         c = self.config
         batch_size, num_new = tokens.shape
         num_places = num_new + (0 if history is None else history.capacity)
-        rotate_at = partial(rope.rotation_at, c.rope, c.head_dim, context=context or num_places)
-        rotation = rotate_at(positions)
+        rotate_at = partial(rope.rotation_at, head_dim=c.head_dim, context=context or num_places)
+        rotations = [rotate_at(each, positions=positions) for each in c.ropes]
         lengths = jnp.zeros((batch_size,), jnp.int32) if history is None else history.lengths
-        history_rotation = None if history is None else rotate_at(jnp.arange(history.capacity))
+        history_rotations: list[rope.Rotation | None] = [None] * len(rotations)
+        if history is not None:
+            history_rotations = [rotate_at(each, positions=jnp.arange(history.capacity)) for each in c.ropes]
         x = self.embed(tokens)
         new_layers = []
         for i, layer in enumerate(self.layers):
+            kind = c.kind_of(i)
             old = None if history is None else history.layers[i]
 
             def attend_fn(
-                q: jax.Array, new: LayerKV, old: LayerKV | None = old, window: int | None = c.window_of(i)
+                q: jax.Array,
+                new: LayerKV,
+                sinks: jax.Array | None,
+                old: LayerKV | None = old,
+                kind: LayerKind = kind,
             ) -> tuple[jax.Array, LayerKV]:
                 past = None if old is None else jnp.stack([old.k, old.v])
-                return attend(q, new, past, lengths, rotation, history_rotation, window), new
+                turns = rotations[kind.rope], history_rotations[kind.rope]
+                q = scale_queries(c, q, positions)
+                return attend(q, new, past, lengths, *turns, kind.window, c.score_cap, sinks), new
 
             x, new = layer(x, attend_fn)
             new_layers.append(new)

@@ -100,7 +100,7 @@ def parameter_slots(config: ModelConfig) -> Iterator[Slot]:
     # Each axis as its name and its size.
     vocab, embed = ("vocab", c.vocab_size), ("embed", c.embed_dim)
     heads, kv_heads, head_dim = ("heads", c.num_heads), ("kv_heads", c.num_kv_heads), ("head_dim", c.head_dim)
-    mlp, experts = ("mlp", c.mlp_dim), ("experts", c.num_experts)
+    experts = ("experts", c.num_experts)
 
     def slot(
         key: str,
@@ -115,7 +115,7 @@ def parameter_slots(config: ModelConfig) -> Iterator[Slot]:
         """
         shape, path = tuple(size for _, size in axes), tuple(key.split("."))
         inner = shape[1:] if is_stacked else shape
-        stored = (math.prod(inner),) if key.startswith("attn.b") else inner
+        stored = (math.prod(inner),) if key.startswith("attn.") else inner  # Files know no heads.
         if num_inputs is not None:
             stored = (math.prod(inner[num_inputs:]), math.prod(inner[:num_inputs]))
         return Slot(
@@ -131,33 +131,52 @@ def parameter_slots(config: ModelConfig) -> Iterator[Slot]:
 
     def norm(key: str, layer: int | None) -> Iterator[Slot]:
         yield slot(f"{key}.scale", layer, embed)
-        if c.norm == "layer":
+        if c.norm == "layer" and c.norm_bias:
             yield slot(f"{key}.bias", layer, embed)
 
+    def feed_forward(key: str, layer: int, width: int, has_bias: bool, is_stacked: bool = False) -> Iterator[Slot]:
+        mlp, stack = ("mlp", width), (experts,) if is_stacked else ()
+        matrices = (("gate", embed, mlp), ("up", embed, mlp), ("down", mlp, embed))
+        for name, before, behind in matrices if c.has_gate else matrices[1:]:
+            yield slot(f"{key}.w_{name}", layer, *stack, before, behind, num_inputs=1, is_stacked=is_stacked)
+            if has_bias:
+                yield slot(f"{key}.b_{name}", layer, *stack, behind, is_stacked=is_stacked)
+
     inputs = (("q", heads), ("k", kv_heads), ("v", kv_heads))
-    matrices = (("gate", embed, mlp), ("up", embed, mlp), ("down", mlp, embed))
     yield slot("embed.embedding", None, vocab, embed)
     for i in range(c.num_layers):
-        yield from norm("attn_norm", i)
+        has_experts = c.kind_of(i).has_experts
+        if c.norms_before:
+            yield from norm("attn_norm", i)
         yield from (slot(f"attn.w{name}", i, embed, each, head_dim, num_inputs=1) for name, each in inputs)
         if c.qkv_bias:
             yield from (slot(f"attn.b{name}", i, each, head_dim) for name, each in inputs)
         if c.qk_norm:
-            yield from (slot(f"attn.{name}_norm.scale", i, (None, c.head_dim)) for name in "qk")
+            of_heads = {"q": (heads,), "k": (kv_heads,)} if c.qk_norm_is_whole else {"q": (), "k": ()}
+            yield from (slot(f"attn.{name}_norm.scale", i, *of_heads[name], (None, c.head_dim)) for name in "qk")
         yield slot("attn.wo", i, heads, head_dim, embed, num_inputs=2)
         if c.out_bias:
             yield slot("attn.bo", i, embed)
-        if not c.shares_norm:
+        if c.has_sinks:
+            yield slot("attn.sinks", i, heads)
+        if c.norms_behind:
+            yield from norm("attn_post_norm", i)
+        if c.norms_before and not c.shares_norm:
             yield from norm("mlp_norm", i)
-        if c.num_experts:
+        if has_experts:
             yield slot("mlp.router", i, embed, experts, num_inputs=1)
-        for name, before, behind in matrices if c.mlp == "swiglu" else matrices[1:]:
-            if c.num_experts:
-                yield slot(f"mlp.w_{name}", i, experts, before, behind, num_inputs=1, is_stacked=True)
-            else:
-                yield slot(f"mlp.w_{name}", i, before, behind, num_inputs=1)
-            if c.mlp_bias:
-                yield slot(f"mlp.b_{name}", i, behind)
+            if c.router_bias:
+                yield slot("mlp.b_router", i, experts)
+            if c.choice_bias:
+                yield slot("mlp.choice_bias", i, experts)
+        width = c.mlp_dim if has_experts else c.dense_mlp_dim or c.mlp_dim
+        yield from feed_forward("mlp", i, width, c.mlp_bias, is_stacked=has_experts)
+        if has_experts and c.shared_mlp_dim:
+            yield from feed_forward("shared", i, c.shared_mlp_dim, c.mlp_bias)
+            if c.gates_shared:
+                yield slot("shared.w_share", i, embed, (None, 1), num_inputs=1)
+        if c.norms_behind:
+            yield from norm("mlp_post_norm", i)
     yield from norm("final_norm", None)
     if not c.tie_embeddings:
         yield slot("head.kernel", None, embed, vocab, num_inputs=1)
@@ -397,6 +416,6 @@ def hash_files(root: Path, files: Iterable[Path]) -> str:
 def fingerprint(content_sha256: str, config: ModelConfig, dtype: np.dtype) -> str:
     """Hex SHA-256 of weights as they are served: what the files hold, how it is understood, and in which dtype."""
     described = json.dumps(
-        {"content": content_sha256, "config": dataclasses.asdict(config), "dtype": dtype.name}, sort_keys=True
+        {"content": content_sha256, "config": config.described(), "dtype": dtype.name}, sort_keys=True
     )
     return hashlib.sha256(described.encode()).hexdigest()

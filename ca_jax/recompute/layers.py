@@ -5,7 +5,7 @@ part; the rows of the other parts have no tokens. Tokens are computed as those o
 between them; what they find there gives way to theirs.
 
 Shapes: D parts, T' tokens of a part of which the first n are computed, M pages of a row, C places of these, K KV heads,
-H head dim, F embed. `config`, `num_tokens` (n), `window` and `sharding` are static.
+H head dim, F embed. `config`, `num_tokens` (n), `kind` and `sharding` are static.
 
 Not here: which tokens and in which layers (plan), one sequence through all layers (recomputer).
 Source: CacheBlend (Yao et al., EuroSys 2025), section 4.
@@ -23,7 +23,7 @@ from jax import lax
 from ca_jax.device.steps import PAGES, ROWS, TOKEN_KV, Params, apply, through_layer, variables_of
 from ca_jax.models import paged_attention as paged
 from ca_jax.models import rope
-from ca_jax.models.config import ModelConfig
+from ca_jax.models.config import LayerKind, ModelConfig
 from ca_jax.models.kv import LayerKV
 from ca_jax.models.sharding import ModelSharding, by_device, constrain
 from ca_jax.models.transformer import Layer
@@ -35,7 +35,7 @@ _MOVED_TOKENS = 1024  # Places that are moved at a time.
 
 @partial(
     jax.jit,
-    static_argnames=("config", "num_tokens", "window", "sharding", "packs"),
+    static_argnames=("config", "num_tokens", "kind", "sharding", "packs"),
     donate_argnames=("x", "pages"),
 )
 def recompute_layer(
@@ -46,8 +46,8 @@ def recompute_layer(
     rows: paged.Rows,
     table: rope.Rotation,
     num_tokens: int,
+    kind: LayerKind,
     carried: tuple[jax.Array, ...] = (),
-    window: int | None = None,
     sharding: ModelSharding | None = None,
     packs: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -73,7 +73,7 @@ def recompute_layer(
         pages,
         rows,
         table,
-        window,
+        kind,
         0,
         one_each=False,
         with_attention=False,
@@ -177,7 +177,7 @@ def choose_deviating(
         return ((found - stored) ** 2).sum((0, 2, 3))[None, None]
 
     variables = variables_of(layer_params)
-    new: LayerKV = apply(Layer(config, sharding), variables, x[:, :num_tokens], method=Layer.new_kv)
+    new: LayerKV = apply(Layer(config, config.kind_of(0), sharding), variables, x[:, :num_tokens], method=Layer.new_kv)
     of_device = by_device(deviation, sharding, (TOKEN_KV, PAGES, (ROWS, ROWS, ROWS)), ("kv_heads", "batch"))
     deviations = of_device(new, pages, tuple(rows)).sum(0)  # [D, n]
     num_parts, width = x.shape[:2]

@@ -42,8 +42,8 @@ class Computer(Protocol):
     """Of the model."""
     layers: list[Params]
     """Its layers' parameters."""
-    table: Rotation
-    """Rotations of all places."""
+    tables: tuple[Rotation, ...]
+    """Rotations of all places, of each of `config.ropes`."""
     packs_kv: bool
     """Whether new KV is handed out in int8."""
 
@@ -144,16 +144,17 @@ class Recomputer:
             )
             self._count = count
             self.x, self._rows = found[0], self._rows._replace(starts=self._starts(), places=found[1])
+        kind = by.config.kind_of(layer)
         self.x, self.kv, pages = recompute_layer(
             by.config,
             by.layers[layer],
             self.x,
             pages,
             self._rows,
-            by.table,
+            by.tables[kind.rope],
             self._num_rows[layer],
+            kind,
             self._carried_at(layer),
-            by.config.window_of(layer),
             by.sharding,
             by.packs_kv,
         )
@@ -306,6 +307,7 @@ def functions_of(shapes: Shapes, plan: Plan) -> list[Compile]:
 
     def recompute(layer: int) -> None:
         moves = plan.moves is not None and layer >= plan.moves_from
+        kind = runner.config.kind_of(layer)
         shapes.compiled(
             recompute_layer,
             runner.config,
@@ -313,10 +315,10 @@ def functions_of(shapes: Shapes, plan: Plan) -> list[Compile]:
             shapes.embedded(width),
             shapes.pages[layer],
             shapes.rows(shapes.num_parts, width),
-            shapes.table,
+            shapes.tables[kind.rope],
             plan.rows[layer],
+            kind,
             (bools(plan.rows[layer]), bools(places)) if moves else (),
-            runner.config.window_of(layer),
             runner.sharding,
             runner.packs_kv,
         )
@@ -329,7 +331,7 @@ def functions_of(shapes: Shapes, plan: Plan) -> list[Compile]:
     found = dict[object, Compile]()
     for layer, (count, rows) in enumerate(zip(plan.counts, plan.rows, strict=True)):
         if count:
-            found.setdefault((rows, layer < plan.moves_from, runner.config.window_of(layer)), partial(recompute, layer))
+            found.setdefault((rows, layer < plan.moves_from, runner.config.kind_of(layer)), partial(recompute, layer))
         if layer and 0 < count < plan.counts[layer - 1]:
             found.setdefault(plan.rows[layer - 1], partial(choose, layer))
     return list(found.values())

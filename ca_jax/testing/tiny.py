@@ -94,7 +94,9 @@ def tiny_params(config: ModelConfig, seed: int = 0, dtype: npt.DTypeLike = np.fl
     for slot in parameter_slots(config):
         numbers = rng.standard_normal(slot.shape)
         if slot.key.endswith("norm.scale"):
-            numbers = 1.0 + 0.2 * numbers
+            numbers = 1.0 - config.norm_offset + 0.2 * numbers
+        elif len(slot.stored_shape) == 1:
+            numbers = 0.1 * numbers
         else:
             numbers = numbers * (_GAINS.get(slot.key, 1.0) / np.sqrt(slot.stored_shape[1]))
         leaves[slot.path] = numbers.astype(np.float32).astype(dtype)

@@ -172,11 +172,11 @@ class Setup:
         return self.shape(*sizes, dtype=jnp.bfloat16, axes=steps.PAGES)
 
     @cached_property
-    def table(self) -> Any:
-        """Of the rotations of all places."""
+    def tables(self) -> Any:
+        """Of the rotations of all places, of each of the model's ropes."""
         num_places = max(history_buckets(self.window)[-1], self.pool.most_pages * self.pool.page_tokens)
-        rotation = jax.eval_shape(partial(steps.rotation_table, self.model, num_places))
-        return jax.tree.map(lambda part: self.shape(*part.shape, dtype=part.dtype), rotation)
+        rotations = jax.eval_shape(partial(steps.rotation_tables, self.model, num_places))
+        return jax.tree.map(lambda part: self.shape(*part.shape, dtype=part.dtype), rotations)
 
     def rows(self, count: int, num_tokens: int) -> Rows:
         """So many rows of a step, with places for so many tokens."""
@@ -213,26 +213,26 @@ class Setup:
         sent = {"num_sums": 1, "sent_bytes": self._activations(width)}
         yield self._step("embed", steps.embed, model, self.outer, tokens, sharding=sharding, **sent)
         buckets = token_buckets(longest, coarse=True)
-        layer = steps.layer_of(self.params, 0)
+        layer, kind = steps.layer_of(self.params, 0), model.kind_of(0)
         for num_tokens in (buckets[0], buckets[-1]):
-            arguments = (model, layer, x, self.pages, self.rows(num_rows, width), self.table, num_tokens)
+            arguments = (model, layer, x, self.pages, self.rows(num_rows, width), self.tables[kind.rope], num_tokens)
             yield self._step(
                 f"layer_step, {num_tokens} tokens",
                 steps.layer_step,
                 *arguments,
-                model.window_of(0),
+                kind,
                 num_rows,
                 **of_layer,
                 sent_bytes=self._activations(num_tokens),
                 **self._work(layer, num_tokens),
             )
-        arguments = (model, layer, x, self.pages, self.rows(1, width), self.table, REPAIRED_TOKENS)
+        arguments = (model, layer, x, self.pages, self.rows(1, width), self.tables[kind.rope], REPAIRED_TOKENS)
         places = self.pool.most_pages * self.pool.page_tokens
         moved = [self.shape(1, size, dtype=bool) for size in (REPAIRED_TOKENS, places)]
         yield self._step(
             f"recompute_layer, {REPAIRED_TOKENS} tokens",
             recompute_layer,
-            *(*arguments, tuple(moved), model.window_of(0)),
+            *(*arguments, kind, tuple(moved)),
             **of_layer,
             sent_bytes=self._activations(REPAIRED_TOKENS),
             **self._work(layer, REPAIRED_TOKENS),
@@ -254,7 +254,7 @@ class Setup:
                 yield self._step(
                     f"decode, {count} rows" + (", int8" if packs else ""),
                     steps.decode,
-                    *(model, self.params, pages, self.shape(count), self.rows(count, count), self.table),
+                    *(model, self.params, pages, self.shape(count), self.rows(count, count), self.tables),
                     packs=packs,
                     sharding=sharding,
                     donated=pages,

@@ -72,7 +72,8 @@ def test_forward_attention_adds_up_to_what_places_receive(contexts, window):
     length, count = jnp.int32(len(ids)), jnp.int32(len(QUESTION))
     config = dataclasses.replace(contexts.config, sliding_window=window)
     for i, (params, layer) in enumerate(zip(by_layer.layers, kv, strict=True)):
-        given = np.asarray(forward_attention(config, params, x, layer, length, count, by_layer.table, window=window))
+        kind = config.kind_of(i)
+        given = np.asarray(forward_attention(config, params, x, layer, length, count, by_layer.tables[0], kind))
         room = as_pages(jnp.pad(layer, ((0, 0), (0, 16), (0, 0), (0, 0))))
         sliding = LayerByLayer(dataclasses.replace(contexts.model, config=config), contexts.capacity + 16, kit.WINDOW)
         x, _, _, received = sliding.layer(i, x, room, len(ids), len(QUESTION), with_attention=True)

@@ -122,7 +122,7 @@ def test_tensors_that_do_not_fit_and_what_is_not_served_are_named(
     ("fields", "message"),
     [
         ({"norm": "batch"}, "norm must be one of rms, layer; got 'batch'"),
-        ({"mlp": "relu"}, "mlp must be one of swiglu, gelu, gelu_tanh; got 'relu'"),
+        ({"mlp": "relu"}, "mlp must be one of swiglu, swiglu_clipped, geglu, geglu_tanh, gelu, gelu_tanh; got 'relu'"),
         ({"shares_norm": True}, "shares_norm must be False without is_parallel"),
         ({"sliding_window": 0}, "sliding_window must be positive"),
         ({"sliding_window": 4, "full_layers": (3,)}, r"full_layers must be layers in \[0, 3\)"),
