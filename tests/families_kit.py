@@ -50,6 +50,21 @@ _YARN = {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False, "mscale": 1.0, 
 _SLIDING = {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
 _NOT_PARALLEL = {"use_parallel_residual": False, "hidden_act": "gelu_new"}
 
+_LONG = {"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.0, 1.5, 4.0, 8.0]}
+_LONGROPE = _rope("longrope", **_LONG)
+_NOPE = {"no_rope_layers": [1, 0]}
+_MULTIPLIED = {"embedding_multiplier": 3.0, "logits_scaling": 4.0, "residual_multiplier": 0.7}
+_MULTIPLIED |= {"attention_multiplier": 0.2}
+_MINISTRAL_ROPE = _rope("yarn", **_ORIGINAL, llama_4_scaling_beta=0.3)["rope_parameters"]
+_OLMO_ROPE = {
+    "full_attention": _rope("yarn", **_ORIGINAL)["rope_parameters"],
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+}
+_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
+_QWEN_MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_GLM_MOE = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 2}
+_GLM_MOE |= {"num_hidden_layers": 3, "routed_scaling_factor": 1.7}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {**_LLAMA, "num_key_value_heads": 4}),
     "llama3_rope": ("Llama", {**_LLAMA, "tie_word_embeddings": True, **_LLAMA3}),
@@ -67,6 +82,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_40b": ("Falcon", {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon_sequential": ("Falcon", {**_FALCON, "parallel_attn": False, "multi_query": False, "bias": True}),
     "neox": ("GPTNeoX", _NEOX),
+    "phi3": ("Phi3", {**_LLAMA, "sliding_window": 24, **_rope("default", partial_rotary_factor=0.5)}),
+    "phi3_long": ("Phi3", {**_LLAMA, **_LONGROPE, "original_max_position_embeddings": 160}),
+    "smollm3": ("SmolLM3", {**_LLAMA, "num_hidden_layers": 4, "tie_word_embeddings": True}),
+    "smollm3_sliding": ("SmolLM3", {**_LLAMA, "use_sliding_window": True, "sliding_window": 7, **_NOPE}),
+    "granite": ("Granite", {**_LLAMA, **_MULTIPLIED, "attention_bias": True, "mlp_bias": True}),
+    "ministral3": ("Ministral3", {**_LLAMA, "head_dim": 16, "rope_parameters": _MINISTRAL_ROPE}),
+    "olmo2": ("Olmo2", {**_LLAMA, "attention_bias": True}),
+    "olmo3": ("Olmo3", {**_LLAMA, "num_hidden_layers": 4, "sliding_window": 9, "rope_parameters": _OLMO_ROPE}),
+    "olmo3_default": ("Olmo3", {**_LLAMA, "sliding_window": 1, "num_hidden_layers": 5}),
+    "cohere2": ("Cohere2", {**_LLAMA, "num_hidden_layers": 4, "sliding_window": 20, "tie_word_embeddings": True}),
+    "cohere2_biased": ("Cohere2", {**_LLAMA, "sliding_window": 3, "attention_bias": True, "logit_scale": 0.5}),
+    "qwen2_moe": ("Qwen2Moe", {**_LLAMA, **_QWEN_MOE, "shared_expert_intermediate_size": 20}),
+    "qwen2_moe_sliding": ("Qwen2Moe", {**_LLAMA, **_QWEN_MOE, **_SLIDING, "norm_topk_prob": True, "qkv_bias": False}),
+    "qwen3_moe": ("Qwen3Moe", {**_LLAMA, **_QWEN_MOE, "head_dim": 16, "norm_topk_prob": True}),
+    "qwen3_moe_mixed": ("Qwen3Moe", {**_LLAMA, **_QWEN_MOE, "decoder_sparse_step": 2, "attention_bias": True}),
+    "glm4_moe": ("Glm4Moe", {**_LLAMA, **_GLM_MOE, "use_qk_norm": True, "attention_bias": True}),
+    "glm4_moe_groups": ("Glm4Moe", {**_LLAMA, **_GLM_MOE, "n_group": 3, "topk_group": 2, "norm_topk_prob": False}),
+    "minimax_m2": ("MiniMaxM2", {**_LLAMA, **_EXPERTS, "head_dim": 16, "rotary_dim": 8}),
     "neox_sequential": ("GPTNeoX", {**_NEOX, **_NOT_PARALLEL, **_rope("default", partial_rotary_factor=0.5)}),
 }
 """Each architecture and each rope scaling: what `transformers` calls it, and its config."""
@@ -119,6 +152,9 @@ def make(name: str, directory: Path, seed: int = 0, **changes: Any) -> Any:
             else:
                 gain = 2.0 if "embed" in key or "lm_head" in key else 1.3
                 parameter.copy_(numbers * gain / math.sqrt(parameter.shape[-1]))
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):  # By which experts are chosen, and not weighed.
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(directory)
     return model
 

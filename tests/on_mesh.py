@@ -249,18 +249,38 @@ def test_what_devices_do_not_divide_each_has_whole(caplog):
         assert f"{what} is not divisible by tensor_parallel_size=2" in caplog.text
 
 
+BEHIND = {"norms_before": False, "norms_behind": True, "qk_norm": True, "qk_norm_is_whole": True}
+SOFTMAX = {"num_experts": 4, "num_experts_per_token": 2, "normalizes_shares": False}
+SIGMOID = {"num_experts": 6, "num_experts_per_token": 2, "routing": "sigmoid", "choice_bias": True}
+DENSE_FIRST = {"dense_layers": (0,), "dense_mlp_dim": 40, "num_expert_groups": 3, "num_chosen_groups": 2}
+UNBIASED = {"norm": "layer", "norm_bias": False, "is_parallel": True, "shares_norm": True}
+LONGROPE = RopeConfig(scaling="longrope", short_factors=(1.0,) * 4, long_factors=(1.0, 2.0, 3.0, 4.0))
 GELU = {"norm": "layer", "mlp": "gelu", "is_parallel": True}
 FAMILIES = {
     "mixtral": {"num_experts": 4, "num_experts_per_token": 2, "num_kv_heads": 4},
     "qwen3": {"qkv_bias": True, "qk_norm": True, "sliding_window": 40, "full_layers": (0,)},
     "falcon-7b": {**GELU, "num_kv_heads": 1, "shares_norm": True},
     "gpt_neox": {**GELU, "qkv_bias": True, "out_bias": True, "mlp_bias": True, "rope": RopeConfig(rotary_dim=4)},
+    "olmo3": {**BEHIND, "sliding_window": 40, "full_layers": (0,), "local_rope": RopeConfig(theta=100.0)},
+    "glm4_moe": {**SIGMOID, **DENSE_FIRST, "shared_mlp_dim": 24, "num_kv_heads": 4, "rope": RopeConfig(rotary_dim=4)},
+    "cohere2": {**UNBIASED, "sliding_window": 40, "full_layers": (1,), "nope_layers": (1,), "logit_scale": 0.5},
     "llama": {"num_kv_heads": 4},
+    "qwen2_moe": {**SOFTMAX, "qkv_bias": True, "shared_mlp_dim": 24, "gates_shared": True},
+    "qwen3_moe": {**SOFTMAX, "qk_norm": True, "dense_layers": (1,)},
+    "minimax_m2": {**SIGMOID, "qk_norm": True, "qk_norm_is_whole": True, "rope": RopeConfig(rotary_dim=4)},
+    "smollm3": {"nope_layers": (1,)},
+    "granite": {"embed_scale": 3.0, "residual_scale": 0.7, "attention_scale": 0.2, "logit_scale": 0.5},
+    "ministral3": {"query_beta": 0.3, "query_span": 16},
+    "olmo2": BEHIND,
+    "phi3": {"rope": LONGROPE},
     "mistral": {"sliding_window": 40},
     "qwen2": {"qkv_bias": True, "sliding_window": 40, "full_layers": (0,)},
     "falcon-40b": {**GELU, "num_kv_heads": 2},
 }
-HAVE_NOTHING_ELSE = ("llama", "mistral", "qwen2", "falcon-40b")
+HAVE_NOTHING_ELSE = (
+    *("llama", "mistral", "qwen2", "falcon-40b", "qwen2_moe", "qwen3_moe", "minimax_m2", "smollm3", "granite"),
+    *("ministral3", "olmo2", "phi3"),
+)
 """All that these have, others before them have too."""
 
 

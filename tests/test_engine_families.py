@@ -25,6 +25,17 @@ NAMES = (
     "falcon_7b",
     "falcon_40b",
     "neox",
+    "phi3_long",
+    "smollm3",
+    "granite",
+    "ministral3",
+    "olmo2",
+    "olmo3",
+    "cohere2",
+    "qwen2_moe",
+    "qwen3_moe",
+    "glm4_moe",
+    "minimax_m2",
 )
 
 

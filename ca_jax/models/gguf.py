@@ -29,7 +29,7 @@ from ca_jax.models import weights
 from ca_jax.models.chat_template import ChatTemplate
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.families import BY_GGUF_ARCHITECTURE, FAMILIES, require_served
-from ca_jax.models.families.family import GgufDescription
+from ca_jax.models.families.family import GgufDescription, half_split_rows
 from ca_jax.models.tokenizer import Tokenizer
 from ca_jax.private import gguf_reader
 
@@ -160,8 +160,8 @@ def _stored_tensors(file: GgufFile, config: ModelConfig) -> dict[str, weights.St
     order = {}
     if FAMILIES[config.architecture].gguf_is_interleaved:
         order = {
-            "attn_q.weight": _half_split_rows(config.num_heads, config.head_dim),
-            "attn_k.weight": _half_split_rows(config.num_kv_heads, config.head_dim),
+            "attn_q.weight": half_split_rows(config.num_heads, config.head_dim),
+            "attn_k.weight": half_split_rows(config.num_kv_heads, config.head_dim),
         }
     stored = {}
     for name, tensor in file.by_name.items():
@@ -176,14 +176,6 @@ def _stored_tensors(file: GgufFile, config: ModelConfig) -> dict[str, weights.St
             rows = functools.partial(_read_rows, part, tensor.tensor_type, data, order.get(name.split(".", 2)[-1]))
             stored[part] = weights.StoredTensor(shape=shape, read_rows=rows)
     return stored
-
-
-def _half_split_rows(num_heads: int, head_dim: int) -> np.ndarray:
-    """For each row in half-split order, its row in a GGUF file.
-
-    One head of H = 6, pairs a b c:   file  a0 a1 b0 b1 c0 c1   ->   half-split  a0 b0 c0 a1 b1 c1
-    """
-    return np.arange(num_heads * head_dim).reshape(num_heads, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
 
 
 def _read_rows(

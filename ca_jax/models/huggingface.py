@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from ca_jax.models.families import BY_MODEL_TYPE, FAMILIES, require_served
 from ca_jax.models.families.family import Family
 from ca_jax.models.tokenizer import Tokenizer, read_backend
 
+_OF_LAYER = re.compile(r"\.layers\.(\d+)\.")
 _DTYPES = ("F64", "F32", "F16", "BF16")
 
 _HUB_METADATA = ("*.json", "*.jinja")
@@ -115,6 +117,9 @@ def _stored_tensors(files: list[Path], config: ModelConfig, family: Family) -> d
         for name in file.keys():  # noqa: SIM118 (not a mapping: it has no __iter__)
             if name.endswith(family.ignored) or name == head:
                 continue  # Derived from the config; a second name for the embedding.
+            layer = _OF_LAYER.search(name) if family.drafts_behind else None
+            if layer is not None and int(layer[1]) >= config.num_layers:
+                continue
             rows = file.get_slice(name)
             if rows.get_dtype() not in _DTYPES:
                 raise UnsupportedQuantizationError(

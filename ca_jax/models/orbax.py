@@ -118,7 +118,7 @@ def open_checkpoint(directory: Path) -> weights.Source:
         name=name,
         config=config,
         tensors=tensors,
-        names={slot.key: _name(slot.key, slot.layer) for slot in weights.parameter_slots(config)},
+        names={slot.key: _name(slot) for slot in weights.parameter_slots(config)},
         fingerprint=checked_fingerprint,
         tokenizer=tokenizer,
         stop_token_ids=stop_token_ids,
@@ -171,10 +171,9 @@ def _write_leaf(leaf: weights.Leaf, path: str) -> None:
     ts.open(spec, create=True).result().write(array, can_reference_source_data_indefinitely=True).result()
 
 
-def _name(key: str, layer: int | None) -> str:
+def _name(slot: weights.Slot) -> str:
     """What a leaf is called here, with `{layer}` where its layer's number goes."""
-    path = key.replace(".", "/")
-    return path if layer is None else f"layer_{{layer}}/{path}"
+    return "/".join(slot.path if slot.layer is None else ("layer_{layer}", *slot.path[1:]))
 
 
 def _stored_tensors(directory: Path) -> dict[str, weights.StoredTensor]:

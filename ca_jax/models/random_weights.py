@@ -26,7 +26,9 @@ from ca_jax.models.weights import Params, Slot, fingerprint, parameter_slots, re
 
 _GENERATOR = "threefry2x32"  # The same numbers on every backend, whatever jax's default is.
 _SCHEME = "scaled normals, 1"  # Part of the fingerprint: to be changed with whatever changes the numbers.
-_INTO_RESIDUAL = frozenset(("attn.wo", "attn.bo", "mlp.w_down", "mlp.b_down", "shared.w_down"))
+_INTO_RESIDUAL = frozenset(
+    ("attn.wo", "attn.bo", "mlp.w_down", "mlp.b_down", "experts.w_down", "experts.b_down", "shared.w_down")
+)
 _BIAS_DEVIATION = 0.1
 _MAX_SEED = 2**32
 

@@ -72,7 +72,8 @@ class Slot:
     path: tuple[str, ...]
     """Keys from the root to the leaf, without "params"."""
     key: str
-    """The path without the layer, `attn.wq` for instance: how the formats' tables of names are indexed."""
+    """The path without the layer, `attn.wq` for instance, and of experts `experts.w_up`: how the formats' tables of
+    names are indexed."""
     layer: int | None
     """Which layer, or None outside the layers."""
     stored_shape: tuple[int, ...]
@@ -114,6 +115,8 @@ def parameter_slots(config: ModelConfig) -> Iterator[Slot]:
         Where experts are stacked these are behind the axis of experts.
         """
         shape, path = tuple(size for _, size in axes), tuple(key.split("."))
+        if is_stacked:
+            key = key.replace("mlp.", "experts.")
         inner = shape[1:] if is_stacked else shape
         stored = (math.prod(inner),) if key.startswith("attn.") else inner  # Files know no heads.
         if num_inputs is not None:

@@ -44,7 +44,14 @@ IM_END_ID = 0xFF
 _SPECIAL_TOKENS = {"<|endoftext|>": END_OF_TEXT_ID, "<|im_start|>": IM_START_ID, "<|im_end|>": IM_END_ID}
 
 # Attention is sharper than a fresh network's, so that it picks tokens instead of averaging them.
-_GAINS = {"embed.embedding": 2.0, "attn.wq": 1.5, "attn.wk": 1.5, "mlp.w_down": 2.0, "head.kernel": 2.0}
+_GAINS = {
+    "embed.embedding": 2.0,
+    "attn.wq": 1.5,
+    "attn.wk": 1.5,
+    "mlp.w_down": 2.0,
+    "experts.w_down": 2.0,
+    "head.kernel": 2.0,
+}
 
 Params = dict[str, Any]
 

@@ -33,10 +33,18 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(name):
             ids.append(int(theirs[-1].argmax()))
 
 
+ORIGINAL = {
+    "dynamic_rope": {"max_position_embeddings": 32},
+    "phi3_long": {"max_position_embeddings": 128, "original_max_position_embeddings": 32},
+}
+
+
 @pytest.mark.parametrize("length", [32, 120])
-def test_dynamic_rope_of_a_whole_text_is_that_of_transformers_within_the_original_length_and_beyond(length):
-    pair = kit.pair("dynamic_rope", max_position_embeddings=32)
-    assert pair.model.config.max_positions == 128
+@pytest.mark.parametrize("name", ORIGINAL)
+def test_rope_by_the_length_of_a_text_is_that_of_transformers_within_the_original_length_and_beyond(name, length):
+    pair = kit.pair(name, **ORIGINAL[name])
+    config = pair.model.config
+    assert (config.max_positions, config.steady_positions) == (128, 32)
     ids = kit.prompt(length)
     ours = kit.our_logits(pair.model, ids, room=length, context=length)
     np.testing.assert_allclose(ours, pair.their_logits(ids), atol=ATOL, rtol=0)
@@ -90,7 +98,9 @@ BIAS = "model.layers.1.self_attn.k_proj.bias"
 NEOX_OF_LLAMA = {"model_type": "gpt_neox", "architectures": None, "hidden_act": "gelu"}
 
 
+SU = {"rope_type": "su", "factor": 2.0}
 LONGROPE = {"rope_type": "longrope", "factor": 2.0}
+SHORT = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [0.0]}
 LINEAR = {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["linear"] * 2}
 DAMAGED, UNSERVED = CheckpointError, UnsupportedArchitectureError
 
@@ -106,7 +116,9 @@ DAMAGED, UNSERVED = CheckpointError, UnsupportedArchitectureError
         (UNSERVED, "falcon_7b", {"alibi": True}, "alibi=True is not served.*ALiBi"),
         (UNSERVED, "falcon_7b", {"activation": "relu"}, "activation='relu' is not served; it must be one of gelu"),
         (UNSERVED, "neox", {"hidden_act": "silu"}, "hidden_act='silu'"),
-        (UNSERVED, "mistral", {"rope_parameters": LONGROPE}, "rope scaling 'longrope'"),
+        (UNSERVED, "mistral", {"rope_parameters": SU}, "rope scaling 'su' is not served; it must be one of default"),
+        (DAMAGED, "mistral", {"rope_parameters": LONGROPE}, "short_factor is missing"),
+        (DAMAGED, "mistral", {"rope_parameters": SHORT}, "long_factors of longrope rope scaling must be positive"),
         (UNSERVED, "qwen2", LINEAR, "linear"),
         (UNSERVED, "mixtral", {"architectures": ["MistralForCausalLM"]}, "architecture must be MixtralForCausalLM"),
     ],
@@ -129,6 +141,14 @@ def test_tensors_that_do_not_fit_and_what_is_not_served_are_named(
         ({"num_experts": 2}, "num_experts_per_token"),
         ({"num_experts": 2, "num_experts_per_token": 3}, r"got \(3, 2\)"),
         ({"num_experts": 2, "num_experts_per_token": 1, "mlp": "gelu"}, "mlp of experts must be"),
+        ({"routing": "argmax"}, "routing must be one of softmax, sigmoid; got 'argmax'"),
+        ({"num_experts": 6, "num_experts_per_token": 1, "num_expert_groups": 4}, "num_experts must be a multiple of 4"),
+        ({"num_expert_groups": 2, "num_chosen_groups": 3}, r"num_chosen_groups must be in \[1, num_expert_groups\]"),
+        ({"norms_before": False}, "norms_before and norms_behind must be True at least one of them"),
+        ({"nope_layers": (0, 9)}, r"nope_layers must be layers in \[0, 3\)"),
+        ({"dense_layers": (-1,)}, r"dense_layers must be layers in \[0, 3\)"),
+        ({"score_cap": 0.0}, "score_cap must be positive or None"),
+        ({"query_beta": 0.1, "query_span": 0}, "query_span must be positive"),
     ],
 )
 def test_parts_that_do_not_go_together_are_refused(fields, message):

@@ -1,6 +1,7 @@
 """The model families that are served, and why others are refused.
 
-Each is a `Family`: in `llama`, where it is Llama with small differences, or in `fused`.
+Each is a `Family`: in `llama`, where it is Llama with small differences, in `dense` or `experts`, where its config says
+more, or in `fused`.
 """
 
 from __future__ import annotations
@@ -8,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ca_jax.errors import UnsupportedArchitectureError
-from ca_jax.models.families import fused, llama
+from ca_jax.models.families import dense, experts, fused, llama
 from ca_jax.models.families.family import Family
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (*llama.FAMILIES, *fused.FAMILIES)}
+FAMILIES: dict[str, Family] = {
+    family.name: family for each in (llama, fused, dense, experts) for family in each.FAMILIES
+}
 """By `ModelConfig.architecture`."""
 
 BY_MODEL_TYPE: dict[str, Family] = {
@@ -21,7 +24,7 @@ BY_MODEL_TYPE: dict[str, Family] = {
 
 BY_GGUF_ARCHITECTURE: dict[str, list[Family]] = {
     architecture: [family for family in FAMILIES.values() if family.gguf_architecture == architecture]
-    for architecture in {family.gguf_architecture for family in FAMILIES.values()}
+    for architecture in {family.gguf_architecture for family in FAMILIES.values()} - {None}
 }
 """By GGUF's `general.architecture`, which some share."""
 

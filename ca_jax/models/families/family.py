@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ca_jax.errors import UnsupportedArchitectureError
+from ca_jax.errors import UnsupportedArchitectureError, check
 from ca_jax.models import rope
 from ca_jax.models.config import Mlp, ModelConfig, RopeConfig
 
@@ -25,7 +25,7 @@ _GELUS: dict[str, Mlp] = {
     **dict.fromkeys(("gelu", "gelu_python"), "gelu"),
     **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh"),
 }
-_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +73,8 @@ class Family:
     """What Hugging Face's `architectures` calls it with a language model's head, the usual one first."""
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of `ModelConfig` that are the same for all of its models."""
+    drafts_behind: bool = False
+    """Whether files may hold layers behind the last one, with which others draft tokens; they are left out."""
     hf_names: Callable[[ModelConfig], Names]
     """Names in safetensors files."""
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
@@ -83,11 +85,11 @@ class Family:
     """Arguments of `sizes_from_hf`: what its config.json calls otherwise, and its defaults."""
     hf_fields: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda described: {}
     """Further fields of `ModelConfig`, from the contents of a config.json."""
-    gguf_architecture: str
-    """What GGUF's `general.architecture` calls it; several families may go by one name."""
+    gguf_architecture: str | None = None
+    """What GGUF's `general.architecture` calls it; several families may go by one name. None: none is read."""
     is_gguf: Callable[[Mapping[str, Any]], bool] = lambda entries: True
     """Tells the family from others of that name, by the metadata's entries."""
-    gguf_names: Callable[[ModelConfig], Names]
+    gguf_names: Callable[[ModelConfig], Names] = lambda config: {}
     """Names in GGUF files."""
     gguf_is_interleaved: bool = False
     """Whether rows of Q and K in GGUF files are in interleaved rotary order (pairs 2j, 2j+1), and not in half-split
@@ -182,7 +184,7 @@ def sizes_from_hf(
       norm_eps: that number, where nothing is said.
       head_dim: H, likewise; None: the heads share the residual stream's width.
       ties: whether the output head is the embedding table, where nothing is said.
-      **rope: as `_rope_from_hf` takes it.
+      **rope: as `rope_from_hf` takes it.
 
     Raises:
       UnsupportedArchitectureError: a rope scaling that is not served, by name.
@@ -200,11 +202,11 @@ def sizes_from_hf(
         "head_dim": head_dim,
         "norm_eps": described.get(eps_key, norm_eps),
         "tie_embeddings": described.get("tie_word_embeddings", ties),
-        **_rope_from_hf(described, head_dim=head_dim, **rope),
+        **rope_from_hf(described, head_dim=head_dim, **rope),
     }
 
 
-def _rope_from_hf(
+def rope_from_hf(
     described: Mapping[str, Any],
     *,
     head_dim: int,
@@ -212,6 +214,7 @@ def _rope_from_hf(
     theta_key: str = "rope_theta",
     partial_key: str = "partial_rotary_factor",
     partial: float = 1.0,
+    rotary_dim_key: str | None = None,
 ) -> dict[str, Any]:
     """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
 
@@ -222,6 +225,7 @@ def _rope_from_hf(
       theta_key: what the family calls it outside `rope_parameters`.
       partial_key: what the family calls the share of a head that is rotated.
       partial: that share, where nothing is said.
+      rotary_dim_key: what it calls how many numbers of a head are rotated, where files may say that instead.
 
     Returns:
       `rope` and `max_positions`, fields of `ModelConfig`: with `dynamic` scaling the context is as long as it can be
@@ -235,6 +239,8 @@ def _rope_from_hf(
     parameters |= described.get("rope_scaling") or {}
     parameters |= described.get("rope_parameters") or {}
     rotary_dim = int(head_dim * parameters.get("partial_rotary_factor", described.get(partial_key, partial)))
+    if rotary_dim_key in described:
+        rotary_dim = described[rotary_dim_key]
     fields: dict[str, Any] = {
         "theta": float(parameters["rope_theta"]),
         "rotary_dim": None if rotary_dim == head_dim else rotary_dim,
@@ -245,7 +251,17 @@ def _rope_from_hf(
             f"config.json: rope scaling {scaling!r} is not served; it must be one of {', '.join(_ROPE_TYPES)}"
         )
     max_positions = described.get("max_position_embeddings", 2048)
-    if scaling != "default":
+    if scaling == "longrope":
+        original = parameters.get("original_max_position_embeddings")
+        original = described.get("original_max_position_embeddings") or original or max_positions
+        factor, given = max_positions / original, parameters.get("attention_factor")
+        stretched = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        fields |= {
+            **{"scaling": scaling, "factor": factor, "original_max_positions": original},
+            **{f"{name}_factors": tuple(map(float, parameters[f"{name}_factor"])) for name in ("short", "long")},
+            "attention_factor": stretched if given is None else float(given),
+        }
+    elif scaling != "default":
         fields |= {"scaling": scaling, "factor": float(parameters["factor"])}
     if scaling == "llama3":
         fields |= {
@@ -265,6 +281,37 @@ def _rope_from_hf(
             "attention_factor": _yarn_attention_factor(parameters),
         }
     return {"rope": RopeConfig(**fields), "max_positions": max_positions}
+
+
+def sliding_from_hf(described: Mapping[str, Any], window: int | None, types: Sequence[str]) -> dict[str, Any]:
+    """Which layers slide: those that `layer_types` says.
+
+    Args:
+      described: the contents of a config.json.
+      window: how many tokens a token sees where layers slide; None: none does.
+      types: what layers are where the config does not say.
+
+    Raises:
+      ValueError: `layer_types` is not of the model's layers.
+      UnsupportedArchitectureError: a type of layer that is not served.
+    """
+    num_layers, types = described["num_hidden_layers"], described.get("layer_types") or types
+    check(len(types) == num_layers, "layer_types", f"as many as the {num_layers} layers", len(types))
+    if unknown := sorted({*types} - {"sliding_attention", "full_attention"}):
+        raise UnsupportedArchitectureError(
+            f"config.json: layer_types {', '.join(unknown)} not served; they must be sliding_attention "
+            "or full_attention"
+        )
+    full = tuple(i for i, each in enumerate(types) if each == "full_attention")
+    return {} if window is None or len(full) == num_layers else {"sliding_window": window, "full_layers": full}
+
+
+def half_split_rows(num_heads: int, head_dim: int) -> np.ndarray:
+    """For each row of queries or keys in half-split order, its row in interleaved order.
+
+    One head of H = 6, pairs a b c:   file  a0 a1 b0 b1 c0 c1   ->   half-split  a0 b0 c0 a1 b1 c1
+    """
+    return np.arange(num_heads * head_dim).reshape(num_heads, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
 
 
 def _yarn_attention_factor(parameters: Mapping[str, Any]) -> float:

@@ -1,11 +1,12 @@
-"""Families whose queries, keys and values are rows of one tensor: Falcon, and GPT-NeoX with Pythia.
+"""Families whose queries, keys and values are rows of one tensor: Falcon, GPT-NeoX with Pythia, Phi-3 and Phi-4.
 
 Falcon has attention and feed-forward beside each other; Falcon-7B one KV head, Falcon-40B and 180B a few. Falcon-RW,
 whose positions are a bias on the scores (ALiBi), is refused. GPT-NeoX and Pythia rotate a part of each head, and have
-biases everywhere.
+biases everywhere. Phi-3 and 4 are Llama but for that, for parts of heads that are not rotated, and for frequencies that
+are those of long contexts or those of short ones (LongRoPE).
 
 Source: Almazrouei et al., "The Falcon Series of Open Language Models" (2023); Black et al., "GPT-NeoX-20B" (2022);
-Biderman et al., "Pythia" (2023).
+Biderman et al., "Pythia" (2023); Abdin et al., "Phi-3 Technical Report" (2024).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ca_jax.models.config import ModelConfig
 from ca_jax.models.families.family import (
     GGUF_NAMES,
     Family,
+    Fused,
     GgufDescription,
     Names,
     fused_rows,
@@ -27,6 +29,7 @@ from ca_jax.models.families.family import (
     module_names,
     split_rows,
 )
+from ca_jax.models.families.llama import HF_NAMES, LAYER
 
 
 def _hf_names(
@@ -123,6 +126,21 @@ def _neox_gguf_names(config: ModelConfig) -> Names:
     return GGUF_NAMES | fused_rows(split_rows(config), {"w": fused + "weight", "b": fused + "bias"})
 
 
+def _phi3_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
+    return {"sliding_window": described.get("sliding_window")}
+
+
+def _phi3_hf_names(config: ModelConfig) -> Names:
+    size, fused = config.mlp_dim, LAYER + "mlp.gate_up_proj.weight"
+    rows = np.arange(2 * size)
+    return {
+        **HF_NAMES,
+        **fused_rows(split_rows(config), {"w": LAYER + "self_attn.qkv_proj.weight"}),
+        "mlp.w_gate": Fused(fused, len(rows), rows[:size]),
+        "mlp.w_up": Fused(fused, len(rows), rows[size:]),
+    }
+
+
 _GGUF_SIZES = {"eps_key": "layer_norm_epsilon"}
 
 FAMILIES = (
@@ -156,6 +174,15 @@ FAMILIES = (
         gguf_names=_neox_gguf_names,
         gguf_sizes={**_GGUF_SIZES, "may_rotate_part": True},
         gguf_fields=_neox_from_gguf,
+    ),
+    Family(
+        name="phi3",
+        model_types=("phi3",),
+        architectures=("Phi3ForCausalLM",),
+        hf_required={"hidden_act": "silu"},
+        hf_names=_phi3_hf_names,
+        hf_sizes={"norm_eps": 1e-5},
+        hf_fields=_phi3_from_hf,
     ),
 )
 """The families."""

@@ -15,37 +15,38 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ca_jax.errors import UnsupportedArchitectureError, check
-from ca_jax.models.families.family import GGUF_NAMES, Family, GgufDescription, module_names
+from ca_jax.models.families.family import GGUF_NAMES, Family, GgufDescription, module_names, sliding_from_hf
 
-_LAYER = "model.layers.{layer}."
-_HF_NAMES: dict[str, str] = {
+LAYER = "model.layers.{layer}."
+"""How names of what is in a layer begin in safetensors files."""
+HF_NAMES: dict[str, str] = {
     "embed.embedding": "model.embed_tokens.weight",
-    **module_names("attn_norm.scale", _LAYER + "input_layernorm"),
-    **module_names("attn.wq", _LAYER + "self_attn.q_proj"),
-    **module_names("attn.wk", _LAYER + "self_attn.k_proj"),
-    **module_names("attn.wv", _LAYER + "self_attn.v_proj"),
-    **module_names("attn.wo", _LAYER + "self_attn.o_proj"),
-    **module_names("attn.q_norm.scale", _LAYER + "self_attn.q_norm"),
-    **module_names("attn.k_norm.scale", _LAYER + "self_attn.k_norm"),
-    **module_names("mlp_norm.scale", _LAYER + "post_attention_layernorm"),
-    **module_names("mlp.w_gate", _LAYER + "mlp.gate_proj"),
-    **module_names("mlp.w_up", _LAYER + "mlp.up_proj"),
-    **module_names("mlp.w_down", _LAYER + "mlp.down_proj"),
+    **module_names("attn_norm.scale", LAYER + "input_layernorm"),
+    **module_names("attn.wq", LAYER + "self_attn.q_proj"),
+    **module_names("attn.wk", LAYER + "self_attn.k_proj"),
+    **module_names("attn.wv", LAYER + "self_attn.v_proj"),
+    **module_names("attn.wo", LAYER + "self_attn.o_proj"),
+    **module_names("attn.q_norm.scale", LAYER + "self_attn.q_norm"),
+    **module_names("attn.k_norm.scale", LAYER + "self_attn.k_norm"),
+    **module_names("mlp_norm.scale", LAYER + "post_attention_layernorm"),
+    **module_names("mlp.w_gate", LAYER + "mlp.gate_proj"),
+    **module_names("mlp.w_up", LAYER + "mlp.up_proj"),
+    **module_names("mlp.w_down", LAYER + "mlp.down_proj"),
     "final_norm.scale": "model.norm.weight",
     "head.kernel": "lm_head.weight",
 }
+"""Names in safetensors files of what Llama has, and of what most others have beside it."""
 _HF_EXPERTS: dict[str, str] = {
-    "mlp.router": _LAYER + "block_sparse_moe.gate.weight",
-    "mlp.w_gate": _LAYER + "block_sparse_moe.experts.{expert}.w1.weight",
-    "mlp.w_up": _LAYER + "block_sparse_moe.experts.{expert}.w3.weight",
-    "mlp.w_down": _LAYER + "block_sparse_moe.experts.{expert}.w2.weight",
+    "mlp.router": LAYER + "block_sparse_moe.gate.weight",
+    "experts.w_gate": LAYER + "block_sparse_moe.experts.{expert}.w1.weight",
+    "experts.w_up": LAYER + "block_sparse_moe.experts.{expert}.w3.weight",
+    "experts.w_down": LAYER + "block_sparse_moe.experts.{expert}.w2.weight",
 }
 _GGUF_EXPERTS: dict[str, str] = {
     "mlp.router": "blk.{layer}.ffn_gate_inp.weight",
-    "mlp.w_gate": "blk.{layer}.ffn_gate_exps.weight[{expert}]",
-    "mlp.w_up": "blk.{layer}.ffn_up_exps.weight[{expert}]",
-    "mlp.w_down": "blk.{layer}.ffn_down_exps.weight[{expert}]",
+    "experts.w_gate": "blk.{layer}.ffn_gate_exps.weight[{expert}]",
+    "experts.w_up": "blk.{layer}.ffn_up_exps.weight[{expert}]",
+    "experts.w_down": "blk.{layer}.ffn_down_exps.weight[{expert}]",
 }
 
 
@@ -59,7 +60,7 @@ def _family(name: str, hf_architecture: str, gguf_architecture: str = "llama", *
       **differences: further fields of `Family`.
     """
     has_experts, is_llama = name == "mixtral", gguf_architecture == "llama"
-    hf_names = _HF_NAMES | (_HF_EXPERTS if has_experts else {})
+    hf_names = HF_NAMES | (_HF_EXPERTS if has_experts else {})
     gguf_names = GGUF_NAMES | (_GGUF_EXPERTS if has_experts else {})
     fields: dict[str, Any] = {
         "hf_required": {"hidden_act": "silu"},
@@ -118,18 +119,10 @@ def _windows_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
       UnsupportedArchitectureError: a type of layer that is not served.
     """
     window = described.get("sliding_window", 4096) if described.get("use_sliding_window") else None
-    if window is None:
-        return {}
-    num_layers, types = described["num_hidden_layers"], described.get("layer_types")
-    if types is None:
-        return {"sliding_window": window, "full_layers": range(min(described.get("max_window_layers", 28), num_layers))}
-    check(len(types) == num_layers, "layer_types", f"as many as the {num_layers} layers", len(types))
-    if unknown := sorted({*types} - {"sliding_attention", "full_attention"}):
-        raise UnsupportedArchitectureError(
-            f"config.json: layer_types {', '.join(unknown)} not served; they must be sliding_attention "
-            "or full_attention"
-        )
-    return {"sliding_window": window, "full_layers": [i for i, each in enumerate(types) if each == "full_attention"]}
+    num_layers = described["num_hidden_layers"]
+    num_full = min(described.get("max_window_layers", 28), num_layers)
+    types = ["full_attention"] * num_full + ["sliding_attention"] * (num_layers - num_full)
+    return {} if window is None else sliding_from_hf(described, window, types)
 
 
 FAMILIES = (

@@ -1,0 +1,141 @@
+"""Families with one feed-forward block a layer that differ from Llama in what their config says.
+
+SmolLM3 rotates nothing in every fourth layer. Granite multiplies embeddings, scores, logits and what is added to the
+residual stream. Ministral 3 stretches its context by YaRN and makes queries larger the further on they are. OLMo 2 and
+3 have norms behind attention and feed-forward alone, and one over all heads of queries and of keys; of OLMo 3 three
+layers of four slide. Command (Cohere 2) has attention and feed-forward beside each other, a LayerNorm without a bias,
+and rotates in layers that slide alone, pairs of numbers that lie side by side.
+
+Source: Hugging Face, "SmolLM3" (2025); IBM, "Granite 3.0 Language Models" (2024); Mistral AI, "Ministral 3" (2025);
+OLMo Team, "2 OLMo 2 Furious" (2024) and "Olmo 3" (2025); Cohere, "Command A" (2025). Config entries and names of
+tensors are those of `transformers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ca_jax.models.config import ModelConfig
+from ca_jax.models.families.family import (
+    Family,
+    Fused,
+    Names,
+    half_split_rows,
+    module_names,
+    rope_from_hf,
+    sliding_from_hf,
+)
+from ca_jax.models.families.llama import HF_NAMES, LAYER
+
+_NAMES_BEHIND = {
+    "attn_post_norm.scale": LAYER + "post_attention_layernorm.weight",
+    "mlp_post_norm.scale": LAYER + "post_feedforward_layernorm.weight",
+}
+
+
+def biases_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
+    """Of all of attention's matrices, and of all of the feed-forward block's."""
+    has_bias = bool(described.get("attention_bias", False))
+    return {"qkv_bias": has_bias, "out_bias": has_bias, "mlp_bias": bool(described.get("mlp_bias", False))}
+
+
+def _smollm3_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
+    num_layers, interval = described["num_hidden_layers"], described.get("no_rope_layer_interval", 4)
+    rotates = described.get("no_rope_layers") or [(i + 1) % interval for i in range(num_layers)]
+    nope = tuple(i for i, each in enumerate(rotates[:num_layers]) if not each)
+    window = described.get("sliding_window") if described.get("use_sliding_window") else None
+    types = ["sliding_attention" if i in nope else "full_attention" for i in range(num_layers)]
+    return {"nope_layers": nope, **sliding_from_hf(described, window, types), **biases_from_hf(described)}
+
+
+def _granite_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "embed_scale": float(described.get("embedding_multiplier", 1.0)),
+        "residual_scale": float(described.get("residual_multiplier", 1.0)),
+        "attention_scale": float(described.get("attention_multiplier", 1.0)),
+        "logit_scale": 1 / described.get("logits_scaling", 1.0),
+        **biases_from_hf(described),
+    }
+
+
+def _ministral3_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = described.get("rope_parameters") or described.get("rope_scaling") or {}
+    beta = parameters.get("llama_4_scaling_beta") or 0.0
+    span = {"query_span": parameters["original_max_position_embeddings"]} if beta else {}
+    return {"sliding_window": described.get("sliding_window"), "query_beta": float(beta), **span}
+
+
+def _olmo3_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers that slide are not stretched: older files say so by having one scaling, newer ones by two entries."""
+    num_layers = described["num_hidden_layers"]
+    types = ["full_attention" if (i + 1) % 4 == 0 else "sliding_attention" for i in range(num_layers)]
+    head_dim = described.get("head_dim") or described["hidden_size"] // described["num_attention_heads"]
+    nested = described.get("rope_parameters") or {}
+    plain = {**described, "rope_scaling": None}
+    if "rope_type" in nested:
+        nested = {"full_attention": nested, "sliding_attention": {"rope_theta": nested.get("rope_theta", 500000.0)}}
+    full = {**described, "rope_parameters": nested.get("full_attention")}
+    local = {**plain, "rope_parameters": nested.get("sliding_attention")}
+    ropes = [rope_from_hf(each, head_dim=head_dim, theta=500000.0)["rope"] for each in (full, local)]
+    return {
+        **sliding_from_hf(described, described.get("sliding_window", 4096), types),
+        "rope": ropes[0],
+        "local_rope": None if ropes[0] == ropes[1] else ropes[1],
+        **biases_from_hf(described),
+    }
+
+
+def _cohere2_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
+    num_layers, pattern = described["num_hidden_layers"], described.get("sliding_window_pattern", 4)
+    types = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers)]
+    slides = sliding_from_hf(described, described.get("sliding_window") or 4096, types)
+    full = slides.get("full_layers", tuple(range(num_layers)))
+    return {
+        **slides,
+        "nope_layers": full,
+        "logit_scale": float(described.get("logit_scale", 0.0625)),
+        **biases_from_hf(described),
+    }
+
+
+def _cohere2_names(config: ModelConfig) -> Names:
+    """Rows of queries and keys are in interleaved order."""
+    names: dict[str, str | Fused] = dict(HF_NAMES)
+    for part, num_heads in (("q", config.num_heads), ("k", config.num_kv_heads)):
+        rows = half_split_rows(num_heads, config.head_dim)
+        for key, name in module_names(f"attn.w{part}", f"{LAYER}self_attn.{part}_proj").items():
+            names[key] = Fused(name, len(rows), rows)
+    return names
+
+
+def _family(name: str, architecture: str, **differences: Any) -> Family:
+    fields: dict[str, Any] = {"hf_required": {"hidden_act": "silu"}, "hf_names": lambda config: HF_NAMES}
+    return Family(name=name, model_types=(name,), architectures=(architecture,), **{**fields, **differences})
+
+
+_OLMO: dict[str, Any] = {
+    "fields": {"norms_before": False, "norms_behind": True, "qk_norm": True, "qk_norm_is_whole": True},
+    "hf_names": lambda config: HF_NAMES | _NAMES_BEHIND,
+}
+FAMILIES = (
+    _family("smollm3", "SmolLM3ForCausalLM", hf_sizes={"theta": 2e6, "ties": True}, hf_fields=_smollm3_from_hf),
+    _family("granite", "GraniteForCausalLM", hf_fields=_granite_from_hf),
+    _family(
+        "ministral3",
+        "Ministral3ForCausalLM",
+        hf_sizes={"norm_eps": 1e-5, "head_dim": 128},
+        hf_fields=_ministral3_from_hf,
+    ),
+    _family("olmo2", "Olmo2ForCausalLM", hf_sizes={"norm_eps": 1e-5}, hf_fields=biases_from_hf, **_OLMO),
+    _family("olmo3", "Olmo3ForCausalLM", hf_sizes={"norm_eps": 1e-5, "theta": 5e5}, hf_fields=_olmo3_from_hf, **_OLMO),
+    _family(
+        "cohere2",
+        "Cohere2ForCausalLM",
+        fields={"norm": "layer", "norm_bias": False, "is_parallel": True, "shares_norm": True},
+        hf_names=_cohere2_names,
+        hf_sizes={"eps_key": "layer_norm_eps", "norm_eps": 1e-5, "ties": True},
+        hf_fields=_cohere2_from_hf,
+    ),
+)
+"""The families."""

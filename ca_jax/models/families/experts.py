@@ -1,0 +1,148 @@
+"""Families of experts beyond Mixtral: Qwen2-MoE and Qwen3-MoE, GLM-4.5, MiniMax-M2.
+
+Qwen's shares are a softmax over all experts, which may be left as they are; Qwen2's have a block beside them that all
+tokens go through, weighed by each. GLM-4.5 and MiniMax-M2 take each share by itself, choose by it and a bias, and
+rotate a part of each head; GLM's first layers have no experts, its others a block beside them. MiniMax-M2 norms all
+heads of queries and of keys as one vector.
+
+Source: Yang et al., "Qwen2 Technical Report" (2024) and "Qwen3 Technical Report" (2025); GLM-4.5 Team, "GLM-4.5"
+(2025); MiniMax, "MiniMax-M2" (2025). Config entries and names of tensors are those of `transformers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ca_jax.models.families.family import Family, module_names, sliding_from_hf
+from ca_jax.models.families.llama import HF_NAMES, LAYER
+
+_MLP = LAYER + "mlp."
+_NAMES: dict[str, str] = {
+    **HF_NAMES,
+    "mlp.router": _MLP + "gate.weight",
+    **module_names("experts.w_gate", _MLP + "experts.{expert}.gate_proj"),
+    **module_names("experts.w_up", _MLP + "experts.{expert}.up_proj"),
+    **module_names("experts.w_down", _MLP + "experts.{expert}.down_proj"),
+}
+
+
+def _shared(name: str) -> dict[str, str]:
+    """Names of the block beside the experts."""
+    return {f"shared.w_{part}": f"{_MLP}{name}.{part}_proj.weight" for part in ("gate", "up", "down")}
+
+
+def _chosen_from_hf(described: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {"num_experts": described[key], "num_experts_per_token": described["num_experts_per_tok"]}
+
+
+def _qwen_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
+    """What Qwen2-MoE and Qwen3-MoE have in common."""
+    step, dense = described.get("decoder_sparse_step", 1), described.get("mlp_only_layers") or ()
+    layers = range(described["num_hidden_layers"])
+    return {
+        **_chosen_from_hf(described, "num_experts" if "num_experts" in described else "num_local_experts"),
+        "dense_layers": tuple(i for i in layers if i in dense or (i + 1) % step),
+        "dense_mlp_dim": described["intermediate_size"],
+        "normalizes_shares": bool(described.get("norm_topk_prob", False)),
+    }
+
+
+def _qwen2_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
+    num_layers, last = described["num_hidden_layers"], described.get("max_window_layers", 28)
+    types = ["sliding_attention" if i < last and i % 2 == 0 else "full_attention" for i in range(num_layers)]
+    window = described.get("sliding_window", 4096) if described.get("use_sliding_window") else None
+    return {
+        **_qwen_from_hf(described),
+        **sliding_from_hf(described, window or None, types),
+        "qkv_bias": bool(described.get("qkv_bias", True)),
+        "shared_mlp_dim": described["shared_expert_intermediate_size"],
+    }
+
+
+def _qwen3_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
+    has_bias = bool(described.get("attention_bias", False))
+    window = described.get("sliding_window", 4096) if described.get("use_sliding_window") else None
+    return {**_qwen_from_hf(described), "sliding_window": window, "qkv_bias": has_bias, "out_bias": has_bias}
+
+
+def _glm4_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
+    num_layers = described["num_hidden_layers"]
+    return {
+        **_chosen_from_hf(described, "n_routed_experts" if "n_routed_experts" in described else "num_local_experts"),
+        "dense_layers": tuple(range(min(described.get("first_k_dense_replace", 1), num_layers))),
+        "dense_mlp_dim": described["intermediate_size"],
+        "shared_mlp_dim": described["moe_intermediate_size"] * described.get("n_shared_experts", 1),
+        "normalizes_shares": bool(described.get("norm_topk_prob", True)),
+        "routing_scale": float(described.get("routed_scaling_factor", 1.0)),
+        "num_expert_groups": described.get("n_group", 1),
+        "num_chosen_groups": described.get("topk_group", 1),
+        "qkv_bias": bool(described.get("attention_bias", False)),
+        "qk_norm": bool(described.get("use_qk_norm", False)),
+    }
+
+
+def _minimax_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
+    return _chosen_from_hf(described, "num_local_experts" if "num_local_experts" in described else "num_experts")
+
+
+_MINIMAX = LAYER + "block_sparse_moe."
+_MINIMAX_NAMES = {
+    "mlp.router": _MINIMAX + "gate.weight",
+    "mlp.choice_bias": _MINIMAX + "e_score_correction_bias",
+    "experts.w_gate": _MINIMAX + "experts.{expert}.w1.weight",
+    "experts.w_up": _MINIMAX + "experts.{expert}.w3.weight",
+    "experts.w_down": _MINIMAX + "experts.{expert}.w2.weight",
+}
+_SIGMOID = {"routing": "sigmoid", "choice_bias": True}
+
+
+def _family(name: str, architecture: str, names: Mapping[str, str], **differences: Any) -> Family:
+    all_names = {**_NAMES, **names}
+    return Family(
+        name=name,
+        model_types=(name,),
+        architectures=(architecture,),
+        hf_required={"hidden_act": "silu"},
+        hf_names=lambda config: all_names,
+        **differences,
+    )
+
+
+_MOE_KEY = {"mlp_key": "moe_intermediate_size"}
+FAMILIES = (
+    _family(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        _shared("shared_expert") | {"shared.w_share": _MLP + "shared_expert_gate.weight"},
+        fields={"gates_shared": True},
+        hf_sizes=_MOE_KEY,
+        hf_fields=_qwen2_from_hf,
+    ),
+    _family(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        {},
+        fields={"qk_norm": True},
+        hf_sizes=_MOE_KEY,
+        hf_fields=_qwen3_from_hf,
+    ),
+    _family(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        _shared("shared_experts") | {"mlp.choice_bias": _MLP + "gate.e_score_correction_bias"},
+        fields=_SIGMOID,
+        drafts_behind=True,
+        hf_sizes={**_MOE_KEY, "norm_eps": 1e-5, "partial": 0.5},
+        hf_fields=_glm4_from_hf,
+    ),
+    _family(
+        "minimax_m2",
+        "MiniMaxM2ForCausalLM",
+        _MINIMAX_NAMES,
+        fields={**_SIGMOID, "qk_norm": True, "qk_norm_is_whole": True},
+        hf_sizes={"theta": 5e6, "head_dim": 128, "rotary_dim_key": "rotary_dim"},
+        hf_fields=_minimax_from_hf,
+    ),
+)
+"""The families."""
