@@ -24,7 +24,7 @@ class UnsupportedArchitectureError(CaJaxError, ValueError):
 
 
 class UnsupportedQuantizationError(CaJaxError, ValueError):
-    """A GGUF tensor type that cannot be dequantised; the message names it."""
+    """Weights quantised in a way that is not read: a GGUF tensor type, or a config.json; the message names it."""
 
 
 class ContextWindowError(CaJaxError, ValueError):

@@ -5,13 +5,16 @@ Not here: pickled weights (`pytorch_model.bin`), which are never read; the param
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import safetensors
 import tokenizers
 
@@ -21,15 +24,18 @@ from ca_jax.errors import (
     UnsupportedArchitectureError,
     UnsupportedQuantizationError,
 )
-from ca_jax.models import weights
+from ca_jax.models import quantized, weights
 from ca_jax.models.chat_template import ChatTemplate
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.families import BY_MODEL_TYPE, FAMILIES, require_served
 from ca_jax.models.families.family import Family
+from ca_jax.models.quantization_scheme import Scheme, scheme_from_hf
 from ca_jax.models.tokenizer import Tokenizer, read_backend
 
 _OF_LAYER = re.compile(r"\.layers\.(\d+)\.")
-_DTYPES = ("F64", "F32", "F16", "BF16")
+_PLAIN = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+_PACKED = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu, "I32": np.int32, "U8": np.uint8}
+_TYPES: dict[str, np.dtype] = {name: np.dtype(kind) for name, kind in (_PLAIN | _PACKED).items()}
 
 _HUB_METADATA = ("*.json", "*.jinja")
 _HUB_WEIGHTS = ("*.safetensors",)
@@ -46,9 +52,9 @@ def open_directory(directory: Path, name: str) -> weights.Source:
         config = config_from_hf(described)
     except (UnsupportedArchitectureError, UnsupportedQuantizationError, CheckpointError) as error:
         raise type(error)(f"{directory}: {error}") from error
-    family, files = FAMILIES[config.architecture], weight_files(directory)
+    family, files, scheme = FAMILIES[config.architecture], weight_files(directory), scheme_from_hf(described)
     tokenizer = _load_tokenizer(directory, described)
-    tensors = _stored_tensors(files, config, family)
+    tensors = _stored_tensors(directory, files, config, family, scheme)
     _require_names_of(family, config, tensors, directory)
     return weights.Source(
         path=str(directory),
@@ -56,7 +62,7 @@ def open_directory(directory: Path, name: str) -> weights.Source:
         config=config,
         tensors=tensors,
         names=family.hf_names(config),
-        fingerprint=lambda dtype: weights.fingerprint(weights.hash_files(directory, files), config, dtype),
+        fingerprint=lambda dtype: weights.fingerprint(_content(directory, files, scheme), config, dtype),
         tokenizer=tokenizer,
         stop_token_ids=_stop_token_ids(directory, described, tokenizer),
     )
@@ -74,9 +80,7 @@ def config_from_hf(described: Mapping[str, Any]) -> ModelConfig:
         raise UnsupportedArchitectureError(
             f"config.json: the architecture must be {' or '.join(family.architectures)}, got {architectures}"
         )
-    if quantization := described.get("quantization_config"):
-        method = quantization.get("quant_method", "unnamed")
-        raise UnsupportedQuantizationError(f"config.json: quantization {method!r} is not served; weights must be plain")
+    scheme_from_hf(described)  # A quantisation that is not read is refused as early as an architecture.
     try:
         return family.config_from_hf(described)
     except UnsupportedArchitectureError:
@@ -106,29 +110,61 @@ def weight_files(directory: Path) -> list[Path]:
     return files
 
 
-def _stored_tensors(files: list[Path], config: ModelConfig, family: Family) -> dict[str, weights.StoredTensor]:
-    tensors = {}
-    head = None if not config.tie_embeddings else family.hf_names(config)["head.kernel"]
+def _stored_tensors(
+    directory: Path, files: list[Path], config: ModelConfig, family: Family, scheme: Scheme | None
+) -> dict[str, weights.StoredTensor]:
+    raw: quantized.Arrays = {}
     for path in files:
-        try:
-            file = safetensors.safe_open(path, framework="numpy")
-        except (OSError, safetensors.SafetensorError) as error:
-            raise CheckpointError(f"{path}: not a whole safetensors file: {error}") from error
-        for name in file.keys():  # noqa: SIM118 (not a mapping: it has no __iter__)
-            if name.endswith(family.ignored) or name == head:
-                continue  # Derived from the config; a second name for the embedding.
-            layer = _OF_LAYER.search(name) if family.drafts_behind else None
-            if layer is not None and int(layer[1]) >= config.num_layers:
-                continue
-            rows = file.get_slice(name)
-            if rows.get_dtype() not in _DTYPES:
-                raise UnsupportedQuantizationError(
-                    f"{path}: tensor {name}: type {rows.get_dtype()} is not served; it must be one of "
-                    f"{', '.join(_DTYPES)}"
-                )
-            read_rows = functools.partial(lambda rows, start, stop: rows[start:stop], rows)
-            tensors[name] = weights.StoredTensor(shape=tuple(rows.get_shape()), read_rows=read_rows)
+        raw.update((name, each) for name, each in _mapped(path, family.ignored) if not _drafts(name, family, config))
+    try:
+        tensors = {} if scheme is None else quantized.take(raw, scheme)
+    except (CheckpointError, UnsupportedQuantizationError) as error:
+        raise type(error)(f"{directory}: {error}") from error
+    for name, tensor in raw.items():
+        kind = next(each for each, dtype in _TYPES.items() if dtype == tensor.dtype)
+        if kind not in _PLAIN:
+            raise _unread(directory, name, kind)
+        tensors[name] = quantized.plain(tensor)
+    if config.tie_embeddings:  # A head is a second name for the embedding then.
+        tensors.pop(str(family.hf_names(config)["head.kernel"]), None)
     return tensors
+
+
+def _mapped(path: Path, ignored: tuple[str, ...]) -> Iterator[tuple[str, np.ndarray]]:
+    """A file's tensors but for those with such ends, mapped: the package's numpy reader knows no 8-bit floats."""
+    try:
+        names = safetensors.safe_open(path, framework="numpy").keys()  # Checks the file, from header to end.
+    except (OSError, safetensors.SafetensorError) as error:
+        raise CheckpointError(f"{path}: not a whole safetensors file: {error}") from error
+    content = np.asarray(np.memmap(path, np.uint8, "r"))
+    start = 8 + int.from_bytes(content[:8].tobytes(), "little")
+    header = json.loads(content[8:start].tobytes())
+    for name in names:
+        if name.endswith(ignored):
+            continue  # Derived from the config.
+        told = header[name]
+        if told["dtype"] not in _TYPES:
+            raise _unread(path, name, told["dtype"])
+        first, last = told["data_offsets"]
+        yield name, content[start + first : start + last].view(_TYPES[told["dtype"]]).reshape(told["shape"])
+
+
+def _drafts(name: str, family: Family, config: ModelConfig) -> bool:
+    """Whether a tensor is of a layer behind the last one, and may be left out."""
+    layer = _OF_LAYER.search(name) if family.drafts_behind else None
+    return layer is not None and int(layer[1]) >= config.num_layers
+
+
+def _unread(path: Path, name: str, kind: str) -> UnsupportedQuantizationError:
+    return UnsupportedQuantizationError(
+        f"{path}: tensor {name}: type {kind} is not served; it must be one of {', '.join(_PLAIN)}"
+    )
+
+
+def _content(directory: Path, files: list[Path], scheme: Scheme | None) -> str:
+    """What the weights are known by: what the files hold and, where it is quantised, how that is read."""
+    content = weights.hash_files(directory, files)
+    return content if scheme is None else f"{content} {dataclasses.asdict(scheme)}"
 
 
 def _require_names_of(

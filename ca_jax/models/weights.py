@@ -198,6 +198,10 @@ class StoredTensor:
     """Rows `[start, stop)` along the first axis, as floating point numbers of any dtype; called by several threads."""
     chunk_rows: int | None = None
     """Rows that the file can only read together, from a multiple of this on; None: each by itself."""
+    part: Callable[[int], StoredTensor] | None = None
+    """Of a stacked tensor, the one at an index of the first axis, read by rows of its own; None: it is no stack."""
+    is_optional: bool = False
+    """Whether it changes nothing where no leaf asks for it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -385,7 +389,7 @@ def _leaves(source: Source, dtype: np.dtype) -> list[Leaf]:
                 raise CheckpointError(f"{path}: tensor {name}: the shape must be {shape}, got {found}")
         used.update(names)
         leaves.append(Leaf(slot=slot, dtype=dtype, tensors=tuple(source.tensors[name] for name in names), rows=rows))
-    if unused := sorted(source.tensors.keys() - used):
+    if unused := sorted(name for name in source.tensors.keys() - used if not source.tensors[name].is_optional):
         shown = ", ".join(unused[:5]) + (", ..." if len(unused) > 5 else "")
         raise CheckpointError(
             f"{path}: {len(unused)} tensors belong to no parameter of this architecture: {shown}; "

@@ -91,7 +91,7 @@ UNSERVED = [
     ({"mlp_bias": True}, "mlp_bias=True"),
     ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
 ]
-GPTQ = {"quantization_config": {"quant_method": "gptq"}}
+BITSANDBYTES = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
 NEEDED = ("model_type", "hidden_size", "vocab_size")
 
 
@@ -100,7 +100,7 @@ NEEDED = ("model_type", "hidden_size", "vocab_size")
     [
         *(("config.json", changes, UnsupportedArchitectureError, message) for changes, message in UNSERVED),
         *(("config.json", {key: None}, CheckpointError, f"{key} is missing") for key in NEEDED),
-        ("config.json", GPTQ, UnsupportedQuantizationError, "tiny-llama: .*'gptq'"),
+        ("config.json", BITSANDBYTES, UnsupportedQuantizationError, "tiny-llama: .*'bitsandbytes'"),
         ("config.json", '{"model_type": "lla', CheckpointError, r"config\.json: cannot be read as JSON"),
         ("tokenizer.json", "{}", CheckpointError, r"tokenizer\.json: cannot be read as a tokenizer"),
         ("tokenizer_config.json", "[]", CheckpointError, r"tokenizer_config\.json: .* a JSON object, got list"),

@@ -76,6 +76,13 @@ def test_logits_and_greedy_tokens_are_those_recorded(recorded_data, monkeypatch,
         assert found[length - 1 : -1].argmax(-1).tolist() == case["token_ids"]
 
 
+def test_layers_behind_the_last_with_which_others_draft_are_left_out(tmp_path):
+    kit.make("glm4_moe", tmp_path)
+    described = json.loads((tmp_path / "config.json").read_text()) | {"num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    assert ca_jax.load_model(str(tmp_path), dtype="float32").config.num_layers == 2
+
+
 # Bad input.
 
 
