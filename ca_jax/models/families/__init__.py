@@ -24,7 +24,8 @@ BY_MODEL_TYPE: dict[str, Family] = {
 
 BY_GGUF_ARCHITECTURE: dict[str, list[Family]] = {
     architecture: [family for family in FAMILIES.values() if family.gguf_architecture == architecture]
-    for architecture in {family.gguf_architecture for family in FAMILIES.values()} - {None}
+    for architecture in {family.gguf_architecture for family in FAMILIES.values()}
+    if architecture is not None
 }
 """By GGUF's `general.architecture`, which some share."""
 

@@ -239,7 +239,7 @@ def rope_from_hf(
     parameters |= described.get("rope_scaling") or {}
     parameters |= described.get("rope_parameters") or {}
     rotary_dim = int(head_dim * parameters.get("partial_rotary_factor", described.get(partial_key, partial)))
-    if rotary_dim_key in described:
+    if rotary_dim_key is not None and rotary_dim_key in described:
         rotary_dim = described[rotary_dim_key]
     fields: dict[str, Any] = {
         "theta": float(parameters["rope_theta"]),
