@@ -137,7 +137,7 @@ def full_pass(token_ids: Sequence[int], model: LoadedModel | None = None) -> tup
     padded = np.zeros((1, WINDOW), np.int32)
     padded[0, : len(token_ids)] = token_ids
     logits, kv = _pass(model.model, model.params, padded)
-    layers = np.stack([np.stack([layer.k[0], layer.v[0]]) for layer in kv.layers])
+    layers = np.stack([np.stack([part[0] for part in layer.parts]) for layer in kv.layers])
     return np.asarray(logits)[0, : len(token_ids)], layers[:, :, : len(token_ids)]
 
 

@@ -64,6 +64,12 @@ _EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
 _QWEN_MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _GLM_MOE = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 2}
 _GLM_MOE |= {"num_hidden_layers": 3, "routed_scaling_factor": 1.7}
+_GROUPS = {"n_group": 3, "topk_group": 2}
+_BY_GROUP = {**_GROUPS, "topk_method": "group_limited_greedy"}
+_MLA = {"kv_lora_rank": 20, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10}
+_MLA |= {"num_key_value_heads": 4}
+_MLA_YARN = _rope("yarn", **_ORIGINAL, mscale=1.0, mscale_all_dim=0.8)
+_MISTRAL4_YARN = _rope("yarn", **_ORIGINAL, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.3)
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {**_LLAMA, "num_key_value_heads": 4}),
@@ -100,6 +106,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("Glm4Moe", {**_LLAMA, **_GLM_MOE, "use_qk_norm": True, "attention_bias": True}),
     "glm4_moe_groups": ("Glm4Moe", {**_LLAMA, **_GLM_MOE, "n_group": 3, "topk_group": 2, "norm_topk_prob": False}),
     "minimax_m2": ("MiniMaxM2", {**_LLAMA, **_EXPERTS, "head_dim": 16, "rotary_dim": 8}),
+    "deepseek_v2": ("DeepseekV2", {**_LLAMA, **_MLA, **_GLM_MOE, "q_lora_rank": None, "first_k_dense_replace": 1}),
+    "deepseek_v2_groups": ("DeepseekV2", {**_LLAMA, **_MLA, **_GLM_MOE, **_BY_GROUP, "num_key_value_heads": 4}),
+    "deepseek_v3": ("DeepseekV3", {**_LLAMA, **_MLA, **_GLM_MOE, **_GROUPS, **_MLA_YARN, "first_k_dense_replace": 1}),
+    "deepseek_v3_plain": ("DeepseekV3", {**_LLAMA, **_MLA, **_GLM_MOE, "n_group": 1, "topk_group": 1}),
+    "mistral4": ("Mistral4", {**_LLAMA, **_MLA, **_GLM_MOE, **_MISTRAL4_YARN}),
     "neox_sequential": ("GPTNeoX", {**_NEOX, **_NOT_PARALLEL, **_rope("default", partial_rotary_factor=0.5)}),
 }
 """Each architecture and each rope scaling: what `transformers` calls it, and its config."""

@@ -253,6 +253,8 @@ BEHIND = {"norms_before": False, "norms_behind": True, "qk_norm": True, "qk_norm
 SOFTMAX = {"num_experts": 4, "num_experts_per_token": 2, "normalizes_shares": False}
 SIGMOID = {"num_experts": 6, "num_experts_per_token": 2, "routing": "sigmoid", "choice_bias": True}
 DENSE_FIRST = {"dense_layers": (0,), "dense_mlp_dim": 40, "num_expert_groups": 3, "num_chosen_groups": 2}
+LATENT = {"num_kv_heads": 1, "head_dim": 28, "latent_dim": 20, "nope_dim": 12, "value_dim": 10}
+LATENT |= {"rope": RopeConfig(rotary_dim=8)}
 UNBIASED = {"norm": "layer", "norm_bias": False, "is_parallel": True, "shares_norm": True}
 LONGROPE = RopeConfig(scaling="longrope", short_factors=(1.0,) * 4, long_factors=(1.0, 2.0, 3.0, 4.0))
 GELU = {"norm": "layer", "mlp": "gelu", "is_parallel": True}
@@ -265,6 +267,8 @@ FAMILIES = {
     "glm4_moe": {**SIGMOID, **DENSE_FIRST, "shared_mlp_dim": 24, "num_kv_heads": 4, "rope": RopeConfig(rotary_dim=4)},
     "cohere2": {**UNBIASED, "sliding_window": 40, "full_layers": (1,), "nope_layers": (1,), "logit_scale": 0.5},
     "llama": {"num_kv_heads": 4},
+    "deepseek_v3": {**SIGMOID, **DENSE_FIRST, **LATENT, "shared_mlp_dim": 24, "query_rank": 24},
+    "deepseek_v2": {**SOFTMAX, **LATENT, "num_group_shares": 1, "num_expert_groups": 2},
     "qwen2_moe": {**SOFTMAX, "qkv_bias": True, "shared_mlp_dim": 24, "gates_shared": True},
     "qwen3_moe": {**SOFTMAX, "qk_norm": True, "dense_layers": (1,)},
     "minimax_m2": {**SIGMOID, "qk_norm": True, "qk_norm_is_whole": True, "rope": RopeConfig(rotary_dim=4)},
@@ -279,7 +283,7 @@ FAMILIES = {
 }
 HAVE_NOTHING_ELSE = (
     *("llama", "mistral", "qwen2", "falcon-40b", "qwen2_moe", "qwen3_moe", "minimax_m2", "smollm3", "granite"),
-    *("ministral3", "olmo2", "phi3"),
+    *("ministral3", "olmo2", "phi3", "deepseek_v2"),
 )
 """All that these have, others before them have too."""
 

@@ -54,7 +54,8 @@ class SlicedCache:
         config = self.model.config
         self.window = window
         self.token_ids: list[int] = []
-        self.kv = np.zeros((config.num_layers, 2, 0, config.num_kv_heads, config.head_dim), np.float32)
+        num_parts, *of_token = config.kv_shape(0)
+        self.kv = np.zeros((config.num_layers, num_parts, 0, *of_token), np.float32)
 
     def feed(self, token_ids: Sequence[int]) -> np.ndarray:
         """Puts tokens behind the context; logits of the last one, `[V]`."""
@@ -88,14 +89,14 @@ class SlicedCache:
         room = np.full((*self.kv.shape[:2], self.window, *self.kv.shape[3:]), np.nan, np.float32)
         room[:, :, :length] = self.kv
         history = KVCache(
-            tuple(LayerKV(jnp.asarray(layer[:1]), jnp.asarray(layer[1:])) for layer in room),
+            tuple(LayerKV.of(jnp.asarray(layer)) for layer in room),
             jnp.array([length], jnp.int32),
         )
         padded = np.zeros((1, num_rows), np.int32)
         padded[0, : len(part)] = part
         positions = length + jnp.arange(num_rows)[None]
         logits, new = _apply(model.model, model.params, jnp.asarray(padded), positions, history, self.window)
-        rows = np.stack([np.stack([layer.k[0], layer.v[0]]) for layer in new.layers])[:, :, : len(part)]
+        rows = np.stack([np.stack([each[0] for each in layer.parts]) for layer in new.layers])[:, :, : len(part)]
         self.kv = np.concatenate([self.kv, rows], axis=2)
         self.token_ids += part
         return np.asarray(logits)[0, : len(part)]

@@ -36,6 +36,8 @@ NAMES = (
     "qwen3_moe",
     "glm4_moe",
     "minimax_m2",
+    "deepseek_v2",
+    "deepseek_v3",
 )
 
 

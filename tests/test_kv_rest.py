@@ -53,7 +53,7 @@ def test_turns_over_rounded_history_are_those_of_a_rounded_cache(store):
         off = np.abs(unpacked(rows) - expected[:, :, : rows.shape[2]]) > 1e-4
         assert off.mean() < 1e-3, "it is the int8 of the same numbers, but for some that lay between two"
         read = engine._kv.histories.read(session, session.token_ids)
-        found = np.stack([np.concatenate([layer.k, layer.v]) for layer in read.layers])[:, :, : rows.shape[2]]
+        found = np.stack([np.concatenate(layer.parts) for layer in read.layers])[:, :, : rows.shape[2]]
         np.testing.assert_array_equal(found, unpacked(rows))
         assert engine.store_stats().used_bytes % LAYOUT.block_bytes == 0
 

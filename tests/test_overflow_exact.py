@@ -177,7 +177,7 @@ def test_a_discarder_says_which_tokens_leave(inner, store):
                 assert (context.num_tokens, context.keep_first) == (len(before[0, 0]) + 1, 3)
                 assert (context.attention is not None) == inner.needs_attention
                 if inner.needs_kv:
-                    found = np.stack([np.concatenate([layer.k, layer.v]) for layer in context.kv.layers])
+                    found = np.stack([np.concatenate(layer.parts) for layer in context.kv.layers])
                     np.testing.assert_allclose(found[:, :, :-1], before, rtol=0, atol=ok.ATOL)
             discarder.contexts.clear()
             pair.expect_stored_kv()

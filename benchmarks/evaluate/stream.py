@@ -270,7 +270,7 @@ class ContextStream:
         return plan.num_recomputed
 
     def _cache(self) -> KVCache:
-        layers = tuple(LayerKV(kv[:1], kv[1:]) for kv in self.kv)
+        layers = tuple(LayerKV.of(kv) for kv in self.kv)
         return KVCache(layers, to_device([len(self._token_ids)], np.int32))
 
     # Computing.

@@ -185,7 +185,7 @@ def through_layer(
         if move is not None:
             pages = move(pages, new, own, *(each[0] for each in moved))
         out, pages = paged.attend_pages(own_q, new, pages, own, table, kind.window, has_gaps=has_gaps, **options)
-        kv = jnp.concatenate([new.k, new.v], axis=0)
+        kv = jnp.concatenate(new.parts, axis=0)
         given = (out[None], kv, kv[:, :num_first], pages)
         if not with_attention:
             return given

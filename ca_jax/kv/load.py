@@ -286,7 +286,7 @@ class Histories:
                 read.result()
             self._store.abort_load(ticket, MissReason.CANCELLED)
         lengths = np.array([0 if ticket is None else ticket.num_tokens], np.int32)
-        arrays = (LayerKV(kv[:1], kv[1:]) for kv in (self._runner.unpacked(to_device(kv)) for kv in layers))
+        arrays = (LayerKV.of(kv) for kv in (self._runner.unpacked(to_device(kv)) for kv in layers))
         return KVCache(tuple(arrays), to_device(lengths))
 
     def may_share(self, job: Job, session: Session) -> bool:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ca_jax.models import rope
-from ca_jax.models.kv import LayerKV
+from ca_jax.models.kv import LayerKV, values_of
 
 MASKED = -1e30
 """Score of a key that must not be seen. Finite, so that a wholly masked block of keys gives no NaN."""
@@ -97,7 +97,7 @@ def attend(
     Args:
       q: `[B, T, N, H]`, unrotated.
       new: the new tokens' KV, `[B, T, K, H]`, unrotated.
-      history: keys and values `[2, B, S, K, H]`, unrotated, or None for no history.
+      history: keys and values `[2, B, S, K, H]`, or what is both `[1, B, S, K, H]`, unrotated; None for no history.
       history_lengths: i32 `[B]`, history tokens that count, at most S.
       rotation: of the new tokens' positions, `[B, T, H/2]`.
       history_rotation: of history places, `[S, H/2]`.
@@ -106,15 +106,17 @@ def attend(
       sinks: f32 `[N]`, a score of each head beside those of keys, that weighs on no value; None: none.
 
     Returns:
-      `[B, T, N, H]` in q's dtype.
+      `[B, T, N, H]` in q's dtype, H of values.
     """
-    keys, values = rope.rotate(new.k, rotation), new.v
+    rotary_dim = 2 * rotation.cos.shape[-1]
+    keys, values = rope.rotate(new.k, rotation), values_of(new.k, new.v, rotary_dim)
     num_history = 0
     if history is not None and history_rotation is not None:
         num_history = history.shape[2]
         used = jnp.arange(num_history)[None, :, None, None] < history_lengths[:, None, None, None]
         keys = jnp.concatenate([rope.rotate(history[0], history_rotation), keys], axis=1)
-        values = jnp.concatenate([jnp.where(used, history[1], 0).astype(values.dtype), values], axis=1)
+        old = values_of(history[0], history[1] if len(history) > 1 else None, rotary_dim)
+        values = jnp.concatenate([jnp.where(used, old, 0).astype(values.dtype), values], axis=1)
     attend_row = partial(_attend_row, num_history=num_history, window=window, cap=cap, sinks=sinks)
     return jax.vmap(attend_row)(rope.rotate(q, rotation), keys, values, history_lengths)
 
@@ -162,6 +164,7 @@ def _attend_row(
             top = jnp.maximum(top, of_heads)
             sink_weights = jnp.exp(of_heads - top)
         weights = jnp.exp(scores - top)
-        out = dot(weights.astype(v.dtype).reshape(num_kv, -1, extent), v[:, :extent], (2, 1), 1).reshape(rows.shape)
+        out = dot(weights.astype(v.dtype).reshape(num_kv, -1, extent), v[:, :extent], (2, 1), 1)
+        out = out.reshape(*rows.shape[:-1], v.shape[-1])
         blocks.append(out / (weights.sum(-1, keepdims=True) + sink_weights))
-    return jnp.concatenate(blocks, axis=2).transpose(2, 0, 1, 3).reshape(q.shape).astype(q.dtype)
+    return jnp.concatenate(blocks, axis=2).transpose(2, 0, 1, 3).reshape(*q.shape[:2], -1).astype(q.dtype)

@@ -176,6 +176,16 @@ class ModelConfig:
     """Whether the attention's output has a bias."""
     mlp_bias: bool = False
     """Whether the feed-forward block's matrices have biases."""
+    latent_dim: int = dataclasses.field(default=0, metadata=_LATER)
+    """Numbers of a token that the keys and values of all heads are made of, where these are stored in place of them
+    (multi-head latent attention). They are one KV head then, behind the numbers that are rotated: H is R and this. 0:
+    keys and values are stored."""
+    nope_dim: int = dataclasses.field(default=0, metadata=_LATER)
+    """Latent attention only: numbers of each head's queries that are not rotated."""
+    value_dim: int = dataclasses.field(default=0, metadata=_LATER)
+    """Latent attention only: numbers of each head's values."""
+    query_rank: int = dataclasses.field(default=0, metadata=_LATER)
+    """Latent attention only: numbers that queries are made of; 0: they are made of what the layer reads."""
     qk_norm: bool = False
     """Whether queries and keys go through an RMSNorm before they are rotated, each head by itself."""
     qk_norm_is_whole: bool = dataclasses.field(default=False, metadata=_LATER)
@@ -207,9 +217,11 @@ class ModelConfig:
     routing_scale: float = dataclasses.field(default=1.0, metadata=_LATER)
     """What shares are multiplied by at last."""
     num_expert_groups: int = dataclasses.field(default=1, metadata=_LATER)
-    """Experts are in so many groups, and chosen from the best of them: those whose best two shares add up to most."""
+    """Experts are in so many groups, and chosen from the best of them."""
     num_chosen_groups: int = dataclasses.field(default=1, metadata=_LATER)
     """How many groups are chosen from."""
+    num_group_shares: int = dataclasses.field(default=2, metadata=_LATER)
+    """By how many of its best shares, added up, a group is chosen."""
 
     def __post_init__(self) -> None:
         layers = ("full_layers", "nope_layers", "dense_layers")
@@ -242,6 +254,14 @@ class ModelConfig:
         check(self.query_span > 0, "query_span", "positive", self.query_span)
         are_chosen = experts == (0, 0) or 0 < experts[0] <= experts[1]
         check(are_chosen, "experts", "0 < num_experts_per_token <= num_experts, or both 0", experts)
+        if self.latent_dim:
+            width = self.rotary_dim + self.latent_dim
+            shape = (self.num_kv_heads, self.head_dim)
+            check(shape == (1, width), "KV heads and head_dim of latent attention", f"1 and {width}", shape)
+            made = (self.nope_dim, self.value_dim)
+            check(min(made) > 0, "nope_dim and value_dim of latent attention", "positive", made)
+            has_none = not (self.qkv_bias or self.out_bias or self.qk_norm or self.has_sinks)
+            check(has_none, "latent attention", "without biases, qk_norm and sinks", "some of them")
         is_gated = not self.num_experts or self.has_gate
         check(is_gated, "mlp of experts", "one that is gated", self.mlp)
         groups = (self.num_chosen_groups, self.num_expert_groups)
@@ -293,8 +313,8 @@ class ModelConfig:
         return self.rope if self.local_rope is None or self.window_of(layer) is None else self.local_rope
 
     def kv_shape(self, layer: int) -> tuple[int, int, int]:
-        """What a token leaves in a layer: parts (keys and values), KV heads, numbers of each."""
-        return (2, self.num_kv_heads, self.head_dim)
+        """What a token leaves in a layer: parts (keys and values, or the latent alone), KV heads, numbers of each."""
+        return (1 if self.latent_dim else 2, self.num_kv_heads, self.head_dim)
 
     def kv_bytes_per_token(self, itemsize: int = 2) -> int:
         """Bytes of keys and values one token leaves in all layers, at `itemsize` bytes a number (2 for bf16)."""

@@ -169,10 +169,10 @@ def pack_params(config: ModelConfig, params: Mapping[str, Any]) -> dict[str, Any
     for i in range(config.num_layers):
         layer = params[f"layer_{i}"]
         attn, mlp = layer["attn"], layer["mlp"]
-        wanted[f"layer_{i}", "attn", "qkv"] = [
-            host(attn[name]).reshape(config.embed_dim, -1) for name in ("wq", "wk", "wv")
-        ]
-        wanted[f"layer_{i}", "attn", "out"] = [host(attn["wo"]).reshape(-1, config.embed_dim)]
+        if not config.latent_dim:
+            matrices = (host(attn[name]) for name in ("wq", "wk", "wv"))
+            wanted[f"layer_{i}", "attn", "qkv"] = [each.reshape(config.embed_dim, -1) for each in matrices]
+            wanted[f"layer_{i}", "attn", "out"] = [host(attn["wo"]).reshape(-1, config.embed_dim)]
         if not config.kind_of(i).has_experts:
             wide = [name for name in ("w_gate", "w_up") if name in mlp]
             wanted[f"layer_{i}", "mlp", "wide"] = [host(mlp[name]) for name in wide]

@@ -32,8 +32,23 @@ class LayerKV:
 
     k: jax.Array
     """`[B, S, K, H]`."""
-    v: jax.Array
-    """`[B, S, K, H]`."""
+    v: jax.Array | None
+    """`[B, S, K, H]`. None: they are what of the keys is not rotated (latent attention)."""
+
+    @property
+    def parts(self) -> tuple[jax.Array, ...]:
+        """Keys and values, or what is both."""
+        return (self.k,) if self.v is None else (self.k, self.v)
+
+    @classmethod
+    def of(cls, parts: jax.Array) -> LayerKV:
+        """KV of one sequence, `[2, S, K, H]`, or `[1, S, K, H]` where that is both."""
+        return cls(parts[:1], parts[1:] if len(parts) > 1 else None)
+
+
+def values_of(keys: jax.Array, values: jax.Array | None, rotary_dim: int) -> jax.Array:
+    """The values `[..., H]`, or those that lie behind the numbers of keys that are rotated, `[..., H - R]`."""
+    return keys[..., rotary_dim:] if values is None else values
 
 
 @jax.tree_util.register_dataclass
@@ -54,9 +69,9 @@ class KVCache:
 
 def empty(config: ModelConfig, batch_size: int, capacity: int, dtype=jnp.float32) -> KVCache:
     """A cache of `batch_size` rows with room for `capacity` tokens each, none of them used."""
-    shape = (batch_size, capacity, config.num_kv_heads, config.head_dim)
-    zeros = jnp.zeros(shape, dtype)
-    layers = tuple(LayerKV(zeros, zeros) for _ in range(config.num_layers))
+    shapes = map(config.kv_shape, range(config.num_layers))
+    zeros = [(parts, jnp.zeros((batch_size, capacity, *shape), dtype)) for parts, *shape in shapes]
+    layers = tuple(LayerKV(each, each if parts > 1 else None) for parts, each in zeros)
     return KVCache(layers, jnp.zeros((batch_size,), jnp.int32))
 
 
@@ -72,7 +87,7 @@ def append(cache: KVCache, new: KVCache) -> KVCache:
             padded, added.astype(old.dtype), cache.lengths
         )
 
-    layers = tuple(LayerKV(place(a.k, b.k), place(a.v, b.v)) for a, b in zip(cache.layers, new.layers, strict=True))
+    layers = jax.tree.map(place, cache.layers, new.layers)
     return KVCache(layers, cache.lengths + new.lengths)
 
 
@@ -83,7 +98,7 @@ def take(cache: KVCache, num_tokens: int) -> KVCache:
       ValueError: `num_tokens` is negative or above the capacity.
     """
     check(0 <= num_tokens <= cache.capacity, "tokens to keep", f"0..{cache.capacity}", num_tokens)
-    layers = tuple(LayerKV(layer.k[:, :num_tokens], layer.v[:, :num_tokens]) for layer in cache.layers)
+    layers = jax.tree.map(lambda part: part[:, :num_tokens], cache.layers)
     return KVCache(layers, jnp.minimum(cache.lengths, num_tokens))
 
 
@@ -98,7 +113,7 @@ def drop_oldest(cache: KVCache, num_tokens: int) -> KVCache:
     Source: CachedAttention (Gao et al., USENIX ATC 2024), section 3.4.
     """
     check(0 <= num_tokens <= cache.capacity, "tokens to drop", f"0..{cache.capacity}", num_tokens)
-    layers = tuple(LayerKV(layer.k[:, num_tokens:], layer.v[:, num_tokens:]) for layer in cache.layers)
+    layers = jax.tree.map(lambda part: part[:, num_tokens:], cache.layers)
     return KVCache(layers, jnp.maximum(cache.lengths - num_tokens, 0))
 
 

@@ -30,7 +30,7 @@ from jax import lax
 from ca_jax import backend
 from ca_jax.models import cpu_kernels, gpu_attention, rope, tpu_attention
 from ca_jax.models.attention import MASKED, accumulated, dot, nothing
-from ca_jax.models.kv import LayerKV
+from ca_jax.models.kv import LayerKV, values_of
 
 PagedAttention = Literal["blocks"] | backend.Kernel
 """How `attend_pages` is computed. `blocks`: queries in blocks, a page at a time, on any backend; else a kernel."""
@@ -69,7 +69,8 @@ def attend_pages(
     Args:
       q: `[T, N, H]`, unrotated.
       new: the tokens' KV `[1, T, K, H]`, unrotated.
-      pages: `[P, 2, K, page, H]` (0 keys, 1 values), unrotated; in place where they are donated.
+      pages: `[P, 2, K, page, H]` (0 keys, 1 values), or `[P, 1, K, page, H]` where values are what of keys is not
+        rotated; unrotated; in place where they are donated.
       rows: whose the tokens are.
       rotation: of all places, f32 `[C', R/2]`, C' at least C.
       window: how many tokens a token sees, the last ones, itself among them; None: all.
@@ -129,7 +130,8 @@ def paged_attention(pages: jax.Array | jax.ShapeDtypeStruct) -> PagedAttention:
         is_served = gpu_attention.fits_kernel(pages) and gpu_attention.kernel_is_served(dtype, head_dim)
     else:
         is_served = kernel == "mosaic" and tpu_attention.fits_kernel(pages)
-    return kernel if is_served and kernel is not None else "blocks"
+    has_values = pages.shape[1] == 2
+    return kernel if is_served and has_values and kernel is not None else "blocks"
 
 
 def write_rows(
@@ -145,10 +147,10 @@ def write_rows(
     place = rows.places[:num_tokens]
     number = rows.table.at[row, place // size].get(mode="clip")
     is_there = token < rows.starts[-1]
+    kv = jnp.stack([part[0] for part in new.parts], axis=1).astype(pages.dtype)  # [T, 2, K, H]
     if not backend.here().writes_whole_pages:
-        return _put(pages, new, number, place, is_there)
+        return _put(pages, kv, number, place, is_there)
     # Whole pages: of one that several tokens are of, the first one's row of the update has them all.
-    kv = jnp.stack([new.k[0], new.v[0]], axis=1).astype(pages.dtype)  # [T, 2, K, H]
     number = jnp.where(is_there, number, len(pages))
     if one_each:
         source = jnp.where((jnp.arange(size) == (place % size)[:, None]) & is_there[:, None], token[:, None], -1)
@@ -186,7 +188,7 @@ def write_places(pages: jax.Array, kv: jax.Array, table: jax.Array, start: jax.A
         return _mixed(pages, kv.swapaxes(0, 1), number, source)
     token = jnp.arange(kv.shape[1])
     number = table.at[(start + token) // size].get(mode="clip")
-    return _put(pages, LayerKV(kv[:1], kv[1:]), number, start + token, token < count)
+    return _put(pages, kv.swapaxes(0, 1), number, start + token, token < count)
 
 
 def read_places(pages: jax.Array, table: jax.Array, places: jax.Array) -> jax.Array:
@@ -194,13 +196,13 @@ def read_places(pages: jax.Array, table: jax.Array, places: jax.Array) -> jax.Ar
     size = pages.shape[3]
     if backend.here().writes_whole_pages:
         kv = pages.at[table].get(mode="clip").transpose(1, 0, 3, 2, 4)
-        return kv.reshape(2, -1, *kv.shape[3:]).at[:, places].get(mode="clip")
+        return kv.reshape(kv.shape[0], -1, *kv.shape[3:]).at[:, places].get(mode="clip")
     return pages.at[table[places // size], :, :, places % size].get(mode="clip").swapaxes(0, 1)
 
 
-def _put(pages: jax.Array, new: LayerKV, numbers: jax.Array, places: jax.Array, is_there: jax.Array) -> jax.Array:
+def _put(pages: jax.Array, kv: jax.Array, numbers: jax.Array, places: jax.Array, is_there: jax.Array) -> jax.Array:
+    """Puts KV `[T, 2, K, H]` into pages `[P, 2, K, page, H]`."""
     numbers = jnp.where(is_there, numbers, len(pages))  # Out of range: nowhere.
-    kv = jnp.stack([new.k[0], new.v[0]], axis=1).astype(pages.dtype)  # [T, 2, K, H]
     return pages.at[numbers, :, :, places % pages.shape[3]].set(kv, mode="drop", unique_indices=True)
 
 
@@ -251,10 +253,14 @@ class _Blocks(NamedTuple):
         return jnp.repeat(sinks.reshape(num_kv, groups), block, axis=1)
 
     def taken_apart(self, out: jax.Array, q: jax.Array) -> jax.Array:
-        """What came out, `[b, K, G block, H]`, as `[T, N, H]` like q."""
-        b, num_kv, groups, block, head_dim = self.queries.shape
-        out = out.reshape(b, num_kv, groups, block, head_dim).transpose(0, 3, 1, 2, 4).reshape(b, block, -1, head_dim)
-        return jnp.zeros_like(q).at[self.token].set(out.astype(q.dtype), mode="drop", unique_indices=True)
+        """What came out, `[b, K, G block, H]`, H of values, as `[T, N, H]` like q."""
+        (b, num_kv, groups, block, _), width = self.queries.shape, out.shape[-1]
+        out = out.reshape(b, num_kv, groups, block, width).transpose(0, 3, 1, 2, 4).reshape(b, block, -1, width)
+        return (
+            jnp.zeros((*q.shape[:2], width), q.dtype)
+            .at[self.token]
+            .set(out.astype(q.dtype), mode="drop", unique_indices=True)
+        )
 
 
 def _block_tokens(q: jax.Array, pages: jax.Array, implementation: PagedAttention) -> int:
@@ -319,6 +325,8 @@ def _by_pages(
     """
     size, block = pages.shape[3], blocks.queries.shape[3]
     num_rows, capacity = len(rows.table), rows.table.shape[1] * size
+    rotary_dim = 2 * rotation.cos.shape[-1]
+    value_dim = pages.shape[-1] - (rotary_dim if pages.shape[1] == 1 else 0)
 
     def attend(
         queries: jax.Array, row: jax.Array, own: jax.Array, first_page: jax.Array
@@ -339,13 +347,14 @@ def _by_pages(
                 seen &= where[:, None, None, :] > own - window
             scores = dot(queries, keys, (3, 3), 2)
             scores = jnp.where(seen, scores if cap is None else cap * jnp.tanh(scores / cap), MASKED)
-            return scores, jnp.where(is_there, kv[:, 1], 0), where
+            values = values_of(kv[:, 0], kv[:, 1] if kv.shape[1] > 1 else None, rotary_dim)
+            return scores, jnp.where(is_there, values, 0), where
 
         def body(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             scores, values, _ = scores_of(i)
             return accumulated(carry, scores, lambda weights: dot(weights.astype(values.dtype), values, (3, 2), 2))
 
-        top, total, out = nothing(queries.shape)
+        top, total, out = nothing((*queries.shape[:-1], value_dim))
         if sinks is not None:
             top, total = jnp.broadcast_to(blocks.of_heads(sinks), top.shape), jnp.ones_like(total)
         top, total, out = lax.fori_loop(0, num_pages, body, (top, total, out))

@@ -4,10 +4,9 @@ A layer does not know where its history is. It hands queries and the new tokens'
 what comes back, so that one layer serves the research call (`Transformer.__call__`), layer-by-layer prefill and decode.
 Which parts a model has is said by its config alone, so that one set of parts serves every family.
 
-Shapes: B batch, T new tokens, S history tokens, L layers, N query heads, K KV heads, H head dim, F embed, D mlp,
-E experts, V vocab.
+Shapes: B batch, T new tokens, S history tokens, L layers, N query heads, K KV heads, H head dim, F embed, V vocab.
 
-Not here: attention itself, rotation, sharding, checkpoints.
+Not here: attention itself, feed-forward blocks (feed_forward), rotation, sharding, checkpoints.
 """
 
 from __future__ import annotations
@@ -21,89 +20,19 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from ca_jax.models import cpu_kernels, rope
+from ca_jax.models import rope
 from ca_jax.models.attention import attend, matmul_precision
 from ca_jax.models.config import LayerKind, ModelConfig
+from ca_jax.models.feed_forward import MLP, Experts
 from ca_jax.models.kv import KVCache, LayerKV
-from ca_jax.models.sharding import ModelSharding, by_device
+from ca_jax.models.parts import INIT, Norm, norm_of, packed_product, project
+from ca_jax.models.sharding import ModelSharding
 
 AttendFn = Callable[[jax.Array, LayerKV, jax.Array | None], tuple[jax.Array, Any]]
 """Unrotated queries `[B, T, N, H]`, new KV `[B, T, K, H]` and sinks f32 `[N]` to attention output `[B, T, N, H]` and
 any carry. Scores are to be multiplied by 1 / sqrt(H)."""
 
-INIT = nn.initializers.normal(0.02)
-"""Of matrices, where parameters are made by linen."""
-
-EXPERT_BLOCK = 64
-"""Most tokens that go through an expert at once."""
-
-_CLIP, _CLIPPED_SLOPE = 7.0, 1.702  # Of "swiglu_clipped".
-_LEAST_SHARES = 1e-20  # Of what adds up to nothing nothing is made.
-
-
-def project(x: jax.Array, weights: jax.Array, num_inputs: int = 1) -> jax.Array:
-    """Contracts the last `num_inputs` axes of x with the first of the weights, as one plain matrix product.
-
-    Written out as 2-D because the CPU backend has a fast path for that alone: 30 layers at one token took 20 ms so,
-    31 ms as an einsum over `[B, T, F] [F, N, H]`.
-    """
-    split = x.ndim - num_inputs
-    leading, trailing = x.shape[:split], weights.shape[num_inputs:]
-    rows = math.prod(leading)
-    flat = jnp.dot(
-        x.reshape(rows, -1), weights.reshape(math.prod(weights.shape[:num_inputs]), -1), precision=matmul_precision(x)
-    )
-    return flat.reshape(*leading, *trailing)
-
-
-def packed_product(module: nn.Module, name: str, x: jax.Array, num_outputs: int) -> jax.Array | None:
-    """`x [..., inputs]` times weights that lie packed beside a module's parameters; None where it has none for it.
-
-    They are in the collection `packed`, of `cpu_kernels.pack_params`, and serve few rows.
-    """
-    num_rows = math.prod(x.shape[:-1])
-    if num_rows > cpu_kernels.MAX_PACKED_ROWS or not module.has_variable("packed", name):
-        return None
-    packed: jax.Array = module.get_variable("packed", name)
-    return cpu_kernels.packed_dot(x.reshape(num_rows, -1), packed, num_outputs).reshape(*x.shape[:-1], num_outputs)
-
-
-class Norm(nn.Module):
-    """Divides by the root mean square over F and scales (Zhang and Sennrich, 2019); f32 inside.
-
-    With `is_layer` it first takes off the mean, and may shift behind (LayerNorm: Ba et al., 2016). It may be over
-    several axes, the last ones.
-    """
-
-    eps: float
-    is_layer: bool = False
-    has_bias: bool = False
-    offset: float = 0.0
-    num_axes: int = 1
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """`[..., F]` to the same shape and dtype."""
-        shape, axes = x.shape[-self.num_axes :], tuple(range(-self.num_axes, 0))
-        scale = self.param("scale", nn.initializers.constant(1 - self.offset), shape)
-        full = x.astype(jnp.float32)
-        if self.is_layer:
-            full = full - jnp.mean(full, axis=axes, keepdims=True)
-        full = full * jax.lax.rsqrt(jnp.mean(full * full, axis=axes, keepdims=True) + self.eps)
-        if self.offset:
-            scale = scale.astype(jnp.float32) + self.offset
-        elif not self.is_layer:
-            return full.astype(x.dtype) * scale.astype(x.dtype)
-        full = full * scale
-        if self.has_bias:
-            full = full + self.param("bias", nn.initializers.zeros, shape)
-        return full.astype(x.dtype)
-
-
-def norm_of(config: ModelConfig) -> Norm:
-    """A norm over the residual stream."""
-    is_layer = config.norm == "layer"
-    return Norm(config.norm_eps, is_layer, is_layer and config.norm_bias, config.norm_offset)
+_LATENT_EPS = 1e-6  # Of norms inside latent attention, whatever that of others is.
 
 
 class Attention(nn.Module):
@@ -159,183 +88,48 @@ class Attention(nn.Module):
         return (out + self.bo if self.config.out_bias else out), carry
 
 
-def activated(config: ModelConfig, *wide: jax.Array) -> jax.Array:
-    """What the last matrix of a feed-forward block reads: the gate and what it gates, or what there is of it alone.
+class LatentAttention(nn.Module):
+    """Attention of all heads over one latent of each token, and numbers of it that are rotated.
 
-    Source: Shazeer, "GLU Variants Improve Transformer" (2020); clipped as in OpenAI, "gpt-oss" (2025).
-    """
-    if config.mlp == "swiglu":
-        gate, up = wide
-        return nn.silu(gate) * up
-    if config.mlp == "swiglu_clipped":
-        gate, up = jnp.minimum(wide[0], _CLIP), jnp.clip(wide[1], -_CLIP, _CLIP)
-        return gate * nn.sigmoid(_CLIPPED_SLOPE * gate) * (up + 1)
-    hidden = nn.gelu(wide[0], approximate=config.mlp.endswith("tanh"))
-    return hidden * wide[1] if config.has_gate else hidden
+    What would make keys of a latent is applied to queries, and what would make values of it to what comes out: so the
+    latent is read as it is stored, as one KV head whose values are the latent. Nothing of it has a position.
 
-
-class MLP(nn.Module):
-    """Feed-forward: three matrices of which one gates (Shazeer, 2020), or two with GELU between them.
-
-    It is `width` wide, and with `is_weighed` each token weighs what comes out.
+    Source: multi-head latent attention, absorbed: DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1 and appendix C.
     """
 
     config: ModelConfig
-    width: int
-    is_weighed: bool = False
 
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """`[B, T, F]` to `[B, T, F]`."""
+    def setup(self) -> None:
+        """Declares the parameters; their names are those in the tree."""
         c = self.config
+        num_inputs, num_heads = c.query_rank or c.embed_dim, c.num_heads
+        if c.query_rank:
+            self.wq_a = self.param("wq_a", INIT, (c.embed_dim, c.query_rank))
+            self.q_a_norm = Norm(_LATENT_EPS)
+        self.wq = self.param("wq", INIT, (num_inputs, num_heads, c.rotary_dim + c.nope_dim))
+        self.wkv_a = self.param("wkv_a", INIT, (c.embed_dim, c.head_dim))
+        self.kv_norm = Norm(_LATENT_EPS)
+        self.wuk = self.param("wuk", INIT, (c.latent_dim, num_heads, c.nope_dim))
+        self.wuv = self.param("wuv", INIT, (c.latent_dim, num_heads, c.value_dim))
+        self.wo = self.param("wo", INIT, (num_heads, c.value_dim, c.embed_dim))
 
-        def linear(x: jax.Array, packed_as: str, shape: tuple[int, int], *names: str) -> list[jax.Array]:
-            """Of the named matrices, which lie packed together."""
-            packed = packed_product(self, packed_as, x, shape[1] * len(names))
-            if packed is None:
-                outs = [project(x, self.param(f"w_{name}", INIT, shape)) for name in names]
-            else:
-                outs = jnp.split(packed, len(names), axis=-1)
-            if not c.mlp_bias:
-                return outs
-            biases = [self.param(f"b_{name}", nn.initializers.zeros, shape[1:]) for name in names]
-            return [out + bias for out, bias in zip(outs, biases, strict=True)]
-
-        names = ("gate", "up") if c.has_gate else ("up",)
-        hidden = activated(c, *linear(x, "wide", (c.embed_dim, self.width), *names))
-        [out] = linear(hidden, "down", (self.width, c.embed_dim), "down")
-        if self.is_weighed:
-            out = out * nn.sigmoid(project(x, self.param("w_share", INIT, (c.embed_dim, 1))))
-        return out
-
-
-class Experts(nn.Module):
-    """A feed-forward of E experts, of which each token goes through a few; how it weighs them says `shares_of`.
-
-    Tokens are sorted by expert and go through theirs in blocks, so that no expert is read whom nobody chose, and none
-    is computed for a token that did not choose it. On a mesh each device has its part of every expert: all go through
-    the same blocks, and what they give is summed once. `lax.ragged_dot` gives the same to 2e-6 and takes longer: on 2
-    CPU cores, for 8 experts of 512 x 1,792 of which each token chooses 2, it took 123 ms for 64 tokens where this took
-    83, and 334 ms for 256 where this took 86.
-
-    Source: Jiang et al., "Mixtral of Experts" (2024); blocks of tokens of one expert are those of MegaBlocks (Gale et
-    al., 2023).
-    """
-
-    config: ModelConfig
-    sharding: ModelSharding | None = None
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """`[B, T, F]` to `[B, T, F]`."""
+    def project(self, x: jax.Array) -> tuple[jax.Array, LayerKV]:
+        """`x [B, T, F]` to unrotated queries `[B, T, N, H]` and KV `[B, T, 1, H]`: nothing in them is of a position."""
         c = self.config
-        router = self.param("router", INIT, (c.embed_dim, c.num_experts))
-        w_gate = self.param("w_gate", INIT, (c.num_experts, c.embed_dim, c.mlp_dim))
-        w_up = self.param("w_up", INIT, (c.num_experts, c.embed_dim, c.mlp_dim))
-        w_down = self.param("w_down", INIT, (c.num_experts, c.mlp_dim, c.embed_dim))
-        rows = x.reshape(-1, c.embed_dim)
-        scores = project(rows, router).astype(jnp.float32)
-        if c.router_bias:
-            scores = scores + self.param("b_router", nn.initializers.zeros, (c.num_experts,))
-        bias = self.param("choice_bias", nn.initializers.zeros, (c.num_experts,)) if c.choice_bias else None
-        weights, chosen = shares_of(c, scores, bias)
-        zeros, wide = nn.initializers.zeros, (c.num_experts, c.mlp_dim)
-        biases = [self.param(f"b_{name}", zeros, wide) for name in ("gate", "up") if c.mlp_bias]
+        made_of = self.q_a_norm(project(x, self.wq_a)) if c.query_rank else x
+        turned, rest = jnp.split(project(made_of, self.wq), (c.rotary_dim,), axis=-1)
+        rest = jnp.einsum("btnd,cnd->btnc", rest, self.wuk, precision=matmul_precision(x))
+        q = jnp.concatenate([turned, rest.astype(turned.dtype)], axis=-1)
+        scale = c.attention_scale or 1 / math.sqrt(c.rotary_dim + c.nope_dim)
+        q = (q.astype(jnp.float32) * (scale * math.sqrt(c.head_dim))).astype(q.dtype)
+        turned, latent = jnp.split(project(x, self.wkv_a), (c.rotary_dim,), axis=-1)
+        return q, LayerKV(jnp.concatenate([turned, self.kv_norm(latent)], axis=-1)[:, :, None], None)
 
-        def sums(rows: jax.Array, weights: jax.Array, chosen: jax.Array, *matrices: jax.Array) -> jax.Array:
-            def apply(expert: jax.Array, rows: jax.Array) -> jax.Array:
-                gate, up, down, *of_wide = (jax.lax.dynamic_index_in_dim(w, expert, keepdims=False) for w in matrices)
-                hidden = [project(rows, gate), project(rows, up)]
-                if of_wide:
-                    hidden = [each + bias for each, bias in zip(hidden, of_wide, strict=True)]
-                return project(activated(c, *hidden), down)
-
-            return _through_experts(apply, rows, weights, chosen, c.num_experts)[None]
-
-        of_rows = ("batch",) if x.shape[0] > 1 else ()  # One sequence is on all devices.
-        of_matrices = ((None, None, "mlp"), (None, None, "mlp"), (None, "mlp"), *[(None, "mlp")] * len(biases))
-        is_divided = self.sharding is not None and c.mlp_dim % self.sharding.num_tensor == 0
-        in_axes, out_axes = (of_rows, of_rows, of_rows, *of_matrices), ("mlp", *of_rows)
-        given = by_device(sums, self.sharding if is_divided else None, in_axes, out_axes)
-        out = given(rows, weights, chosen, w_gate, w_up, w_down, *biases).sum(0)
-        if c.mlp_bias:  # Once, and not on each device.
-            b_down = self.param("b_down", zeros, (c.num_experts, c.embed_dim))
-            out = out + (weights[..., None] * b_down[chosen].astype(jnp.float32)).sum(1)
-        return out.astype(x.dtype).reshape(x.shape)
-
-
-def shares_of(config: ModelConfig, scores: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Which experts tokens go through, and how they weigh them.
-
-    Args:
-      config: `routing` and what is beside it.
-      scores: f32 `[R, E]`, the router's.
-      bias: `[E]`, added in choosing alone; None: none.
-
-    Returns:
-      Weights f32 `[R, k]`, and experts i32 `[R, k]`.
-
-    Source: Jiang et al., "Mixtral of Experts" (2024); groups and biases: DeepSeek-AI, "DeepSeek-V3" (2024).
-    """
-    c = config
-    shares = jax.nn.softmax(scores) if c.routing == "softmax" else nn.sigmoid(scores)
-    ranks = shares if bias is None else shares + bias.astype(jnp.float32)
-    if c.num_chosen_groups < c.num_expert_groups:
-        in_groups = ranks.reshape(len(ranks), c.num_expert_groups, -1)
-        best = jax.lax.top_k(in_groups, min(2, in_groups.shape[-1]))[0].sum(-1)
-        groups = jax.lax.top_k(best, c.num_chosen_groups)[1]
-        is_chosen = (jnp.arange(c.num_expert_groups) == groups[..., None]).any(1)
-        ranks = jnp.where(is_chosen[..., None], in_groups, -jnp.inf).reshape(ranks.shape)
-    chosen = jax.lax.top_k(ranks, c.num_experts_per_token)[1]
-    weights = jnp.take_along_axis(shares, chosen, axis=1)
-    if c.normalizes_shares:
-        weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), _LEAST_SHARES)
-    return weights * c.routing_scale, chosen
-
-
-def _through_experts(
-    apply: Callable[[jax.Array, jax.Array], jax.Array],
-    rows: jax.Array,
-    weights: jax.Array,
-    chosen: jax.Array,
-    num_experts: int,
-) -> jax.Array:
-    """The weighted sum of what the experts of each row give.
-
-    With 3 rows of 2 experts each, sorted by expert, in blocks of 2:
-
-        expert   0 0 0 | 1 1 | 2      ->   blocks   0 0 | 0 . | 1 1 | 2 .
-        row      0 1 2 | 0 2 | 1
-
-    Args:
-      apply: an expert's number and rows `[block, F]` to the same shape.
-      rows: `[R, F]`.
-      weights: f32 `[R, k]`.
-      chosen: i32 `[R, k]`, experts.
-      num_experts: E.
-
-    Returns:
-      f32 `[R, F]`.
-    """
-    num_rows, num_chosen = chosen.shape
-    size = min(EXPERT_BLOCK, num_rows)
-    experts = chosen.reshape(-1)
-    order = jnp.argsort(experts, stable=True)
-    counts = jnp.bincount(experts, length=num_experts)
-    firsts = jnp.cumsum(counts) - counts
-    num_blocks = (counts + size - 1) // size
-    ends = jnp.cumsum(num_blocks)
-    order = jnp.pad(order, (0, size))
-
-    def body(block: jax.Array, out: jax.Array) -> jax.Array:
-        expert = jnp.searchsorted(ends, block, side="right")
-        done = (block - ends[expert] + num_blocks[expert]) * size  # Of its rows, those in blocks before.
-        picks = jax.lax.dynamic_slice_in_dim(order, firsts[expert] + done, size)
-        weight = jnp.where(done + jnp.arange(size) < counts[expert], weights.reshape(-1)[picks], 0)
-        given = apply(expert, rows[picks // num_chosen])
-        return out.at[picks // num_chosen].add(given.astype(jnp.float32) * weight[:, None])
-
-    return jax.lax.fori_loop(0, ends[-1], body, jnp.zeros(rows.shape, jnp.float32))
+    def __call__(self, x: jax.Array, attend_fn: AttendFn) -> tuple[jax.Array, Any]:
+        """`x [B, T, F]` to `[B, T, F]` and what `attend_fn` carries out."""
+        out, carry = attend_fn(*self.project(x), None)
+        values = jnp.einsum("btnc,cnd->btnd", out, self.wuv, precision=matmul_precision(x)).astype(x.dtype)
+        return project(values, self.wo, num_inputs=2), carry
 
 
 class Layer(nn.Module):
@@ -359,7 +153,7 @@ class Layer(nn.Module):
                 self.mlp_norm = norm_of(c)
         if c.norms_behind:
             self.attn_post_norm, self.mlp_post_norm = norm_of(c), norm_of(c)
-        self.attn = Attention(c)
+        self.attn = LatentAttention(c) if c.latent_dim else Attention(c)
         has_experts = self.kind.has_experts
         self.mlp = Experts(c, self.sharding) if has_experts else MLP(c, c.dense_mlp_dim or c.mlp_dim)
         if has_experts and c.shared_mlp_dim:
@@ -491,7 +285,7 @@ class Transformer(nn.Module):
                 old: LayerKV | None = old,
                 kind: LayerKind = kind,
             ) -> tuple[jax.Array, LayerKV]:
-                past = None if old is None else jnp.stack([old.k, old.v])
+                past = None if old is None else jnp.stack(old.parts)
                 turns = rotations[kind.rope], history_rotations[kind.rope]
                 q = scale_queries(c, q, positions)
                 return attend(q, new, past, lengths, *turns, kind.window, c.score_cap, sinks), new

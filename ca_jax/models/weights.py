@@ -145,19 +145,35 @@ def parameter_slots(config: ModelConfig) -> Iterator[Slot]:
             if has_bias:
                 yield slot(f"{key}.b_{name}", layer, *stack, behind, is_stacked=is_stacked)
 
+    def latent_attention(layer: int) -> Iterator[Slot]:
+        made_of: tuple[str | None, int] = embed
+        latent = (None, c.latent_dim)
+        if c.query_rank:
+            made_of = (None, c.query_rank)
+            yield slot("attn.wq_a", layer, embed, made_of, num_inputs=1)
+            yield slot("attn.q_a_norm.scale", layer, made_of)
+        yield slot("attn.wq", layer, made_of, heads, ("head_dim", c.rotary_dim + c.nope_dim), num_inputs=1)
+        yield slot("attn.wkv_a", layer, embed, (None, c.head_dim), num_inputs=1)
+        yield slot("attn.kv_norm.scale", layer, latent)
+        yield slot("attn.wuk", layer, latent, heads, ("head_dim", c.nope_dim), num_inputs=1)
+        yield slot("attn.wuv", layer, latent, heads, ("head_dim", c.value_dim), num_inputs=1)
+
     inputs = (("q", heads), ("k", kv_heads), ("v", kv_heads))
     yield slot("embed.embedding", None, vocab, embed)
     for i in range(c.num_layers):
         has_experts = c.kind_of(i).has_experts
         if c.norms_before:
             yield from norm("attn_norm", i)
-        yield from (slot(f"attn.w{name}", i, embed, each, head_dim, num_inputs=1) for name, each in inputs)
+        if c.latent_dim:
+            yield from latent_attention(i)
+        else:
+            yield from (slot(f"attn.w{name}", i, embed, each, head_dim, num_inputs=1) for name, each in inputs)
         if c.qkv_bias:
             yield from (slot(f"attn.b{name}", i, each, head_dim) for name, each in inputs)
         if c.qk_norm:
             of_heads = {"q": (heads,), "k": (kv_heads,)} if c.qk_norm_is_whole else {"q": (), "k": ()}
             yield from (slot(f"attn.{name}_norm.scale", i, *of_heads[name], (None, c.head_dim)) for name in "qk")
-        yield slot("attn.wo", i, heads, head_dim, embed, num_inputs=2)
+        yield slot("attn.wo", i, heads, ("head_dim", c.value_dim or c.head_dim), embed, num_inputs=2)
         if c.out_bias:
             yield slot("attn.bo", i, embed)
         if c.has_sinks:

@@ -194,4 +194,4 @@ def _extend(
 
 def _on_host(cache: kv.KVCache) -> np.ndarray:
     """Unrotated KV of its one row, `[L, 2, S, K, H]`."""
-    return np.stack([np.concatenate([to_host(layer.k), to_host(layer.v)]) for layer in cache.layers])
+    return np.stack([np.concatenate([to_host(part) for part in layer.parts]) for layer in cache.layers])

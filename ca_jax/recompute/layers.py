@@ -100,11 +100,11 @@ def carry_along(pages: jax.Array, new: LayerKV, rows: paged.Rows, fitted: jax.Ar
       fitted: bool `[n]`, tokens that the map is fitted to: none that has no KV in the pages.
       moves: bool `[C]`, places that move.
     """
-    num_kv, size, head_dim = pages.shape[2:]
+    num_parts, num_kv, size, head_dim = pages.shape[1:]
     num_tokens, own = new.k.shape[1], rows.table[0]
 
     def by_head(kv: jax.Array) -> jax.Array:  # [2, n, K, H] to [2K, n, H]
-        return kv.astype(jnp.float32).transpose(0, 2, 1, 3).reshape(2 * num_kv, -1, head_dim)
+        return kv.astype(jnp.float32).transpose(0, 2, 1, 3).reshape(num_parts * num_kv, -1, head_dim)
 
     def dot(a: jax.Array, b: jax.Array, axis: int = 2) -> jax.Array:
         return lax.dot_general(a, b, (((axis,), (1,)), ((0,), (0,))), precision=lax.Precision.HIGHEST)
@@ -112,7 +112,7 @@ def carry_along(pages: jax.Array, new: LayerKV, rows: paged.Rows, fitted: jax.Ar
     is_fitted = fitted[:, None]
     places = jnp.where(fitted, rows.places[:num_tokens], 0)
     old = jnp.where(is_fitted, by_head(paged.read_places(pages, own, places)), 0)
-    moved = jnp.where(is_fitted, by_head(jnp.concatenate([new.k, new.v]).astype(pages.dtype)) - old, 0)
+    moved = jnp.where(is_fitted, by_head(jnp.concatenate(new.parts).astype(pages.dtype)) - old, 0)
     count = jnp.maximum(fitted.sum(), 1).astype(jnp.float32)
     mean, mean_moved = (each.sum(1, keepdims=True) / count for each in (old, moved))
     centred, rest = (jnp.where(is_fitted, each, 0) for each in (old - mean, moved - mean_moved))
@@ -133,9 +133,9 @@ def carry_along(pages: jax.Array, new: LayerKV, rows: paged.Rows, fitted: jax.Ar
 
     def move(i: jax.Array, pages: jax.Array) -> jax.Array:
         kv = pages[numbers[i]]  # [some, 2, K, page, H]
-        heads = kv.astype(jnp.float32).transpose(1, 2, 0, 3, 4).reshape(2 * num_kv, -1, head_dim)
+        heads = kv.astype(jnp.float32).transpose(1, 2, 0, 3, 4).reshape(num_parts * num_kv, -1, head_dim)
         carried = dot(heads, eye + linear) + offset
-        carried = carried.reshape(2, num_kv, some, size, head_dim).transpose(2, 0, 1, 3, 4).astype(kv.dtype)
+        carried = carried.reshape(num_parts, num_kv, some, size, head_dim).transpose(2, 0, 1, 3, 4).astype(kv.dtype)
         where = jnp.where(moving[i].any(1), numbers[i], len(pages))  # Out of range: nowhere.
         return pages.at[where].set(jnp.where(moving[i][:, None, None, :, None], carried, kv), mode="drop")
 
@@ -172,7 +172,7 @@ def choose_deviating(
 
     def deviation(new: LayerKV, pages: jax.Array, rows: tuple[jax.Array, ...]) -> jax.Array:
         own = paged.Rows(*rows)
-        found = jnp.concatenate([new.k, new.v]).astype(jnp.float32)
+        found = jnp.concatenate(new.parts).astype(jnp.float32)
         stored = paged.read_places(pages, own.table[0], own.places[:num_tokens]).astype(jnp.float32)
         return ((found - stored) ** 2).sum((0, 2, 3))[None, None]
 

@@ -1,7 +1,7 @@
 """The model families that are served, and why others are refused.
 
 Each is a `Family`: in `llama`, where it is Llama with small differences, in `dense` or `experts`, where its config says
-more, or in `fused`.
+more, in `fused`, where one tensor holds several matrices, or in `deepseek`, where layers keep latents.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ca_jax.errors import UnsupportedArchitectureError
-from ca_jax.models.families import dense, experts, fused, llama
+from ca_jax.models.families import deepseek, dense, experts, fused, llama
 from ca_jax.models.families.family import Family
 
 FAMILIES: dict[str, Family] = {
-    family.name: family for each in (llama, fused, dense, experts) for family in each.FAMILIES
+    family.name: family for each in (llama, fused, dense, experts, deepseek) for family in each.FAMILIES
 }
 """By `ModelConfig.architecture`."""
 

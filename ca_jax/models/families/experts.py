@@ -18,18 +18,23 @@ from ca_jax.models.families.family import Family, module_names, sliding_from_hf
 from ca_jax.models.families.llama import HF_NAMES, LAYER
 
 _MLP = LAYER + "mlp."
-_NAMES: dict[str, str] = {
-    **HF_NAMES,
-    "mlp.router": _MLP + "gate.weight",
-    **module_names("experts.w_gate", _MLP + "experts.{expert}.gate_proj"),
-    **module_names("experts.w_up", _MLP + "experts.{expert}.up_proj"),
-    **module_names("experts.w_down", _MLP + "experts.{expert}.down_proj"),
-}
 
 
 def _shared(name: str) -> dict[str, str]:
     """Names of the block beside the experts."""
     return {f"shared.w_{part}": f"{_MLP}{name}.{part}_proj.weight" for part in ("gate", "up", "down")}
+
+
+NAMES: dict[str, str] = {
+    **HF_NAMES,
+    "mlp.router": _MLP + "gate.weight",
+    **module_names("experts.w_gate", _MLP + "experts.{expert}.gate_proj"),
+    **module_names("experts.w_up", _MLP + "experts.{expert}.up_proj"),
+    **module_names("experts.w_down", _MLP + "experts.{expert}.down_proj"),
+    **_shared("shared_experts"),
+    "mlp.choice_bias": _MLP + "gate.e_score_correction_bias",
+}
+"""Names in safetensors files of what most of them have."""
 
 
 def _chosen_from_hf(described: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -66,17 +71,29 @@ def _qwen3_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
     return {**_qwen_from_hf(described), "sliding_window": window, "qkv_bias": has_bias, "out_bias": has_bias}
 
 
-def _glm4_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
+def sparse_from_hf(described: Mapping[str, Any], num_dense: int = 1) -> dict[str, Any]:
+    """What families say alike whose first layers have no experts, and whose others have a block beside them.
+
+    Args:
+      described: the contents of a config.json.
+      num_dense: how many layers have none, where nothing is said.
+    """
     num_layers = described["num_hidden_layers"]
     return {
         **_chosen_from_hf(described, "n_routed_experts" if "n_routed_experts" in described else "num_local_experts"),
-        "dense_layers": tuple(range(min(described.get("first_k_dense_replace", 1), num_layers))),
+        "dense_layers": tuple(range(min(described.get("first_k_dense_replace", num_dense), num_layers))),
         "dense_mlp_dim": described["intermediate_size"],
         "shared_mlp_dim": described["moe_intermediate_size"] * described.get("n_shared_experts", 1),
         "normalizes_shares": bool(described.get("norm_topk_prob", True)),
         "routing_scale": float(described.get("routed_scaling_factor", 1.0)),
-        "num_expert_groups": described.get("n_group", 1),
-        "num_chosen_groups": described.get("topk_group", 1),
+        "num_expert_groups": described.get("n_group") or 1,
+        "num_chosen_groups": described.get("topk_group") or 1,
+    }
+
+
+def _glm4_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **sparse_from_hf(described),
         "qkv_bias": bool(described.get("attention_bias", False)),
         "qk_norm": bool(described.get("use_qk_norm", False)),
     }
@@ -98,7 +115,7 @@ _SIGMOID = {"routing": "sigmoid", "choice_bias": True}
 
 
 def _family(name: str, architecture: str, names: Mapping[str, str], **differences: Any) -> Family:
-    all_names = {**_NAMES, **names}
+    all_names = {**NAMES, **names}
     return Family(
         name=name,
         model_types=(name,),
@@ -130,7 +147,7 @@ FAMILIES = (
     _family(
         "glm4_moe",
         "Glm4MoeForCausalLM",
-        _shared("shared_experts") | {"mlp.choice_bias": _MLP + "gate.e_score_correction_bias"},
+        {},
         fields=_SIGMOID,
         drafts_behind=True,
         hf_sizes={**_MOE_KEY, "norm_eps": 1e-5, "partial": 0.5},
