@@ -93,7 +93,8 @@ class Engine:
         """
         config = config or EngineConfig()
         enable_compile_cache(config.compile_cache_dir)
-        engine = cls(load_model(model, dtype=config.dtype, progress=progress, layout=layout_of(config)), config)
+        load = partial(load_model, dtype=config.dtype, weight_dtype=config.weight_dtype, layout=layout_of(config))
+        engine = cls(load(model, progress=progress), config)
         if warm:
             engine._core.warm_in_background()
         return engine

@@ -6,6 +6,7 @@ Not here: serving (engine), reading files (models.checkpoint), drawing weights (
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,16 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from ca_jax import backend
+from ca_jax.config import WEIGHT_DTYPES
 from ca_jax.device.steps import Params
 from ca_jax.device.transfer import leaf_to_device, params_to_device, to_device, to_host
-from ca_jax.errors import InvalidRequestError, UnknownModelError
+from ca_jax.errors import InvalidRequestError, UnknownModelError, check
 from ca_jax.models.checkpoint import load_checkpoint
 from ca_jax.models.config import ModelConfig
+from ca_jax.models.int8_weights import round_to_int8
 from ca_jax.models.presets import PRESETS
 from ca_jax.models.random_weights import random_fingerprint, random_params
 from ca_jax.models.sharding import ModelSharding
 from ca_jax.models.transformer import Transformer
-from ca_jax.models.weights import Checkpoint, Destination
+from ca_jax.models.weights import Checkpoint, Destination, Leaf
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much is done and how much there is."""
@@ -95,7 +98,12 @@ def _logits(model: nn.Module, params: Params, tokens: jax.Array) -> jax.Array:
 
 
 def load_model(
-    model: str, *, dtype: str | None = None, progress: Progress | None = None, layout: Layout | None = None
+    model: str,
+    *,
+    dtype: str | None = None,
+    weight_dtype: str = "model",
+    progress: Progress | None = None,
+    layout: Layout | None = None,
 ) -> LoadedModel:
     """Loads a model by preset name, GGUF file, Hugging Face directory or hub name, or converted checkpoint.
 
@@ -104,11 +112,12 @@ def load_model(
     Args:
       model: which.
       dtype: of the weights; None takes float32 on CPU, where bfloat16 is slower, else bfloat16.
+      weight_dtype: one of `WEIGHT_DTYPES`: `model`, what the files hold; `int8`, rounded to that.
       progress: told how far it is.
       layout: says where its weights go; None: the default device.
 
     Raises:
-      ValueError: its heads cannot be divided as `layout` would.
+      ValueError: its heads cannot be divided as `layout` would, or `weight_dtype` does not go with `dtype`.
       UnknownModelError: nothing of that name can be had.
       CheckpointError: its files are damaged or do not fit together.
       UnsupportedArchitectureError: it cannot be served; the message says why.
@@ -116,14 +125,26 @@ def load_model(
     """
     started_s = time.perf_counter()
     sharding = None
+    dtype = dtype or backend.here().dtype
+    check(weight_dtype in WEIGHT_DTYPES, "weight_dtype", " or ".join(WEIGHT_DTYPES), weight_dtype)
+    check(weight_dtype == "model" or dtype == "float32", "dtype with weight_dtype=int8", "float32", dtype)
 
     def destinations(config: ModelConfig) -> Destination:
         nonlocal sharding
         sharding = None if layout is None else layout(config)
-        return lambda leaf: leaf_to_device(leaf.read(), None if sharding is None else sharding.of_slot(leaf.slot))
 
-    dtype = dtype or backend.here().dtype
+        def put(leaf: Leaf) -> jax.Array:
+            read = leaf.read()
+            if weight_dtype == "int8":
+                read = round_to_int8(config, leaf.slot, read)
+            return leaf_to_device(read, None if sharding is None else sharding.of_slot(leaf.slot))
+
+        return put
+
     checkpoint = load_checkpoint(model, dtype=dtype, progress=progress, destinations=destinations)
+    if weight_dtype != "model":  # KV is of what is computed with.
+        known_by = hashlib.sha256(f"{checkpoint.fingerprint} {weight_dtype}".encode()).hexdigest()
+        checkpoint = dataclasses.replace(checkpoint, fingerprint=known_by)
     load_s = time.perf_counter() - started_s
     return LoadedModel(**vars(checkpoint), model=Transformer(checkpoint.config), load_s=load_s, sharding=sharding)
 

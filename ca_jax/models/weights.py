@@ -87,6 +87,8 @@ class Slot:
     """Whether the file holds the transpose of what the tree holds."""
     num_stacked: int | None = None
     """How many tensors of `stored_shape` lie one behind the other along the leaf's first axis; None: it is one."""
+    num_inputs: int | None = None
+    """Of a linear layer: how many of its axes, the first ones behind those stacked, are inputs; None: it is none."""
 
 
 def resolve_dtype(dtype: str) -> np.dtype:
@@ -130,6 +132,7 @@ def parameter_slots(config: ModelConfig) -> Iterator[Slot]:
             axes=tuple(name for name, _ in axes),
             transposed=num_inputs is not None,
             num_stacked=shape[0] if is_stacked else None,
+            num_inputs=num_inputs,
         )
 
     def norm(key: str, layer: int | None) -> Iterator[Slot]:

@@ -1,0 +1,72 @@
+"""Weights rounded to 8 bits: which, to what, and that a model with them computes with nothing else."""
+
+import gguf
+import jax
+import numpy as np
+import pytest
+
+import ca_jax
+from ca_jax.models import cpu_kernels
+from ca_jax.models.checkpoint import load_checkpoint
+from ca_jax.models.weights import parameter_slots
+from ca_jax.testing import tiny
+from tests import engine_kit as kit
+from tests import families_kit
+
+Q8 = gguf.GGMLQuantizationType.Q8_0
+CASES = ("llama3_rope", "qwen2_moe", "deepseek_v3")  # A tied head; experts; latents of which some do not divide.
+
+
+def rounded(rows):
+    return gguf.dequantize(gguf.quantize(np.ascontiguousarray(rows), Q8), Q8)
+
+
+def by_slot(config, params):
+    for slot in parameter_slots(config):
+        leaf = params["params"]
+        for key in slot.path:
+            leaf = leaf[key]
+        yield slot, np.asarray(leaf)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_matrices_are_rounded_and_nothing_else(tmp_path, name):
+    families_kit.make(name, tmp_path)
+    plain = load_checkpoint(str(tmp_path))
+    model = ca_jax.load_model(str(tmp_path), dtype="float32", weight_dtype="int8")
+    config, num_rounded = model.config, 0
+    for (slot, before), (_, after) in zip(by_slot(config, plain.params), by_slot(config, model.params), strict=True):
+        expected = before
+        num_inputs = slot.stored_shape[-1]
+        is_head = slot.key == "embed.embedding" and config.tie_embeddings
+        if is_head:
+            expected = rounded(before)
+        elif slot.transposed and not slot.key.endswith("router") and num_inputs % 32 == 0:
+            stacked = before.reshape(slot.num_stacked or 1, num_inputs, -1)
+            expected = np.stack([rounded(part.T).T for part in stacked]).reshape(before.shape)
+        num_rounded += not np.array_equal(expected, before)
+        np.testing.assert_array_equal(after, expected, err_msg=slot.key)
+    assert num_rounded > 4 * config.num_layers
+    assert model.fingerprint != plain.fingerprint, "its KV is not the other's"
+
+
+@pytest.mark.skipif(cpu_kernels.library() is None, reason="the package was built without its CPU kernels")
+def test_decoding_reads_eight_bits_and_says_what_plain_arithmetic_does(tmp_path):
+    config = tiny.tiny_config(embed_dim=64, mlp_dim=96, head_dim=16, num_heads=4)
+    tiny.write_tiny_hf(tmp_path, config, tiny.tiny_params(config))
+    model = ca_jax.load_model(str(tmp_path), dtype="float32", weight_dtype="int8")
+    packed = cpu_kernels.pack_params(config, model.params["params"])
+    sizes = {leaf.nbytes for leaf in jax.tree.leaves(packed["layer_0"]["mlp"]["down"])}
+    assert sizes == {96 * 64 // 512 * cpu_kernels.KINDS["q8"]}
+    with kit.small_engine(model) as engine:
+        ids = kit.prompt(20)
+        assert kit.say(engine.session(), ids) == kit.greedy_answer(ids, 12, model)
+
+
+def test_int8_goes_with_float32(tmp_path):
+    config = tiny.tiny_config()
+    tiny.write_tiny_hf(tmp_path, config, tiny.tiny_params(config))
+    with pytest.raises(ValueError, match="dtype with weight_dtype=int8 must be float32, got 'bfloat16'"):
+        ca_jax.load_model(str(tmp_path), dtype="bfloat16", weight_dtype="int8")
+    with pytest.raises(ValueError, match="weight_dtype must be model or int8, got 'int4'"):
+        ca_jax.load_model(str(tmp_path), weight_dtype="int4")
