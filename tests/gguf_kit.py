@@ -35,6 +35,9 @@ _ARCHITECTURES = {
     "qwen3": gguf.MODEL_ARCH.QWEN3,
     "falcon": gguf.MODEL_ARCH.FALCON,
     "gpt_neox": gguf.MODEL_ARCH.GPTNEOX,
+    "gemma2": gguf.MODEL_ARCH.GEMMA2,
+    "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
+    "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
 }
 """By Hugging Face's `model_type`."""
 
@@ -142,13 +145,21 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
             "use_parallel_residual": config["use_parallel_residual"],
             "attention.layer_norm_epsilon": config["layer_norm_eps"],
         }
+    rope = config["rope_parameters"]
+    of_full = rope.get("full_attention", rope)
     entries |= {
         "feed_forward_length": config["intermediate_size"],
         "attention.head_count_kv": config["num_key_value_heads"],
         "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        "rope.freq_base": float(config["rope_parameters"]["rope_theta"]),
-        **_rope_scaling(config["rope_parameters"]),
+        "rope.freq_base": float(of_full["rope_theta"]),
+        **_rope_scaling(of_full),
     }
+    if "sliding_attention" in rope:
+        entries["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
+    if config["model_type"] in ("gemma2", "gemma3_text", "gpt_oss"):
+        entries["attention.sliding_window"] = config["sliding_window"]
+        entries["attn_logit_softcapping"] = config.get("attn_logit_softcapping")
+        entries["final_logit_softcapping"] = config.get("final_logit_softcapping")
     head_dim = config.get("head_dim")
     if head_dim is not None:
         entries |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
@@ -157,6 +168,8 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
             "expert_count": config["num_local_experts"],
             "expert_used_count": config["num_experts_per_tok"],
         }
+    if config["model_type"] == "gpt_oss":
+        entries["expert_feed_forward_length"] = config["intermediate_size"]
     if _ARCHITECTURES[config["model_type"]] == gguf.MODEL_ARCH.LLAMA:
         entries |= {
             "vocab_size": config["vocab_size"],
@@ -203,6 +216,9 @@ def _tensors(
     converted: dict[str, np.ndarray] = {}
     experts: dict[str, dict[int, np.ndarray]] = {}
     for name, tensor in stored.items():
+        if architecture == gguf.MODEL_ARCH.GPT_OSS and (".experts." in name or name.endswith("sinks")):
+            converted |= _of_gpt_oss(name.split(".")[2], name.split(".")[-1], tensor)
+            continue
         if ".experts." in name:
             layer, expert, part = name.split(".")[2], name.split(".")[5], name.split(".")[6]
             experts.setdefault(f"blk.{layer}.{_EXPERT_PARTS[part]}", {})[int(expert)] = tensor
@@ -220,6 +236,8 @@ def _tensors(
             tensor = np.concatenate(
                 [part.reshape(-1, *tensor.shape[1:]) for part in (rows[:, :-2], rows[:, -2], rows[:, -1])]
             )
+        elif architecture in (gguf.MODEL_ARCH.GEMMA2, gguf.MODEL_ARCH.GEMMA3) and name.endswith("norm.weight"):
+            tensor = tensor + 1
         new_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert new_name is not None, name
         converted[new_name] = tensor
@@ -229,9 +247,20 @@ def _tensors(
         else:
             converted |= {f"{name}.{i}.weight": tensor for i, tensor in of_expert.items()}
     parameters = config["rope_parameters"]
-    if parameters["rope_type"] == "llama3":
+    if parameters.get("rope_type") == "llama3":
         converted["rope_freqs.weight"] = _llama3_factors(config, parameters)
     return converted
+
+
+def _of_gpt_oss(layer: str, part: str, tensor: np.ndarray) -> dict[str, np.ndarray]:
+    """The sinks of a layer, or what experts have in one tensor, matrices `[in, out]`, gate and up in turns."""
+    if part == "sinks":
+        return {f"blk.{layer}.attn_sinks.weight": tensor}
+    kind = "bias" if part.endswith("_bias") else "weight"
+    rows = tensor if kind == "bias" else tensor.swapaxes(1, 2)
+    if part.startswith("down"):
+        return {f"blk.{layer}.ffn_down_exps.{kind}": rows}
+    return {f"blk.{layer}.ffn_{name}_exps.{kind}": rows[:, first::2] for first, name in enumerate(("gate", "up"))}
 
 
 def _interleaved(tensor: np.ndarray, num_heads: int) -> np.ndarray:

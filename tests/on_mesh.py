@@ -250,11 +250,22 @@ def test_what_devices_do_not_divide_each_has_whole(caplog):
 
 
 GELU = {"norm": "layer", "mlp": "gelu", "is_parallel": True}
+GEMMA = {
+    **{"norms_behind": True, "mlp": "geglu_tanh", "tie_embeddings": True, "sliding_window": 40, "full_layers": (1,)},
+    **{"norm_offset": 1.0, "embed_scale": 32**0.5, "attention_scale": 0.3},
+}
+GPT_OSS = {
+    **{"mlp": "swiglu_clipped", "mlp_bias": True, "router_bias": True, "has_sinks": True},
+    **{"sliding_window": 40, "full_layers": (1,)},
+}
 FAMILIES = {
     "mixtral": {"num_experts": 4, "num_experts_per_token": 2, "num_kv_heads": 4},
     "qwen3": {"qkv_bias": True, "qk_norm": True, "sliding_window": 40, "full_layers": (0,)},
     "falcon-7b": {**GELU, "num_kv_heads": 1, "shares_norm": True},
     "gpt_neox": {**GELU, "qkv_bias": True, "out_bias": True, "mlp_bias": True, "rope": RopeConfig(rotary_dim=4)},
+    "gemma2": {**GEMMA, "score_cap": 3.0, "logit_cap": 8.0},
+    "gemma3": {**GEMMA, "qk_norm": True, "local_rope": RopeConfig(theta=300.0)},
+    "gpt_oss": {**GPT_OSS, "num_experts": 4, "num_experts_per_token": 2, "qkv_bias": True, "out_bias": True},
     "llama": {"num_kv_heads": 4},
     "mistral": {"sliding_window": 40},
     "qwen2": {"qkv_bias": True, "sliding_window": 40, "full_layers": (0,)},
@@ -276,7 +287,7 @@ def test_every_family_on_a_mesh(name):
         numbers = rng.standard_normal(shape).astype(np.float32)
         is_norm, is_bias = slot.key.endswith("norm.scale"), len(shape) < 2 or slot.key.startswith("attn.b")
         scale = 0.2 if is_norm or is_bias else 2 / np.sqrt(shape[-2] if len(shape) == 2 else 32)
-        leaves["params", *slot.path] = np.float32(is_norm) + numbers * np.float32(scale)
+        leaves["params", *slot.path] = np.float32(is_norm and 1 - config.norm_offset) + numbers * np.float32(scale)
     params = params_to_device(flax.traverse_util.unflatten_dict(leaves))
     model = dataclasses.replace(model_of(), config=config, model=Transformer(config), params=params)
     with engine_of(2, 2, model) as engine:

@@ -25,6 +25,9 @@ NAMES = (
     "falcon_7b",
     "falcon_40b",
     "neox",
+    "gemma2",
+    "gemma3_scaled_rope",
+    "gpt_oss",
 )
 
 

@@ -34,7 +34,7 @@ from ca_jax.models.tokenizer import Tokenizer
 from ca_jax.private import gguf_reader
 
 _EMBEDDING, _ROPE_FACTORS = "token_embd.weight", "rope_freqs.weight"
-_OF_ALL_EXPERTS = re.compile(r"blk\.\d+\.ffn_\w+_exps\.weight")
+_OF_ALL_EXPERTS = re.compile(r"blk\.\d+\.ffn_\w+_exps\.(weight|bias)")
 _OF_ONE_EXPERT = re.compile(r"(blk\.\d+\.ffn_\w+)\.(\d+)\.weight")
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
 

@@ -123,6 +123,8 @@ def _stored_tensors(files: list[Path], config: ModelConfig, family: Family) -> d
                 )
             read_rows = functools.partial(lambda rows, start, stop: rows[start:stop], rows)
             tensors[name] = weights.StoredTensor(shape=tuple(rows.get_shape()), read_rows=read_rows)
+    for name in [name for name in tensors if name.endswith(family.hf_stacked)]:
+        tensors |= weights.of_each_expert(name, tensors.pop(name), transposed=True)
     return tensors
 
 

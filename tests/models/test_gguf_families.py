@@ -31,6 +31,10 @@ METADATA = {
     "falcon_7b": {},
     "falcon_40b": {},
     "neox": {},
+    "gemma2": {},
+    "gemma3": {"attention.sliding_window_pattern": [True, False, True]},
+    "gemma3_scaled_rope": {"attention.sliding_window_pattern": [True, False, True]},
+    "gpt_oss_plain_rope": {},
 }
 """Of the cases of `families_kit` that such files can hold, what is added to what the converter writes."""
 
@@ -66,18 +70,26 @@ def flat(tree):
     return flax.traverse_util.flatten_dict(tree["params"], sep=".")
 
 
+def shifted(params, offset):
+    """Parameters whose norms have in their scales what the model of the others adds."""
+    leaves = flax.traverse_util.flatten_dict(params)
+    moved = {path: leaf + np.float32(offset) if path[-1] == "scale" else leaf for path, leaf in leaves.items()}
+    return flax.traverse_util.unflatten_dict(moved)
+
+
 @pytest.mark.parametrize("name", [*METADATA, "neox_sequential"])
 def test_logits_and_greedy_tokens_equal_those_of_llama_cpp(write, directory_of, name):
     """And the model is that of the safetensors, whatever of it no logits show."""
     path = write(name)
     model, wanted = ca_jax.load_model(str(path), dtype="float32"), load_checkpoint(str(directory_of(name)))
     said = {} if name in METADATA else {"mlp": "gelu"}  # As the releases have it: of this one the file cannot tell.
-    assert model.config == dataclasses.replace(wanted.config, **said)
-    assert_same_params(model.params, wanted.params)
+    offset = wanted.config.norm_offset
+    assert model.config == dataclasses.replace(wanted.config, **said, norm_offset=0)
+    assert_same_params(model.params, shifted(wanted.params, offset) if offset else wanted.params)
     theirs = gguf_kit.LlamaCpp(path, families_kit.VOCAB_SIZE)
-    atol = (LOGITS_ATOL if model.config.mlp == "swiglu" else GELU_TABLE_ATOL)["float32"]
+    atol = (LOGITS_ATOL if model.config.mlp.startswith("swiglu") else GELU_TABLE_ATOL)["float32"]
     for length in (1, 9, 40, 120):
-        if model.config.sliding_window is not None and length + NUM_GREEDY > model.config.sliding_window:
+        if model.config.architecture == "mistral" and length + NUM_GREEDY > model.config.sliding_window:
             break  # llama.cpp lets no layer of this architecture slide.
         ids = families_kit.prompt(length)
         expected = []

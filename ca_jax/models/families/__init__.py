@@ -1,6 +1,6 @@
 """The model families that are served, and why others are refused.
 
-Each is a `Family`: in `llama`, where it is Llama with small differences, or in `fused`.
+Each is a `Family`: in `llama`, where it is Llama with small differences, or in a module of its own.
 """
 
 from __future__ import annotations
@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ca_jax.errors import UnsupportedArchitectureError
-from ca_jax.models.families import fused, llama
+from ca_jax.models.families import fused, gemma, gpt_oss, llama
 from ca_jax.models.families.family import Family
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (*llama.FAMILIES, *fused.FAMILIES)}
+FAMILIES: dict[str, Family] = {
+    family.name: family for module in (llama, fused, gemma, gpt_oss) for family in module.FAMILIES
+}
 """By `ModelConfig.architecture`."""
 
 BY_MODEL_TYPE: dict[str, Family] = {
@@ -28,6 +30,7 @@ BY_GGUF_ARCHITECTURE: dict[str, list[Family]] = {
 _ABSOLUTE_POSITIONS = frozenset(
     ("bert", "biogpt", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt", "roberta", "starcoder", "xglm")
 )  # They add a position embedding to the token embedding.
+_WITH_IMAGES = frozenset(("gemma3",))  # A config.json of these is of a text model and an image model.
 _ALIBI = frozenset(("bloom", "jais", "mpt", "refact"))  # They add a bias by distance to scores (Press et al., 2022).
 
 
@@ -52,4 +55,6 @@ def require_served(model_type: str, where: str, served: Collection[str]) -> None
         )
     elif model_type in _ALIBI:
         reason = "its positions enter as a bias on the attention scores (ALiBi); only rotary embedding is served"
+    elif model_type in _WITH_IMAGES:
+        reason = "it reads images beside text; text models alone are served, and GGUF files hold that of such a model"
     raise UnsupportedArchitectureError(f"{where}: architecture {model_type!r} is not served: {reason}")

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ca_jax.errors import UnsupportedArchitectureError
+from ca_jax.errors import UnsupportedArchitectureError, check
 from ca_jax.models import rope
 from ca_jax.models.config import Mlp, ModelConfig, RopeConfig
 
@@ -77,6 +77,9 @@ class Family:
     """Names in safetensors files."""
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     """Ends of names in safetensors files that hold nothing but what the config says."""
+    hf_stacked: tuple[str, ...] = ()
+    """Ends of names in safetensors files of tensors that hold all experts' matrices, `[E, in, out]`, or biases
+    `[E, out]`. `hf_names` calls those of one expert `name[{expert}]`, and there matrices are `[out, in]` as usual."""
     hf_required: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Entries of a config.json that must be so, where they are there."""
     hf_sizes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -182,7 +185,7 @@ def sizes_from_hf(
       norm_eps: that number, where nothing is said.
       head_dim: H, likewise; None: the heads share the residual stream's width.
       ties: whether the output head is the embedding table, where nothing is said.
-      **rope: as `_rope_from_hf` takes it.
+      **rope: as `rope_from_hf` takes it.
 
     Raises:
       UnsupportedArchitectureError: a rope scaling that is not served, by name.
@@ -200,11 +203,34 @@ def sizes_from_hf(
         "head_dim": head_dim,
         "norm_eps": described.get(eps_key, norm_eps),
         "tie_embeddings": described.get("tie_word_embeddings", ties),
-        **_rope_from_hf(described, head_dim=head_dim, **rope),
+        **rope_from_hf(described, head_dim=head_dim, **rope),
     }
 
 
-def _rope_from_hf(
+def full_layers_from_hf(described: Mapping[str, Any], is_full: Callable[[int], bool]) -> list[int]:
+    """The layers that do not slide, of a model in which others do.
+
+    Args:
+      described: the contents of a config.json.
+      is_full: whether a layer is one, where `layer_types` is not there to say so.
+
+    Raises:
+      ValueError: `layer_types` is not of the model's layers.
+      UnsupportedArchitectureError: a type of layer that is not served.
+    """
+    num_layers, types = described["num_hidden_layers"], described.get("layer_types")
+    if types is None:
+        return [layer for layer in range(num_layers) if is_full(layer)]
+    check(len(types) == num_layers, "layer_types", f"as many as the {num_layers} layers", len(types))
+    if unknown := sorted({*types} - {"sliding_attention", "full_attention"}):
+        raise UnsupportedArchitectureError(
+            f"config.json: layer_types {', '.join(unknown)} not served; they must be sliding_attention "
+            "or full_attention"
+        )
+    return [layer for layer, each in enumerate(types) if each == "full_attention"]
+
+
+def rope_from_hf(
     described: Mapping[str, Any],
     *,
     head_dim: int,
@@ -233,7 +259,8 @@ def _rope_from_hf(
     """
     parameters = {"rope_theta": described.get(theta_key, theta)}
     parameters |= described.get("rope_scaling") or {}
-    parameters |= described.get("rope_parameters") or {}
+    of_all = described.get("rope_parameters") or {}
+    parameters |= of_all.get("full_attention", of_all)  # Some files say it for each type of layer.
     rotary_dim = int(head_dim * parameters.get("partial_rotary_factor", described.get(partial_key, partial)))
     fields: dict[str, Any] = {
         "theta": float(parameters["rope_theta"]),
@@ -317,7 +344,11 @@ _LLAMA3_ORIGINAL_POSITIONS = 8192  # Every Llama 3.x release; files rarely say.
 
 
 def sizes_from_gguf(
-    described: GgufDescription, *, eps_key: str = "layer_norm_rms_epsilon", may_rotate_part: bool = False
+    described: GgufDescription,
+    *,
+    eps_key: str = "layer_norm_rms_epsilon",
+    may_rotate_part: bool = False,
+    truncates: bool = True,
 ) -> dict[str, Any]:
     """The fields of `ModelConfig` that all families spell alike.
 
@@ -325,6 +356,7 @@ def sizes_from_gguf(
       described: the file.
       eps_key: what the family calls the number added inside its norms.
       may_rotate_part: whether the family has models that rotate a part of each head.
+      truncates: `RopeConfig.truncate` of its models, which files leave unsaid.
 
     Raises:
       KeyError: an entry is missing.
@@ -351,8 +383,21 @@ def sizes_from_gguf(
         "max_positions": entries["context_length"],
         "norm_eps": _shortest(entries[f"attention.{eps_key}"]),
         "tie_embeddings": "output.weight" not in shapes,
-        "rope": _rope_from_gguf(described, head_dim),
+        "rope": _rope_from_gguf(described, head_dim, truncates),
     }
+
+
+def full_layers_from_gguf(entries: Mapping[str, Any], period: int) -> list[int]:
+    """The layers that do not slide, of a model in which others do.
+
+    Args:
+      entries: the metadata; it may say of each layer whether it slides, or of which period the last layers do not.
+      period: that, where it says neither.
+    """
+    found = entries.get("attention.sliding_window_pattern", period)
+    if isinstance(found, list):
+        return [layer for layer, slides in enumerate(found) if not slides]
+    return [layer for layer in range(entries["block_count"]) if found and (layer + 1) % found == 0]
 
 
 def require_gguf(described: GgufDescription, wanted: Mapping[str, Any], why: str = "") -> None:
@@ -372,7 +417,7 @@ def require_gguf(described: GgufDescription, wanted: Mapping[str, Any], why: str
             raise UnsupportedArchitectureError(f"{key} {found} is not served; it must be {f'{why} {value}'.strip()}")
 
 
-def _rope_from_gguf(described: GgufDescription, head_dim: int) -> RopeConfig:
+def _rope_from_gguf(described: GgufDescription, head_dim: int, truncates: bool) -> RopeConfig:
     entries = described.entries
     rotary_dim = entries.get("rope.dimension_count", head_dim)
     plain = RopeConfig(
@@ -405,6 +450,7 @@ def _rope_from_gguf(described: GgufDescription, head_dim: int) -> RopeConfig:
         original_max_positions=entries.get("rope.scaling.original_context_length", entries["context_length"]),
         beta_fast=_shortest(entries.get("rope.scaling.yarn_beta_fast", 32.0)),
         beta_slow=_shortest(entries.get("rope.scaling.yarn_beta_slow", 1.0)),
+        truncate=truncates,
         # As Peng et al. (2023) say in section 3.4; files leave it unsaid.
         attention_factor=0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0,
     )

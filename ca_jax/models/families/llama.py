@@ -15,11 +15,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ca_jax.errors import UnsupportedArchitectureError, check
-from ca_jax.models.families.family import GGUF_NAMES, Family, GgufDescription, module_names
+from ca_jax.models.families.family import GGUF_NAMES, Family, GgufDescription, full_layers_from_hf, module_names
 
 _LAYER = "model.layers.{layer}."
-_HF_NAMES: dict[str, str] = {
+HF_NAMES: dict[str, str] = {
     "embed.embedding": "model.embed_tokens.weight",
     **module_names("attn_norm.scale", _LAYER + "input_layernorm"),
     **module_names("attn.wq", _LAYER + "self_attn.q_proj"),
@@ -35,6 +34,8 @@ _HF_NAMES: dict[str, str] = {
     "final_norm.scale": "model.norm.weight",
     "head.kernel": "lm_head.weight",
 }
+"""Names of tensors in safetensors files, which other families share as far as they have the parts."""
+
 _HF_EXPERTS: dict[str, str] = {
     "mlp.router": _LAYER + "block_sparse_moe.gate.weight",
     "mlp.w_gate": _LAYER + "block_sparse_moe.experts.{expert}.w1.weight",
@@ -59,7 +60,7 @@ def _family(name: str, hf_architecture: str, gguf_architecture: str = "llama", *
       **differences: further fields of `Family`.
     """
     has_experts, is_llama = name == "mixtral", gguf_architecture == "llama"
-    hf_names = _HF_NAMES | (_HF_EXPERTS if has_experts else {})
+    hf_names = HF_NAMES | (_HF_EXPERTS if has_experts else {})
     gguf_names = GGUF_NAMES | (_GGUF_EXPERTS if has_experts else {})
     fields: dict[str, Any] = {
         "hf_required": {"hidden_act": "silu"},
@@ -111,25 +112,12 @@ def _qwen3_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _windows_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Which layers slide: those that `layer_types` says, or else those from `max_window_layers` on, if any do.
-
-    Raises:
-      ValueError: `layer_types` is not of the model's layers.
-      UnsupportedArchitectureError: a type of layer that is not served.
-    """
+    """Which layers slide: those that `layer_types` says, or else those from `max_window_layers` on, if any do."""
     window = described.get("sliding_window", 4096) if described.get("use_sliding_window") else None
     if window is None:
         return {}
-    num_layers, types = described["num_hidden_layers"], described.get("layer_types")
-    if types is None:
-        return {"sliding_window": window, "full_layers": range(min(described.get("max_window_layers", 28), num_layers))}
-    check(len(types) == num_layers, "layer_types", f"as many as the {num_layers} layers", len(types))
-    if unknown := sorted({*types} - {"sliding_attention", "full_attention"}):
-        raise UnsupportedArchitectureError(
-            f"config.json: layer_types {', '.join(unknown)} not served; they must be sliding_attention "
-            "or full_attention"
-        )
-    return {"sliding_window": window, "full_layers": [i for i, each in enumerate(types) if each == "full_attention"]}
+    first = described.get("max_window_layers", 28)
+    return {"sliding_window": window, "full_layers": full_layers_from_hf(described, lambda layer: layer < first)}
 
 
 FAMILIES = (
