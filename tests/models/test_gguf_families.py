@@ -142,14 +142,25 @@ def test_parts_of_quantised_tensors_are_dequantised(write, name, tensor, keys):
         assert (0 < error < 0.01) if key in keys else error == 0, key
 
 
-TEXTS = ("x = 12345 + 678", "It's 99,000  (ab)\n\n  ab!?", "été 12 --ab")
+TEXTS = ("x = 12345 + 678", "It's 99,000  (ab)\n\n  ab!?", "été 12 --ab", "dbA It'S!\n/ab")
+OF_GPT4O = (("b", "A"), ("t", "'"), ("Ċ", "/"))
+"""Merges of what that pre-tokenizer alone splits, or alone leaves together."""
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "falcon", "olmo"])
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "falcon", "olmo", "gpt-4o"])
 def test_text_is_split_as_llama_cpp_splits_it(write, pre):
     """Told by what it expects to come next: prompts of other tokens give other numbers."""
     vocabulary = gguf_kit.byte_vocabulary()
-    for left, right in (*gguf_kit.DIGITS, ("'", "s"), ("0", "0"), ("00", "0"), (")", "Ċ"), ("!", "?"), ("-", "-")):
+    for left, right in (
+        *gguf_kit.DIGITS,
+        ("'", "s"),
+        ("0", "0"),
+        ("00", "0"),
+        (")", "Ċ"),
+        ("!", "?"),
+        ("-", "-"),
+        *OF_GPT4O,
+    ):
         vocabulary["tokens"].append(left + right)
         vocabulary["token_type"].append(gguf_kit.NORMAL)
         vocabulary["merges"].append(f"{left} {right}")
