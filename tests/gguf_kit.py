@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -292,13 +293,14 @@ class LlamaCpp:
     Args:
       path: the file.
       vocab_size: of the model.
+      context: most tokens of a text.
     """
 
-    def __init__(self, path: Path, vocab_size: int) -> None:
+    def __init__(self, path: Path, vocab_size: int, context: int = CONTEXT) -> None:
         xllamacpp = pytest.importorskip("xllamacpp")
         params = xllamacpp.CommonParams()
         params.model.path = str(path)
-        params.n_ctx = CONTEXT
+        params.n_ctx = context
         params.n_gpu_layers = 0
         params.warmup = params.fit_params = params.ui = False
         params.cache_ram_mib = params.n_ctx_checkpoints = params.verbosity = 0
@@ -325,3 +327,34 @@ class LlamaCpp:
         for each in step["top_logprobs"]:
             found[each["id"]] = each["logprob"]
         return found
+
+    def tokens(self, text: str) -> list[int]:
+        """Of a text, with what begins it; control tokens spelled out in it are these tokens."""
+        body = json.dumps({"content": text, "add_special": True, "parse_special": True}).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self._server.listening_address}/tokenize", body, headers)
+        with urllib.request.urlopen(request) as reply:
+            return json.load(reply)["tokens"]
+
+    def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
+        """The likeliest tokens behind token ids, at most so many."""
+        request = {"prompt": prompt, "n_predict": num_tokens, "n_probs": 1, "temperature": 0.0, "cache_prompt": False}
+        reply = self._server.handle_completions(request)
+        return [each["id"] for each in reply["choices"][0]["logprobs"]["content"]]
+
+
+def dequantise(path: Path, to: Path) -> None:
+    """Writes a GGUF file anew with all tensors in float32: llama.cpp rounds what it multiplies quantised ones with."""
+    file = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(to, file.fields["general.architecture"].contents())
+    for key, field in file.fields.items():
+        if key.startswith("GGUF.") or key in ("general.architecture", "general.file_type"):
+            continue
+        kind, *_, item = [*field.types, None] if len(field.types) == 1 else field.types
+        writer.add_key_value(key, field.contents(), kind, sub_type=item)
+    for tensor in file.tensors:
+        writer.add_tensor(tensor.name, gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
