@@ -23,11 +23,14 @@ from ca_jax.errors import (
 from ca_jax.models import weights
 from ca_jax.models.chat_template import ChatTemplate
 from ca_jax.models.config import ModelConfig
-from ca_jax.models.families import BY_MODEL_TYPE, FAMILIES, require_served
+from ca_jax.models.families import BY_MODEL_TYPE, FAMILIES, MULTIMODAL_TYPES, require_served
 from ca_jax.models.families.family import Family
 from ca_jax.models.tokenizer import Tokenizer, read_backend
 
 _DTYPES = ("F64", "F32", "F16", "BF16")
+
+_TEXT_PREFIX = "language_model."
+"""What names of the text model's tensors begin with, in models that read images too. Others are not read."""
 
 _HUB_METADATA = ("*.json", "*.jinja")
 _HUB_WEIGHTS = ("*.safetensors",)
@@ -46,7 +49,8 @@ def open_directory(directory: Path, name: str) -> weights.Source:
         raise type(error)(f"{directory}: {error}") from error
     family, files = FAMILIES[config.architecture], weight_files(directory)
     tokenizer = _load_tokenizer(directory, described)
-    tensors = _stored_tensors(files, config, family)
+    prefix = _TEXT_PREFIX if described["model_type"] in MULTIMODAL_TYPES else ""
+    tensors = _stored_tensors(files, config, family, prefix)
     _require_names_of(family, config, tensors, directory)
     return weights.Source(
         path=str(directory),
@@ -65,7 +69,12 @@ def config_from_hf(described: Mapping[str, Any]) -> ModelConfig:
     model_type = described.get("model_type")
     if model_type is None:
         raise CheckpointError("config.json: model_type is missing")
-    require_served(model_type, "config.json", BY_MODEL_TYPE)
+    if model_type in MULTIMODAL_TYPES:
+        if "text_config" not in described:
+            raise CheckpointError("config.json: text_config is missing")
+        quantization = described.get("quantization_config")
+        return config_from_hf({**described["text_config"], "quantization_config": quantization})
+    require_served(model_type, "config.json", BY_MODEL_TYPE.keys() | MULTIMODAL_TYPES)
     family = BY_MODEL_TYPE[model_type]
     architectures = described.get("architectures") or [family.architectures[0]]
     if len(architectures) != 1 or architectures[0] not in family.architectures:
@@ -104,7 +113,10 @@ def weight_files(directory: Path) -> list[Path]:
     return files
 
 
-def _stored_tensors(files: list[Path], config: ModelConfig, family: Family) -> dict[str, weights.StoredTensor]:
+def _stored_tensors(
+    files: list[Path], config: ModelConfig, family: Family, prefix: str
+) -> dict[str, weights.StoredTensor]:
+    """Those whose names begin so, by what is behind it."""
     tensors = {}
     head = None if not config.tie_embeddings else family.hf_names(config)["head.kernel"]
     for path in files:
@@ -112,10 +124,11 @@ def _stored_tensors(files: list[Path], config: ModelConfig, family: Family) -> d
             file = safetensors.safe_open(path, framework="numpy")
         except (OSError, safetensors.SafetensorError) as error:
             raise CheckpointError(f"{path}: not a whole safetensors file: {error}") from error
-        for name in file.keys():  # noqa: SIM118 (not a mapping: it has no __iter__)
-            if name.endswith(family.ignored) or name == head:
-                continue  # Derived from the config; a second name for the embedding.
-            rows = file.get_slice(name)
+        for stored_name in file.keys():  # noqa: SIM118 (not a mapping: it has no __iter__)
+            name = stored_name.removeprefix(prefix)
+            if not stored_name.startswith(prefix) or name.endswith(family.ignored) or name == head:
+                continue  # Of images; derived from the config; a second name for the embedding.
+            rows = file.get_slice(stored_name)
             if rows.get_dtype() not in _DTYPES:
                 raise UnsupportedQuantizationError(
                     f"{path}: tensor {name}: type {rows.get_dtype()} is not served; it must be one of "

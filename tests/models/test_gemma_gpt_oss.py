@@ -4,18 +4,21 @@ Their logits are held against those of others in `test_families` and `test_gguf_
 """
 
 import dataclasses
+import json
 
 import gguf
 import numpy as np
 import pytest
 
-from ca_jax.errors import UnsupportedArchitectureError
+import ca_jax
+from ca_jax.errors import CheckpointError, UnsupportedArchitectureError
 from ca_jax.models import weights
 from ca_jax.models.checkpoint import load_checkpoint
 from ca_jax.models.families import FAMILIES
 from ca_jax.models.families.family import GgufDescription
 from ca_jax.models.huggingface import config_from_hf
 from tests import families_kit, gguf_kit
+from tests.tolerances import LOGITS_ATOL
 
 GEMMA2_27B = {
     "model_type": "gemma2",
@@ -95,13 +98,37 @@ def test_a_release_of_each_is_what_its_paper_says():
         ({**GEMMA3_1B, "use_bidirectional_attention": True}, "use_bidirectional_attention=True is not served"),
         ({**GEMMA3_1B, "attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not served"),
         ({**GEMMA2_27B, "hidden_activation": "relu"}, "hidden_activation='relu' is not served"),
-        ({"model_type": "gemma3", "text_config": GEMMA3_1B}, "'gemma3' is not served: it reads images beside text"),
         ({**GPT_OSS_20B, "swiglu_limit": 8.0}, "swiglu_limit=8.0 is not served; it must be 7.0"),
     ],
 )
 def test_what_is_not_served_is_named(described, message):
     with pytest.raises(UnsupportedArchitectureError, match=message):
         config_from_hf(described)
+
+
+def test_of_a_model_that_reads_images_the_text_model_is_served(tmp_path):
+    """Its `text_config` leaves most things unsaid, as that of Gemma 3 4B does."""
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    unsaid = {"vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"}
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 7, "sliding_window": 5}
+    text = {"model_type": "gemma3_text", **sizes, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    sees = {"model_type": "siglip_vision_model", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    sees |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(text_config=text, vision_config=sees, mm_tokens_per_image=4)
+    torch.manual_seed(0)
+    theirs = transformers.Gemma3ForConditionalGeneration(config).eval()
+    theirs.save_pretrained(tmp_path)
+    described = json.loads((tmp_path / "config.json").read_text())
+    assert described["text_config"].keys() > unsaid
+    (tmp_path / "config.json").write_text(json.dumps({**described, "text_config": text}))
+    model = ca_jax.load_model(str(tmp_path), dtype="float32")
+    assert model.config == config_from_hf(described)
+    with pytest.raises(CheckpointError, match="text_config is missing"):
+        config_from_hf({"model_type": "gemma3"})
+    ids = np.random.default_rng(0).integers(0, 1000, 20).tolist()
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).logits[0].numpy()
+    np.testing.assert_allclose(model.logits(ids), expected, atol=LOGITS_ATOL["float32"], rtol=0)
 
 
 GGUF_27B = {

@@ -21,6 +21,11 @@ BY_MODEL_TYPE: dict[str, Family] = {
 }
 """By Hugging Face's `model_type`."""
 
+MULTIMODAL_TYPES: frozenset[str] = frozenset(
+    family.multimodal_type for family in FAMILIES.values() if family.multimodal_type is not None
+)
+"""Hugging Face's `model_type` of models that read images too, and of which the text model is served."""
+
 BY_GGUF_ARCHITECTURE: dict[str, list[Family]] = {
     architecture: [family for family in FAMILIES.values() if family.gguf_architecture == architecture]
     for architecture in {family.gguf_architecture for family in FAMILIES.values()}
@@ -30,7 +35,6 @@ BY_GGUF_ARCHITECTURE: dict[str, list[Family]] = {
 _ABSOLUTE_POSITIONS = frozenset(
     ("bert", "biogpt", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt", "roberta", "starcoder", "xglm")
 )  # They add a position embedding to the token embedding.
-_WITH_IMAGES = frozenset(("gemma3",))  # A config.json of these is of a text model and an image model.
 _ALIBI = frozenset(("bloom", "jais", "mpt", "refact"))  # They add a bias by distance to scores (Press et al., 2022).
 
 
@@ -55,6 +59,4 @@ def require_served(model_type: str, where: str, served: Collection[str]) -> None
         )
     elif model_type in _ALIBI:
         reason = "its positions enter as a bias on the attention scores (ALiBi); only rotary embedding is served"
-    elif model_type in _WITH_IMAGES:
-        reason = "it reads images beside text; text models alone are served, and GGUF files hold that of such a model"
     raise UnsupportedArchitectureError(f"{where}: architecture {model_type!r} is not served: {reason}")

@@ -71,6 +71,8 @@ class Family:
     """What Hugging Face's `model_type` calls it."""
     architectures: tuple[str, ...]
     """What Hugging Face's `architectures` calls it with a language model's head, the usual one first."""
+    multimodal_type: str | None = None
+    """Hugging Face's `model_type` of models that read images too and whose text model is of this family."""
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of `ModelConfig` that are the same for all of its models."""
     hf_names: Callable[[ModelConfig], Names]
@@ -82,6 +84,8 @@ class Family:
     `[E, out]`. `hf_names` calls those of one expert `name[{expert}]`, and there matrices are `[out, in]` as usual."""
     hf_required: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Entries of a config.json that must be so, where they are there."""
+    hf_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Entries of a config.json, where they are not there."""
     hf_sizes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Arguments of `sizes_from_hf`: what its config.json calls otherwise, and its defaults."""
     hf_fields: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda described: {}
@@ -104,6 +108,7 @@ class Family:
 
     def config_from_hf(self, described: Mapping[str, Any]) -> ModelConfig:
         """The config that the contents of a config.json describe; raises as the class says."""
+        described = {**self.hf_defaults, **described}
         require(described, self.hf_required)
         sizes, own = sizes_from_hf(described, **self.hf_sizes), self.hf_fields(described)
         return ModelConfig(**{"architecture": self.name, **sizes, **self.fields, **own})

@@ -2,7 +2,7 @@
 
 Both scale embeddings by the square root of their width and gate by GELU. Gemma 2 slides a window over every second
 layer and caps scores and logits. Gemma 3 caps neither, norms each head of queries and keys, and slides over five layers
-of six, which have a rotary embedding of their own. Served is its text: models that see images are refused.
+of six, which have a rotary embedding of their own. Of models that read images too, the text model is served.
 
 Source: Gemma Team, "Gemma 2: Improving Open Language Models at a Practical Size" (2024), "Gemma 3 Technical Report"
 (2025).
@@ -38,30 +38,38 @@ _GGUF_NAMES = GGUF_NAMES | {
     **module_names("attn_post_norm.scale", _BLOCK + "post_attention_norm"),
     **module_names("mlp_post_norm.scale", _BLOCK + "post_ffw_norm"),
 }
-_HEAD_DIM, _LOCAL_THETA = 256, 1e4
+_LOCAL_THETA = 1e4
+_DEFAULTS = {
+    **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256},
+    **{"sliding_window": 4096, "tie_word_embeddings": True, "final_logit_softcapping": None},
+}
+_DEFAULTS2 = {
+    **_DEFAULTS,
+    **{"vocab_size": 256000, "max_position_embeddings": 8192, "sliding_window_pattern": 2},
+    **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+}
+_DEFAULTS3 = {
+    **_DEFAULTS,
+    **{"vocab_size": 262208, "max_position_embeddings": 131072, "sliding_window_pattern": 6},
+    **{"rope_theta": 1e6, "rope_local_base_freq": _LOCAL_THETA},
+}
 
 
-def _from_hf(described: Mapping[str, Any], period: int, cap: float | None) -> dict[str, Any]:
-    """What config.json says alike of both.
-
-    Args:
-      described: its contents.
-      period: every layer slides but the last of so many, where nothing is said.
-      cap: of logits, likewise.
-    """
+def _from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
     if described.get("use_bidirectional_attention"):
         raise UnsupportedArchitectureError(
             "config.json: use_bidirectional_attention=True is not served; tokens must see none behind them"
         )
-    has_bias = bool(described.get("attention_bias", False))
+    has_bias, period = bool(described.get("attention_bias", False)), described["sliding_window_pattern"]
     return {
         "norm_offset": 1.0,
         "embed_scale": math.sqrt(described["hidden_size"]),
-        "attention_scale": _scale(described.get("query_pre_attn_scalar", 256), described.get("head_dim", _HEAD_DIM)),
-        "logit_cap": described.get("final_logit_softcapping", cap),
+        "attention_scale": _scale(described["query_pre_attn_scalar"], described["head_dim"]),
+        "score_cap": described.get("attn_logit_softcapping"),
+        "logit_cap": described["final_logit_softcapping"],
         "qkv_bias": has_bias,
         "out_bias": has_bias,
-        "sliding_window": described.get("sliding_window", 4096),
+        "sliding_window": described["sliding_window"],
         "full_layers": full_layers_from_hf(described, lambda layer: (layer + 1) % period == 0),
     }
 
@@ -71,16 +79,11 @@ def _scale(width: int, head_dim: int) -> float | None:
     return None if width == head_dim else width**-0.5
 
 
-def _gemma2_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
-    return {"score_cap": described.get("attn_logit_softcapping", 50.0), **_from_hf(described, period=2, cap=30.0)}
-
-
 def _gemma3_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
     said = (described.get("rope_parameters") or {}).get("sliding_attention") or {}
-    local = {"rope_theta": described.get("rope_local_base_freq", _LOCAL_THETA), **said}
-    head_dim = described.get("head_dim", _HEAD_DIM)
-    rope = rope_from_hf({**described, "rope_scaling": None, "rope_parameters": local}, head_dim=head_dim)["rope"]
-    return {"local_rope": rope, **_from_hf(described, described.get("sliding_window_pattern", 6), cap=None)}
+    local = {"rope_theta": described["rope_local_base_freq"], **said}
+    of_local = {**described, "rope_scaling": None, "rope_parameters": local}
+    return {**_from_hf(described), "local_rope": rope_from_hf(of_local, head_dim=described["head_dim"])["rope"]}
 
 
 def _from_gguf(described: GgufDescription, period: int, num_layers_27b: int) -> dict[str, Any]:
@@ -115,11 +118,11 @@ def _gemma3_from_gguf(described: GgufDescription) -> dict[str, Any]:
     }
 
 
-def _family(name: str, model_type: str, architecture: str, **differences: Any) -> Family:
+def _family(name: str, architecture: str, fields: Mapping[str, Any], **differences: Any) -> Family:
     return Family(
         name=name,
-        model_types=(model_type,),
         architectures=(architecture,),
+        fields={"norms_behind": True, "mlp": "geglu_tanh", **fields},
         hf_names=lambda config: _HF_NAMES,
         gguf_architecture=name,
         gguf_names=lambda config: _GGUF_NAMES,
@@ -127,28 +130,27 @@ def _family(name: str, model_type: str, architecture: str, **differences: Any) -
     )
 
 
-_FIELDS = {"norms_behind": True, "mlp": "geglu_tanh"}
 _REQUIRED = {"hidden_activation": "gelu_pytorch_tanh"}
-_SIZES = {"head_dim": _HEAD_DIM, "ties": True}
 
 FAMILIES = (
     _family(
         "gemma2",
-        "gemma2",
         "Gemma2ForCausalLM",
-        fields=_FIELDS,
+        fields={},
+        model_types=("gemma2",),
         hf_required=_REQUIRED,
-        hf_sizes=_SIZES,
-        hf_fields=_gemma2_from_hf,
+        hf_defaults=_DEFAULTS2,
+        hf_fields=_from_hf,
         gguf_fields=_gemma2_from_gguf,
     ),
     _family(
         "gemma3",
-        "gemma3_text",
         "Gemma3ForCausalLM",
-        fields=_FIELDS | {"qk_norm": True},
+        fields={"qk_norm": True},
+        model_types=("gemma3_text",),
+        multimodal_type="gemma3",
         hf_required=_REQUIRED | {"attn_logit_softcapping": None},
-        hf_sizes={**_SIZES, "theta": 1e6},
+        hf_defaults=_DEFAULTS3,
         hf_fields=_gemma3_from_hf,
         gguf_fields=_gemma3_from_gguf,
     ),

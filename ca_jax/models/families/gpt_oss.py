@@ -40,7 +40,10 @@ _GGUF_NAMES = GGUF_NAMES | {
         for name in ("gate", "up", "down")
     },
 }
-_HEAD_DIM, _THETA = 64, 150000.0
+_DEFAULTS = {
+    **{"head_dim": 64, "attention_bias": True, "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "sliding_window": 128},
+    "max_position_embeddings": 131072,
+}
 _ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -70,18 +73,17 @@ def _hf_names(config: ModelConfig) -> Names:
 
 
 def _from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
-    has_bias = bool(described.get("attention_bias", True))
+    has_bias = bool(described["attention_bias"])
     fields: dict[str, Any] = {
         "qkv_bias": has_bias,
         "out_bias": has_bias,
         "num_experts": described["num_local_experts"],
         "num_experts_per_token": described["num_experts_per_tok"],
-        "sliding_window": described.get("sliding_window", 128),
+        "sliding_window": described["sliding_window"],
         "full_layers": full_layers_from_hf(described, lambda layer: layer % 2 == 1),
     }
     if not described.get("rope_parameters") and not described.get("rope_scaling"):
-        head_dim = described.get("head_dim", _HEAD_DIM)
-        fields |= rope_from_hf({**described, "rope_parameters": _ROPE}, head_dim=head_dim, theta=_THETA)
+        fields |= rope_from_hf({**described, "rope_parameters": _ROPE}, head_dim=described["head_dim"])
     return fields
 
 
@@ -107,7 +109,7 @@ FAMILIES = (
         hf_names=_hf_names,
         hf_stacked=_STACKED,
         hf_required={"hidden_act": "silu", "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
-        hf_sizes={"norm_eps": 1e-5, "head_dim": _HEAD_DIM, "theta": _THETA},
+        hf_defaults=_DEFAULTS,
         hf_fields=_from_hf,
         gguf_architecture="gpt-oss",
         gguf_names=lambda config: _GGUF_NAMES,
