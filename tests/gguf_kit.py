@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,9 @@ _ARCHITECTURES = {
     "qwen3": gguf.MODEL_ARCH.QWEN3,
     "falcon": gguf.MODEL_ARCH.FALCON,
     "gpt_neox": gguf.MODEL_ARCH.GPTNEOX,
+    "gemma2": gguf.MODEL_ARCH.GEMMA2,
+    "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
+    "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
 }
 """By Hugging Face's `model_type`."""
 
@@ -142,13 +146,21 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
             "use_parallel_residual": config["use_parallel_residual"],
             "attention.layer_norm_epsilon": config["layer_norm_eps"],
         }
+    rope = config["rope_parameters"]
+    of_full = rope.get("full_attention", rope)
     entries |= {
         "feed_forward_length": config["intermediate_size"],
         "attention.head_count_kv": config["num_key_value_heads"],
         "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        "rope.freq_base": float(config["rope_parameters"]["rope_theta"]),
-        **_rope_scaling(config["rope_parameters"]),
+        "rope.freq_base": float(of_full["rope_theta"]),
+        **_rope_scaling(of_full),
     }
+    if "sliding_attention" in rope:
+        entries["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
+    if config["model_type"] in ("gemma2", "gemma3_text", "gpt_oss"):
+        entries["attention.sliding_window"] = config["sliding_window"]
+        entries["attn_logit_softcapping"] = config.get("attn_logit_softcapping")
+        entries["final_logit_softcapping"] = config.get("final_logit_softcapping")
     head_dim = config.get("head_dim")
     if head_dim is not None:
         entries |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
@@ -157,6 +169,8 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
             "expert_count": config["num_local_experts"],
             "expert_used_count": config["num_experts_per_tok"],
         }
+    if config["model_type"] == "gpt_oss":
+        entries["expert_feed_forward_length"] = config["intermediate_size"]
     if _ARCHITECTURES[config["model_type"]] == gguf.MODEL_ARCH.LLAMA:
         entries |= {
             "vocab_size": config["vocab_size"],
@@ -203,6 +217,9 @@ def _tensors(
     converted: dict[str, np.ndarray] = {}
     experts: dict[str, dict[int, np.ndarray]] = {}
     for name, tensor in stored.items():
+        if architecture == gguf.MODEL_ARCH.GPT_OSS and (".experts." in name or name.endswith("sinks")):
+            converted |= _of_gpt_oss(name.split(".")[2], name.split(".")[-1], tensor)
+            continue
         if ".experts." in name:
             layer, expert, part = name.split(".")[2], name.split(".")[5], name.split(".")[6]
             experts.setdefault(f"blk.{layer}.{_EXPERT_PARTS[part]}", {})[int(expert)] = tensor
@@ -220,6 +237,8 @@ def _tensors(
             tensor = np.concatenate(
                 [part.reshape(-1, *tensor.shape[1:]) for part in (rows[:, :-2], rows[:, -2], rows[:, -1])]
             )
+        elif architecture in (gguf.MODEL_ARCH.GEMMA2, gguf.MODEL_ARCH.GEMMA3) and name.endswith("norm.weight"):
+            tensor = tensor + 1
         new_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert new_name is not None, name
         converted[new_name] = tensor
@@ -229,9 +248,20 @@ def _tensors(
         else:
             converted |= {f"{name}.{i}.weight": tensor for i, tensor in of_expert.items()}
     parameters = config["rope_parameters"]
-    if parameters["rope_type"] == "llama3":
+    if parameters.get("rope_type") == "llama3":
         converted["rope_freqs.weight"] = _llama3_factors(config, parameters)
     return converted
+
+
+def _of_gpt_oss(layer: str, part: str, tensor: np.ndarray) -> dict[str, np.ndarray]:
+    """The sinks of a layer, or what experts have in one tensor, matrices `[in, out]`, gate and up in turns."""
+    if part == "sinks":
+        return {f"blk.{layer}.attn_sinks.weight": tensor}
+    kind = "bias" if part.endswith("_bias") else "weight"
+    rows = tensor if kind == "bias" else tensor.swapaxes(1, 2)
+    if part.startswith("down"):
+        return {f"blk.{layer}.ffn_down_exps.{kind}": rows}
+    return {f"blk.{layer}.ffn_{name}_exps.{kind}": rows[:, first::2] for first, name in enumerate(("gate", "up"))}
 
 
 def _interleaved(tensor: np.ndarray, num_heads: int) -> np.ndarray:
@@ -263,13 +293,14 @@ class LlamaCpp:
     Args:
       path: the file.
       vocab_size: of the model.
+      context: most tokens of a text.
     """
 
-    def __init__(self, path: Path, vocab_size: int) -> None:
+    def __init__(self, path: Path, vocab_size: int, context: int = CONTEXT) -> None:
         xllamacpp = pytest.importorskip("xllamacpp")
         params = xllamacpp.CommonParams()
         params.model.path = str(path)
-        params.n_ctx = CONTEXT
+        params.n_ctx = context
         params.n_gpu_layers = 0
         params.warmup = params.fit_params = params.ui = False
         params.cache_ram_mib = params.n_ctx_checkpoints = params.verbosity = 0
@@ -296,3 +327,34 @@ class LlamaCpp:
         for each in step["top_logprobs"]:
             found[each["id"]] = each["logprob"]
         return found
+
+    def tokens(self, text: str) -> list[int]:
+        """Of a text, with what begins it; control tokens spelled out in it are these tokens."""
+        body = json.dumps({"content": text, "add_special": True, "parse_special": True}).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self._server.listening_address}/tokenize", body, headers)
+        with urllib.request.urlopen(request) as reply:
+            return json.load(reply)["tokens"]
+
+    def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
+        """The likeliest tokens behind token ids, at most so many."""
+        request = {"prompt": prompt, "n_predict": num_tokens, "n_probs": 1, "temperature": 0.0, "cache_prompt": False}
+        reply = self._server.handle_completions(request)
+        return [each["id"] for each in reply["choices"][0]["logprobs"]["content"]]
+
+
+def dequantise(path: Path, to: Path) -> None:
+    """Writes a GGUF file anew with all tensors in float32: llama.cpp rounds what it multiplies quantised ones with."""
+    file = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(to, file.fields["general.architecture"].contents())
+    for key, field in file.fields.items():
+        if key.startswith("GGUF.") or key in ("general.architecture", "general.file_type"):
+            continue
+        kind, *_, item = [*field.types, None] if len(field.types) == 1 else field.types
+        writer.add_key_value(key, field.contents(), kind, sub_type=item)
+    for tensor in file.tensors:
+        writer.add_tensor(tensor.name, gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

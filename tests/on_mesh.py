@@ -258,6 +258,14 @@ LATENT |= {"rope": RopeConfig(rotary_dim=8)}
 UNBIASED = {"norm": "layer", "norm_bias": False, "is_parallel": True, "shares_norm": True}
 LONGROPE = RopeConfig(scaling="longrope", short_factors=(1.0,) * 4, long_factors=(1.0, 2.0, 3.0, 4.0))
 GELU = {"norm": "layer", "mlp": "gelu", "is_parallel": True}
+GEMMA = {
+    **{"norms_behind": True, "mlp": "geglu_tanh", "tie_embeddings": True, "sliding_window": 40, "full_layers": (1,)},
+    **{"norm_offset": 1.0, "embed_scale": 32**0.5, "attention_scale": 0.3},
+}
+GPT_OSS = {
+    **{"mlp": "swiglu_clipped", "mlp_bias": True, "router_bias": True, "has_sinks": True},
+    **{"sliding_window": 40, "full_layers": (1,)},
+}
 FAMILIES = {
     "mixtral": {"num_experts": 4, "num_experts_per_token": 2, "num_kv_heads": 4},
     "qwen3": {"qkv_bias": True, "qk_norm": True, "sliding_window": 40, "full_layers": (0,)},
@@ -266,9 +274,13 @@ FAMILIES = {
     "olmo3": {**BEHIND, "sliding_window": 40, "full_layers": (0,), "local_rope": RopeConfig(theta=100.0)},
     "glm4_moe": {**SIGMOID, **DENSE_FIRST, "shared_mlp_dim": 24, "num_kv_heads": 4, "rope": RopeConfig(rotary_dim=4)},
     "cohere2": {**UNBIASED, "sliding_window": 40, "full_layers": (1,), "nope_layers": (1,), "logit_scale": 0.5},
+    "gemma2": {**GEMMA, "score_cap": 3.0, "logit_cap": 8.0},
+    "gemma3": {**GEMMA, "qk_norm": True, "local_rope": RopeConfig(theta=300.0)},
+    "gpt_oss": {**GPT_OSS, "num_experts": 4, "num_experts_per_token": 2, "qkv_bias": True, "out_bias": True},
     "llama": {"num_kv_heads": 4},
     "deepseek_v3": {**SIGMOID, **DENSE_FIRST, **LATENT, "shared_mlp_dim": 24, "query_rank": 24},
     "deepseek_v2": {**SOFTMAX, **LATENT, "num_group_shares": 1, "num_expert_groups": 2},
+    "mistral4": {**SOFTMAX, **LATENT, "query_beta": 0.3, "query_span": 16},
     "qwen2_moe": {**SOFTMAX, "qkv_bias": True, "shared_mlp_dim": 24, "gates_shared": True},
     "qwen3_moe": {**SOFTMAX, "qk_norm": True, "dense_layers": (1,)},
     "minimax_m2": {**SIGMOID, "qk_norm": True, "qk_norm_is_whole": True, "rope": RopeConfig(rotary_dim=4)},
@@ -283,7 +295,7 @@ FAMILIES = {
 }
 HAVE_NOTHING_ELSE = (
     *("llama", "mistral", "qwen2", "falcon-40b", "qwen2_moe", "qwen3_moe", "minimax_m2", "smollm3", "granite"),
-    *("ministral3", "olmo2", "phi3", "deepseek_v2"),
+    *("ministral3", "olmo2", "phi3", "deepseek_v2", "mistral4"),
 )
 """All that these have, others before them have too."""
 
@@ -300,7 +312,7 @@ def test_every_family_on_a_mesh(name):
         numbers = rng.standard_normal(shape).astype(np.float32)
         is_norm, is_bias = slot.key.endswith("norm.scale"), len(shape) < 2 or slot.key.startswith("attn.b")
         scale = 0.2 if is_norm or is_bias else 2 / np.sqrt(shape[-2] if len(shape) == 2 else 32)
-        leaves["params", *slot.path] = np.float32(is_norm) + numbers * np.float32(scale)
+        leaves["params", *slot.path] = np.float32(is_norm and 1 - config.norm_offset) + numbers * np.float32(scale)
     params = params_to_device(flax.traverse_util.unflatten_dict(leaves))
     model = dataclasses.replace(model_of(), config=config, model=Transformer(config), params=params)
     with engine_of(2, 2, model) as engine:

@@ -38,6 +38,10 @@ NAMES = (
     "minimax_m2",
     "deepseek_v2",
     "deepseek_v3",
+    "mistral4",
+    "gemma2",
+    "gemma3_scaled_rope",
+    "gpt_oss",
 )
 
 

@@ -29,12 +29,13 @@ from ca_jax.models import weights
 from ca_jax.models.chat_template import ChatTemplate
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.families import BY_GGUF_ARCHITECTURE, FAMILIES, require_served
-from ca_jax.models.families.family import GgufDescription, half_split_rows
+from ca_jax.models.families.from_gguf import GgufDescription
+from ca_jax.models.families.names import half_split_rows
 from ca_jax.models.tokenizer import Tokenizer
 from ca_jax.private import gguf_reader
 
 _EMBEDDING, _ROPE_FACTORS = "token_embd.weight", "rope_freqs.weight"
-_OF_ALL_EXPERTS = re.compile(r"blk\.\d+\.ffn_\w+_exps\.weight")
+_OF_ALL_EXPERTS = re.compile(r"blk\.\d+\.ffn_\w+_exps\.(weight|bias)")
 _OF_ONE_EXPERT = re.compile(r"(blk\.\d+\.ffn_\w+)\.(\d+)\.weight")
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
 
@@ -45,6 +46,13 @@ _LLAMA3_SPLIT = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+_CASELESS = r"\p{Lm}\p{Lo}\p{M}"
+_UPPER, _LOWER = rf"[\p{{Lu}}\p{{Lt}}{_CASELESS}]", rf"[\p{{Ll}}{_CASELESS}]"
+_BEFORE, _BEHIND = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"  # What a word takes with it.
+_GPT4O_SPLIT = (
+    rf"{_BEFORE}{_UPPER}*{_LOWER}+{_BEHIND}|{_BEFORE}{_UPPER}+{_LOWER}*{_BEHIND}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 _GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 _LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
@@ -60,6 +68,7 @@ _SPLITS: dict[str, tuple[pre_tokenizers.PreTokenizer, ...]] = {
     "falcon": (pre_tokenizers.Punctuation("contiguous"), _GPT2, _isolated("[0-9][0-9][0-9]")),
     **dict.fromkeys(_LLAMA3, (_isolated(_LLAMA3_SPLIT), _BYTES)),
     "qwen2": (_isolated(_QWEN2_SPLIT), _BYTES),
+    "gpt-4o": (_isolated(_GPT4O_SPLIT), _BYTES),
 }  # By `tokenizer.ggml.pre`.
 
 

@@ -27,7 +27,7 @@ from ca_jax.errors import (
 from ca_jax.models import quantized, weights
 from ca_jax.models.chat_template import ChatTemplate
 from ca_jax.models.config import ModelConfig
-from ca_jax.models.families import BY_MODEL_TYPE, FAMILIES, require_served
+from ca_jax.models.families import BY_MODEL_TYPE, FAMILIES, MULTIMODAL_TYPES, require_served
 from ca_jax.models.families.family import Family
 from ca_jax.models.quantization_scheme import Scheme, scheme_from_hf
 from ca_jax.models.tokenizer import Tokenizer, read_backend
@@ -36,6 +36,9 @@ _OF_LAYER = re.compile(r"\.layers\.(\d+)\.")
 _PLAIN = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _PACKED = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu, "I32": np.int32, "U8": np.uint8}
 _TYPES: dict[str, np.dtype] = {name: np.dtype(kind) for name, kind in (_PLAIN | _PACKED).items()}
+
+_TEXT_PREFIX = "language_model."
+"""What names of the text model's tensors begin with, in models that read images too. Others are not read."""
 
 _HUB_METADATA = ("*.json", "*.jinja")
 _HUB_WEIGHTS = ("*.safetensors",)
@@ -54,7 +57,8 @@ def open_directory(directory: Path, name: str) -> weights.Source:
         raise type(error)(f"{directory}: {error}") from error
     family, files, scheme = FAMILIES[config.architecture], weight_files(directory), scheme_from_hf(described)
     tokenizer = _load_tokenizer(directory, described)
-    tensors = _stored_tensors(directory, files, config, family, scheme)
+    prefix = _TEXT_PREFIX if described["model_type"] in MULTIMODAL_TYPES else ""
+    tensors = _stored_tensors(directory, files, config, family, scheme, prefix)
     _require_names_of(family, config, tensors, directory)
     return weights.Source(
         path=str(directory),
@@ -73,7 +77,12 @@ def config_from_hf(described: Mapping[str, Any]) -> ModelConfig:
     model_type = described.get("model_type")
     if model_type is None:
         raise CheckpointError("config.json: model_type is missing")
-    require_served(model_type, "config.json", BY_MODEL_TYPE)
+    if model_type in MULTIMODAL_TYPES:
+        if "text_config" not in described:
+            raise CheckpointError("config.json: text_config is missing")
+        quantization = described.get("quantization_config")
+        return config_from_hf({**described["text_config"], "quantization_config": quantization})
+    require_served(model_type, "config.json", BY_MODEL_TYPE.keys() | MULTIMODAL_TYPES)
     family = BY_MODEL_TYPE[model_type]
     architectures = described.get("architectures") or [family.architectures[0]]
     if len(architectures) != 1 or architectures[0] not in family.architectures:
@@ -111,15 +120,19 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def _stored_tensors(
-    directory: Path, files: list[Path], config: ModelConfig, family: Family, scheme: Scheme | None
+    directory: Path, files: list[Path], config: ModelConfig, family: Family, scheme: Scheme | None, prefix: str
 ) -> dict[str, weights.StoredTensor]:
+    """Those whose names begin so, by what is behind it."""
     raw: quantized.Arrays = {}
     for path in files:
-        raw.update((name, each) for name, each in _mapped(path, family.ignored) if not _drafts(name, family, config))
+        for name, each in _mapped(path, family.ignored):
+            if name.startswith(prefix) and not _drafts(name, family, config):
+                raw[name.removeprefix(prefix)] = each
     try:
         tensors = {} if scheme is None else quantized.take(raw, scheme)
     except (CheckpointError, UnsupportedQuantizationError) as error:
         raise type(error)(f"{directory}: {error}") from error
+    from_scheme = set(tensors)  # Their matrices are [out, in], also where they are stacked.
     for name, tensor in raw.items():
         kind = next(each for each, dtype in _TYPES.items() if dtype == tensor.dtype)
         if kind not in _PLAIN:
@@ -127,6 +140,9 @@ def _stored_tensors(
         tensors[name] = quantized.plain(tensor)
     if config.tie_embeddings:  # A head is a second name for the embedding then.
         tensors.pop(str(family.hf_names(config)["head.kernel"]), None)
+    for name in [name for name in tensors if name.endswith(family.hf_stacked)]:
+        transposed = family.stacks_inputs_first and name not in from_scheme
+        tensors |= weights.of_each_expert(name, tensors.pop(name), transposed=transposed)
     return tensors
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -29,7 +30,7 @@ import numpy as np
 
 from ca_jax.errors import CheckpointError, check
 from ca_jax.models.config import ModelConfig
-from ca_jax.models.families.family import Fused, Names
+from ca_jax.models.families.names import Fused, Names
 from ca_jax.models.tokenizer import Tokenizer
 
 ProgressFn = Callable[[str, int, int], None]
@@ -40,6 +41,7 @@ Params = dict[str, Any]
 
 _ALIGNMENT_BYTES = 64  # XLA's CPU client takes arrays so aligned as they are, without a copy.
 _CHUNK_ELEMENTS = 1 << 18  # 1 MiB of f32: read, dequantised and transposed while it is in the cache.
+_MAX_STEP = 2  # Rows that take turns with those of one other leaf are read with these.
 _MAX_WORKERS = 8
 _DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
@@ -223,6 +225,30 @@ class StoredTensor:
     """Whether it changes nothing where no leaf asks for it."""
 
 
+def of_each_expert(name: str, tensor: StoredTensor, transposed: bool) -> dict[str, StoredTensor]:
+    """Takes a tensor that holds the matrices or the biases of all experts apart.
+
+    Args:
+      name: the tensor's.
+      tensor: `[E, ...]`.
+      transposed: whether matrices lie `[in, out]`, and not `[out, in]`.
+
+    Returns:
+      The tensor of each expert as `name[expert]`, matrices `[out, in]`; each is read at once.
+    """
+
+    def read_rows(expert: int, start: int, stop: int) -> np.ndarray:
+        [found] = tensor.read_rows(expert, expert + 1)
+        return (found.T if transposed else found)[start:stop]
+
+    num_experts, *shape = tensor.shape
+    shape = shape[::-1] if transposed else shape
+    return {
+        f"{name}[{i}]": StoredTensor(shape=tuple(shape), read_rows=functools.partial(read_rows, i), chunk_rows=shape[0])
+        for i in range(num_experts)
+    }
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Leaf:
     """One leaf of the parameter tree that is not read yet."""
@@ -267,14 +293,17 @@ class Leaf:
                 target[start + at : start + at + len(rows)] = rows.reshape(len(rows), num_columns)
 
     def _read_runs(self, tensor: StoredTensor, start: int, stop: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Reads rows `[start, stop)` of the leaf, those that follow each other in the file at once."""
+        """Reads rows `[start, stop)` of the leaf, those that follow each other in the file, or nearly so, at once."""
         if self.rows is None:
             yield 0, tensor.read_rows(start, stop)
             return
         rows = self.rows[start:stop]
-        starts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
+        steps = np.diff(rows, prepend=rows[0] - _MAX_STEP - 1)
+        starts = np.flatnonzero((steps < 1) | (steps > _MAX_STEP))
         for first, end in zip(starts, [*starts[1:], len(rows)], strict=True):
-            yield int(first), tensor.read_rows(int(rows[first]), int(rows[end - 1]) + 1)
+            before = int(rows[first])
+            found = tensor.read_rows(before, int(rows[end - 1]) + 1)
+            yield int(first), found if len(found) == end - first else found[rows[first:end] - before]
 
 
 Destination = Callable[[Leaf], Any]

@@ -17,6 +17,7 @@ from tests.tolerances import LOGITS_ATOL
 LENGTHS = (1, 7, 50)
 ROOM = 64
 NUM_VARIANTS = 12
+ATOL = 4 * LOGITS_ATOL["float32"]  # What is drawn may make scores larger than models have them.
 
 Draw = np.random.Generator
 Fields = dict[str, Any]
@@ -227,4 +228,4 @@ def test_a_config_that_was_drawn_computes_what_transformers_does(monkeypatch, na
         expected = pair.their_logits(ids)
         context = length if name == "phi3" else ROOM  # Frequencies are by the length of the text.
         found = kit.our_logits(pair.model, ids, room=ROOM, context=context)
-        np.testing.assert_allclose(found, expected, atol=LOGITS_ATOL["float32"], rtol=0, err_msg=str(fields))
+        np.testing.assert_allclose(found, expected, atol=ATOL, rtol=0, err_msg=str(fields))

@@ -31,6 +31,10 @@ METADATA = {
     "falcon_7b": {},
     "falcon_40b": {},
     "neox": {},
+    "gemma2": {},
+    "gemma3": {"attention.sliding_window_pattern": [True, False, True]},
+    "gemma3_scaled_rope": {"attention.sliding_window_pattern": [True, False, True]},
+    "gpt_oss_plain_rope": {},
 }
 """Of the cases of `families_kit` that such files can hold, what is added to what the converter writes."""
 
@@ -66,18 +70,26 @@ def flat(tree):
     return flax.traverse_util.flatten_dict(tree["params"], sep=".")
 
 
+def shifted(params, offset):
+    """Parameters whose norms have in their scales what the model of the others adds."""
+    leaves = flax.traverse_util.flatten_dict(params)
+    moved = {path: leaf + np.float32(offset) if path[-1] == "scale" else leaf for path, leaf in leaves.items()}
+    return flax.traverse_util.unflatten_dict(moved)
+
+
 @pytest.mark.parametrize("name", [*METADATA, "neox_sequential"])
 def test_logits_and_greedy_tokens_equal_those_of_llama_cpp(write, directory_of, name):
     """And the model is that of the safetensors, whatever of it no logits show."""
     path = write(name)
     model, wanted = ca_jax.load_model(str(path), dtype="float32"), load_checkpoint(str(directory_of(name)))
     said = {} if name in METADATA else {"mlp": "gelu"}  # As the releases have it: of this one the file cannot tell.
-    assert model.config == dataclasses.replace(wanted.config, **said)
-    assert_same_params(model.params, wanted.params)
+    offset = wanted.config.norm_offset
+    assert model.config == dataclasses.replace(wanted.config, **said, norm_offset=0)
+    assert_same_params(model.params, shifted(wanted.params, offset) if offset else wanted.params)
     theirs = gguf_kit.LlamaCpp(path, families_kit.VOCAB_SIZE)
-    atol = (LOGITS_ATOL if model.config.mlp == "swiglu" else GELU_TABLE_ATOL)["float32"]
+    atol = (LOGITS_ATOL if model.config.mlp.startswith("swiglu") else GELU_TABLE_ATOL)["float32"]
     for length in (1, 9, 40, 120):
-        if model.config.sliding_window is not None and length + NUM_GREEDY > model.config.sliding_window:
+        if model.config.architecture == "mistral" and length + NUM_GREEDY > model.config.sliding_window:
             break  # llama.cpp lets no layer of this architecture slide.
         ids = families_kit.prompt(length)
         expected = []
@@ -130,14 +142,25 @@ def test_parts_of_quantised_tensors_are_dequantised(write, name, tensor, keys):
         assert (0 < error < 0.01) if key in keys else error == 0, key
 
 
-TEXTS = ("x = 12345 + 678", "It's 99,000  (ab)\n\n  ab!?", "été 12 --ab")
+TEXTS = ("x = 12345 + 678", "It's 99,000  (ab)\n\n  ab!?", "été 12 --ab", "dbA It'S!\n/ab")
+OF_GPT4O = (("b", "A"), ("t", "'"), ("Ċ", "/"))
+"""Merges of what that pre-tokenizer alone splits, or alone leaves together."""
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "falcon", "olmo"])
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "falcon", "olmo", "gpt-4o"])
 def test_text_is_split_as_llama_cpp_splits_it(write, pre):
     """Told by what it expects to come next: prompts of other tokens give other numbers."""
     vocabulary = gguf_kit.byte_vocabulary()
-    for left, right in (*gguf_kit.DIGITS, ("'", "s"), ("0", "0"), ("00", "0"), (")", "Ċ"), ("!", "?"), ("-", "-")):
+    for left, right in (
+        *gguf_kit.DIGITS,
+        ("'", "s"),
+        ("0", "0"),
+        ("00", "0"),
+        (")", "Ċ"),
+        ("!", "?"),
+        ("-", "-"),
+        *OF_GPT4O,
+    ):
         vocabulary["tokens"].append(left + right)
         vocabulary["token_type"].append(gguf_kit.NORMAL)
         vocabulary["merges"].append(f"{left} {right}")

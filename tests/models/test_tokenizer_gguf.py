@@ -51,6 +51,7 @@ def byte_level(extra_merges=(), **changes):
         ("qwen2", ["1", "2", "3", "4", "Ġ", "Ġ", "1", "2"]),
         ("falcon", ["123", "4", "Ġ", "Ġ1", "2"]),
         ("olmo", ["1234", "Ġ", "Ġ1", "2"]),
+        ("gpt-4o", ["123", "4", "Ġ", "Ġ", "12"]),
     ],
 )
 def test_digits_and_spaces_are_split_as_the_pre_tokenizer_says(pre, pieces):

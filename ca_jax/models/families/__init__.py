@@ -1,7 +1,8 @@
 """The model families that are served, and why others are refused.
 
 Each is a `Family`: in `llama`, where it is Llama with small differences, in `dense` or `experts`, where its config says
-more, in `fused`, where one tensor holds several matrices, or in `deepseek`, where layers keep latents.
+more, in `fused`, where one tensor holds several matrices, in `deepseek`, where layers keep latents, or in a module of
+its own.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ca_jax.errors import UnsupportedArchitectureError
-from ca_jax.models.families import deepseek, dense, experts, fused, llama
+from ca_jax.models.families import deepseek, dense, experts, fused, gemma, gpt_oss, llama
 from ca_jax.models.families.family import Family
 
 FAMILIES: dict[str, Family] = {
-    family.name: family for each in (llama, fused, dense, experts, deepseek) for family in each.FAMILIES
+    family.name: family for each in (llama, fused, gemma, gpt_oss, dense, experts, deepseek) for family in each.FAMILIES
 }
 """By `ModelConfig.architecture`."""
 
@@ -21,6 +22,11 @@ BY_MODEL_TYPE: dict[str, Family] = {
     model_type: family for family in FAMILIES.values() for model_type in family.model_types
 }
 """By Hugging Face's `model_type`."""
+
+MULTIMODAL_TYPES: frozenset[str] = frozenset(
+    family.multimodal_type for family in FAMILIES.values() if family.multimodal_type is not None
+)
+"""Hugging Face's `model_type` of models that read images too, and of which the text model is served."""
 
 BY_GGUF_ARCHITECTURE: dict[str, list[Family]] = {
     architecture: [family for family in FAMILIES.values() if family.gguf_architecture == architecture]

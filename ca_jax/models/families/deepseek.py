@@ -22,9 +22,12 @@ import numpy as np
 from ca_jax.errors import UnsupportedArchitectureError
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.families.experts import NAMES, sparse_from_hf
-from ca_jax.models.families.family import Family, Fused, Names, half_split_rows, rope_from_hf
+from ca_jax.models.families.family import Family
+from ca_jax.models.families.from_hf import rope_from_hf
 from ca_jax.models.families.llama import LAYER
+from ca_jax.models.families.names import Fused, Names, half_split_rows
 
+_EXPERTS = LAYER + "mlp.experts."
 _ATTENTION = LAYER + "self_attn."
 
 
@@ -92,15 +95,25 @@ def _names(config: ModelConfig) -> Names:
     }
 
 
+def _mistral4_names(config: ModelConfig) -> Names:
+    """All experts are in one tensor, gate and what it gates one behind the other."""
+    rows, wide = np.arange(2 * config.mlp_dim), _EXPERTS + "gate_up_proj[{expert}]"
+    return {
+        **_names(config),
+        "experts.w_gate": Fused(wide, len(rows), rows[: config.mlp_dim]),
+        "experts.w_up": Fused(wide, len(rows), rows[config.mlp_dim :]),
+        "experts.w_down": _EXPERTS + "down_proj[{expert}]",
+    }
+
+
 def _family(name: str, model_types: tuple[str, ...], architecture: str, **differences: Any) -> Family:
     return Family(
         name=name,
         model_types=model_types,
         architectures=(architecture,),
         hf_required={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "rope_interleave": True},
-        hf_names=_names,
         hf_sizes={"mlp_key": "moe_intermediate_size"},
-        **differences,
+        **{"hf_names": _names, **differences},
     )
 
 
@@ -114,6 +127,13 @@ FAMILIES = (
         drafts_behind=True,
         hf_fields=partial(_from_hf, num_dense=3),
     ),
-    _family("mistral4", ("mistral4",), "Mistral4ForCausalLM", hf_fields=_mistral4_from_hf),
+    _family(
+        "mistral4",
+        ("mistral4",),
+        "Mistral4ForCausalLM",
+        hf_fields=_mistral4_from_hf,
+        hf_names=_mistral4_names,
+        hf_stacked=("gate_up_proj", "experts.down_proj"),
+    ),
 )
 """The families."""

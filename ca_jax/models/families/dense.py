@@ -17,16 +17,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ca_jax.models.config import ModelConfig
-from ca_jax.models.families.family import (
-    Family,
-    Fused,
-    Names,
-    half_split_rows,
-    module_names,
-    rope_from_hf,
-    sliding_from_hf,
-)
+from ca_jax.models.families.family import Family
+from ca_jax.models.families.from_hf import rope_from_hf, sliding_from_hf
 from ca_jax.models.families.llama import HF_NAMES, LAYER
+from ca_jax.models.families.names import Fused, Names, half_split_rows, module_names
 
 _NAMES_BEHIND = {
     "attn_post_norm.scale": LAYER + "post_attention_layernorm.weight",
@@ -45,8 +39,8 @@ def _smollm3_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
     rotates = described.get("no_rope_layers") or [(i + 1) % interval for i in range(num_layers)]
     nope = tuple(i for i, each in enumerate(rotates[:num_layers]) if not each)
     window = described.get("sliding_window") if described.get("use_sliding_window") else None
-    types = ["sliding_attention" if i in nope else "full_attention" for i in range(num_layers)]
-    return {"nope_layers": nope, **sliding_from_hf(described, window, types), **biases_from_hf(described)}
+    slides = sliding_from_hf(described, window, lambda layer: layer not in nope)
+    return {"nope_layers": nope, **slides, **biases_from_hf(described)}
 
 
 def _granite_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,8 +62,6 @@ def _ministral3_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
 
 def _olmo3_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
     """Layers that slide are not stretched: older files say so by having one scaling, newer ones by two entries."""
-    num_layers = described["num_hidden_layers"]
-    types = ["full_attention" if (i + 1) % 4 == 0 else "sliding_attention" for i in range(num_layers)]
     head_dim = described.get("head_dim") or described["hidden_size"] // described["num_attention_heads"]
     nested = described.get("rope_parameters") or {}
     plain = {**described, "rope_scaling": None}
@@ -79,7 +71,7 @@ def _olmo3_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
     local = {**plain, "rope_parameters": nested.get("sliding_attention")}
     ropes = [rope_from_hf(each, head_dim=head_dim, theta=500000.0)["rope"] for each in (full, local)]
     return {
-        **sliding_from_hf(described, described.get("sliding_window", 4096), types),
+        **sliding_from_hf(described, described.get("sliding_window", 4096), lambda layer: layer % 4 == 3),
         "rope": ropes[0],
         "local_rope": None if ropes[0] == ropes[1] else ropes[1],
         **biases_from_hf(described),
@@ -88,8 +80,8 @@ def _olmo3_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
 
 def _cohere2_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
     num_layers, pattern = described["num_hidden_layers"], described.get("sliding_window_pattern", 4)
-    types = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers)]
-    slides = sliding_from_hf(described, described.get("sliding_window") or 4096, types)
+    window = described.get("sliding_window") or 4096
+    slides = sliding_from_hf(described, window, lambda layer: (layer + 1) % pattern == 0)
     full = slides.get("full_layers", tuple(range(num_layers)))
     return {
         **slides,

@@ -14,8 +14,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ca_jax.models.families.family import Family, module_names, sliding_from_hf
+from ca_jax.models.families.family import Family
+from ca_jax.models.families.from_hf import sliding_from_hf
 from ca_jax.models.families.llama import HF_NAMES, LAYER
+from ca_jax.models.families.names import module_names
 
 _MLP = LAYER + "mlp."
 
@@ -54,12 +56,11 @@ def _qwen_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _qwen2_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
-    num_layers, last = described["num_hidden_layers"], described.get("max_window_layers", 28)
-    types = ["sliding_attention" if i < last and i % 2 == 0 else "full_attention" for i in range(num_layers)]
+    first = described.get("max_window_layers", 28)
     window = described.get("sliding_window", 4096) if described.get("use_sliding_window") else None
     return {
         **_qwen_from_hf(described),
-        **sliding_from_hf(described, window or None, types),
+        **sliding_from_hf(described, window or None, lambda layer: layer >= first or layer % 2 == 1),
         "qkv_bias": bool(described.get("qkv_bias", True)),
         "shared_mlp_dim": described["shared_expert_intermediate_size"],
     }

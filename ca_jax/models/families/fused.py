@@ -18,18 +18,11 @@ import numpy as np
 
 from ca_jax.errors import UnsupportedArchitectureError
 from ca_jax.models.config import ModelConfig
-from ca_jax.models.families.family import (
-    GGUF_NAMES,
-    Family,
-    Fused,
-    GgufDescription,
-    Names,
-    fused_rows,
-    gelu_from_hf,
-    module_names,
-    split_rows,
-)
+from ca_jax.models.families.family import Family
+from ca_jax.models.families.from_gguf import GgufDescription
+from ca_jax.models.families.from_hf import gelu_from_hf
 from ca_jax.models.families.llama import HF_NAMES, LAYER
+from ca_jax.models.families.names import GGUF_NAMES, Fused, Names, fused_rows, module_names, split_rows
 
 
 def _hf_names(

@@ -15,7 +15,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ca_jax.models.families.family import GGUF_NAMES, Family, GgufDescription, module_names, sliding_from_hf
+from ca_jax.models.families.family import Family
+from ca_jax.models.families.from_gguf import GgufDescription
+from ca_jax.models.families.from_hf import sliding_from_hf
+from ca_jax.models.families.names import GGUF_NAMES, module_names
 
 LAYER = "model.layers.{layer}."
 """How names of what is in a layer begin in safetensors files."""
@@ -112,17 +115,10 @@ def _qwen3_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _windows_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Which layers slide: those that `layer_types` says, or else those from `max_window_layers` on, if any do.
-
-    Raises:
-      ValueError: `layer_types` is not of the model's layers.
-      UnsupportedArchitectureError: a type of layer that is not served.
-    """
+    """Which layers slide: those that `layer_types` says, or else those from `max_window_layers` on, if any do."""
     window = described.get("sliding_window", 4096) if described.get("use_sliding_window") else None
-    num_layers = described["num_hidden_layers"]
-    num_full = min(described.get("max_window_layers", 28), num_layers)
-    types = ["full_attention"] * num_full + ["sliding_attention"] * (num_layers - num_full)
-    return {} if window is None else sliding_from_hf(described, window, types)
+    first = described.get("max_window_layers", 28)
+    return sliding_from_hf(described, window, lambda layer: layer < first)
 
 
 FAMILIES = (

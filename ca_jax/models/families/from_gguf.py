@@ -1,0 +1,167 @@
+"""What a GGUF file's metadata says that families spell alike.
+
+Not here: what each family says besides (its own module), opening files (`gguf`), what becomes of a rope scaling
+(`rope`).
+Source: the GGUF specification; layouts and defaults are those of llama.cpp, whose converter wrote such files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ca_jax.errors import UnsupportedArchitectureError
+from ca_jax.models import rope
+from ca_jax.models.config import RopeConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GgufDescription:
+    """What a family is told of a GGUF file."""
+
+    entries: Mapping[str, Any]
+    """Metadata of the architecture, by keys without its name: `block_count`."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of the tensors, by name, outermost first; `token_embd.weight` is there."""
+    rope_factors: np.ndarray | None = None
+    """What `rope_freqs.weight` holds: the divisor of each rotary frequency, f32 `[R/2]`; None: it is not there."""
+
+
+_LLAMA3_ORIGINAL_POSITIONS = 8192  # Every Llama 3.x release; files rarely say.
+
+
+def sizes_from_gguf(
+    described: GgufDescription,
+    *,
+    eps_key: str = "layer_norm_rms_epsilon",
+    may_rotate_part: bool = False,
+    truncates: bool = True,
+) -> dict[str, Any]:
+    """The fields of `ModelConfig` that all families spell alike.
+
+    Args:
+      described: the file.
+      eps_key: what the family calls the number added inside its norms.
+      may_rotate_part: whether the family has models that rotate a part of each head.
+      truncates: `RopeConfig.truncate` of its models, which files leave unsaid.
+
+    Raises:
+      KeyError: an entry is missing.
+      UnsupportedArchitectureError: something about it is not served, by name.
+    """
+    entries, shapes = described.entries, described.shapes
+    embed_dim, num_heads = entries["embedding_length"], entries["attention.head_count"]
+    num_kv_heads, mlp_dim = entries.get("attention.head_count_kv", num_heads), entries["feed_forward_length"]
+    for key, value in (("head_count", num_heads), ("head_count_kv", num_kv_heads), ("feed_forward_length", mlp_dim)):
+        if isinstance(value, list):
+            raise UnsupportedArchitectureError(f"a {key} of its own for each layer is not served")
+    head_dim = entries.get("attention.key_length", embed_dim // num_heads)
+    require_gguf(described, {"attention.value_length": head_dim}, why="the head dim")
+    if not may_rotate_part:
+        require_gguf(described, {"rope.dimension_count": head_dim}, why="the head dim")
+    return {
+        "vocab_size": int(shapes["token_embd.weight"][0]),
+        "embed_dim": embed_dim,
+        "mlp_dim": mlp_dim,
+        "num_layers": entries["block_count"],
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "max_positions": entries["context_length"],
+        "norm_eps": _shortest(entries[f"attention.{eps_key}"]),
+        "tie_embeddings": "output.weight" not in shapes,
+        "rope": _rope_from_gguf(described, head_dim, truncates),
+    }
+
+
+def full_layers_from_gguf(entries: Mapping[str, Any], period: int) -> list[int]:
+    """The layers that do not slide, of a model in which others do.
+
+    Args:
+      entries: the metadata; it may say of each layer whether it slides, or of which period the last layers do not.
+      period: that, where it says neither.
+    """
+    found = entries.get("attention.sliding_window_pattern", period)
+    if isinstance(found, list):
+        return [layer for layer, slides in enumerate(found) if not slides]
+    return [layer for layer in range(entries["block_count"]) if found and (layer + 1) % found == 0]
+
+
+def require_gguf(described: GgufDescription, wanted: Mapping[str, Any], why: str = "") -> None:
+    """Refuses a file in which an entry is there and is not as wanted.
+
+    Args:
+      described: the file.
+      wanted: values by key.
+      why: what the wanted value is, for the message.
+
+    Raises:
+      UnsupportedArchitectureError: there is one; the message names it.
+    """
+    for key, value in wanted.items():
+        found = described.entries.get(key, value)
+        if found != value:
+            raise UnsupportedArchitectureError(f"{key} {found} is not served; it must be {f'{why} {value}'.strip()}")
+
+
+def _rope_from_gguf(described: GgufDescription, head_dim: int, truncates: bool) -> RopeConfig:
+    entries = described.entries
+    rotary_dim = entries.get("rope.dimension_count", head_dim)
+    plain = RopeConfig(
+        theta=_shortest(entries.get("rope.freq_base", 10000.0)),
+        rotary_dim=None if rotary_dim == head_dim else rotary_dim,
+    )
+    scaling, factor = entries.get("rope.scaling.type", "none"), entries.get("rope.scaling.factor", 1.0)
+    if "rope.scale_linear" in entries:
+        scaling, factor = "linear", entries["rope.scale_linear"]
+    factor = _shortest(factor)
+    if described.rope_factors is not None:
+        if scaling != "none":
+            raise UnsupportedArchitectureError(f"rope scaling {scaling!r} with rope_freqs.weight is not served")
+        return _llama3_rope(described, described.rope_factors, plain, head_dim)
+    if scaling == "none":
+        return plain
+    if scaling == "linear":
+        return dataclasses.replace(plain, scaling="linear", factor=factor)
+    if scaling != "yarn":
+        raise UnsupportedArchitectureError(
+            f"rope scaling {scaling!r} is not served; it must be one of none, linear, yarn, or llama3 as "
+            "rope_freqs.weight"
+        )
+    served = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
+    require_gguf(described, {f"rope.scaling.{key}": value for key, value in served.items()})
+    return dataclasses.replace(
+        plain,
+        scaling="yarn",
+        factor=factor,
+        original_max_positions=entries.get("rope.scaling.original_context_length", entries["context_length"]),
+        beta_fast=_shortest(entries.get("rope.scaling.yarn_beta_fast", 32.0)),
+        beta_slow=_shortest(entries.get("rope.scaling.yarn_beta_slow", 1.0)),
+        truncate=truncates,
+        # As Peng et al. (2023) say in section 3.4; files leave it unsaid.
+        attention_factor=0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0,
+    )
+
+
+def _llama3_rope(described: GgufDescription, found: np.ndarray, plain: RopeConfig, head_dim: int) -> RopeConfig:
+    """Llama 3.x files hold the divisor of each frequency, not the rule: finds the rule, checks that it gives them."""
+    original_positions = described.entries.get("rope.scaling.original_context_length", _LLAMA3_ORIGINAL_POSITIONS)
+    frequencies = rope.inverse_frequencies(plain, head_dim)
+    if found.shape == frequencies.shape and np.isfinite(found).all() and found.max() >= 1:
+        candidate = dataclasses.replace(
+            plain, scaling="llama3", factor=float(found.max()), original_max_positions=original_positions
+        )
+        if np.allclose(frequencies / rope.inverse_frequencies(candidate, head_dim), found, rtol=1e-3):
+            return candidate
+    raise UnsupportedArchitectureError(
+        f"rope_freqs.weight does not hold llama3 rope scaling for {original_positions} original positions"
+    )
+
+
+def _shortest(value: float) -> float:
+    """The f32 number that a file holds as the decimal it was written from: 1e-05, not 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
