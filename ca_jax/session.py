@@ -19,22 +19,13 @@ import numpy.typing as npt
 
 from ca_jax.errors import EmptyMessageError, InvalidRequestError, SessionBusyError, SessionClosedError, check
 from ca_jax.overflow.config import check_discarded
+from ca_jax.telemetry.timeline import SaveTimes
 from ca_jax.turns import requests
 from ca_jax.turns.conversations import Conversation, Message, as_messages
 from ca_jax.turns.requests import Completion, FinishReason, SamplingParams, TokenLogprob, Truncation, TurnRequest, Usage
 from ca_jax.turns.text import ChunkSpan, TextOutput, Texts
 
 _job_ids = itertools.count()
-
-
-@dataclasses.dataclass
-class SaveTimes:
-    """When a turn's KV was saved, on the clock of its other times. Goes on behind the turn's end."""
-
-    begun_s: float = 0.0  # When the first of it was handed in; 0 before.
-    published_s: float = 0.0  # When the last of it so far was in the store, readable; 0 before.
-    num_published: int = 0  # Its tokens that are.
-    ended: bool = False  # Whether no more comes: all is published, or was given up.
 
 
 @dataclasses.dataclass(eq=False)
@@ -215,14 +206,29 @@ class Job:
 class _Host(Protocol):
     """What a session asks of its engine; see there."""
 
-    def submit_turn(self, session: Session, request: TurnRequest, texts: Texts | None = None) -> Job: ...
-    def stream(self, job: Job) -> Iterator[str]: ...
-    def cancel(self, job: Job) -> None: ...
-    def abandon(self, job: Job) -> None: ...
-    def end_abandoned(self) -> None: ...
-    def truncate_stored(self, session: Session, num_tokens: int, left: Conversation | None = None) -> None: ...
-    def discard(self, session: Session, discarded: np.ndarray) -> None: ...
-    def forget(self, session: Session) -> None: ...
+    def submit_turn(self, session: Session, request: TurnRequest, texts: Texts | None = None) -> Job:
+        """Queues a turn of `session` and returns its job. Raises what `Session.submit` says."""
+
+    def stream(self, job: Job) -> Iterator[str]:
+        """Runs turns until `job` ends, and yields its text as it comes. Raises what ended the job early."""
+
+    def cancel(self, job: Job) -> None:
+        """Ends a job. What it has generated so far stays part of the conversation."""
+
+    def abandon(self, job: Job) -> None:
+        """Notes that a job is to be cancelled later. Takes no lock: a destructor may call it on any thread."""
+
+    def end_abandoned(self) -> None:
+        """Cancels the jobs that `abandon` has noted."""
+
+    def truncate_stored(self, session: Session, num_tokens: int, left: Conversation | None = None) -> None:
+        """Forgets the stored KV behind the first `num_tokens` tokens; takes the session back to `left`, if given."""
+
+    def discard(self, session: Session, discarded: np.ndarray) -> None:
+        """Drops those tokens of a conversation, and their KV, that `discarded`, bool `[T]`, names."""
+
+    def forget(self, session: Session) -> None:
+        """Drops a conversation and its KV, and ends the turn of it that runs."""
 
 
 class Answer(Iterator[str]):
@@ -358,7 +364,7 @@ class Session:
 
         Source: `context` is CacheBlend (Yao et al., EuroSys 2025).
         """
-        params, new = _with_max_tokens(sampling, max_tokens), as_messages(message)
+        params, new = requests.with_max_tokens(sampling, max_tokens), as_messages(message)
         job = self.submit(new, context=context, sampling=params, priority=priority, truncation=truncation)
         return Answer(self._engine, job)
 
@@ -377,7 +383,7 @@ class Session:
         Raises, besides what `send` does, EmptyMessageError for no tokens and InvalidRequestError for an id outside the
         vocabulary.
         """
-        params = _with_max_tokens(sampling, max_tokens)
+        params = requests.with_max_tokens(sampling, max_tokens)
         job = self.submit(token_ids, context=context, sampling=params, priority=priority, truncation=truncation)
         return Answer(self._engine, job)
 
@@ -464,9 +470,7 @@ class Session:
         if self._closed:
             raise SessionClosedError(f"session {self.session_id!r} is closed")
         if self.is_busy:
-            raise SessionBusyError(
-                f"session {self.session_id!r} still answers; it must have ended before the next turn"
-            )
+            raise SessionBusyError(f"session {self.session_id!r} still answers; that must end before the next turn")
 
     def adopt(self, job: Job, reason: FinishReason) -> None:
         """Makes a turn that ends for a reason part of the conversation; for the engine."""
@@ -493,8 +497,3 @@ class Session:
         if not self._closed:
             self._closed = True
             self._engine.forget(self)
-
-
-def _with_max_tokens(sampling: SamplingParams | None, max_tokens: int | None) -> SamplingParams:
-    params = sampling or SamplingParams()
-    return params if max_tokens is None else dataclasses.replace(params, max_tokens=max_tokens)

@@ -38,8 +38,11 @@ hypothesis.settings.register_profile("tests", hypothesis.settings(), deadline=No
 hypothesis.settings.load_profile("tests")
 
 
-# Files of few tests that take long, each with processes or models of its own.
-_LONG = {"test_mesh", "test_two_processes", "test_golden", "test_chat", "test_demo"}
+# Files that take longest, most of them with processes or models of their own.
+_LONG = {
+    *("test_mesh", "test_two_processes", "test_golden", "test_chat", "test_demo", "test_suites", "test_replica_kill"),
+    *("test_faults", "test_kill", "test_overflow_exact", "test_overflow_repair", "test_overlap", "test_warmup"),
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
@@ -212,6 +213,18 @@ def check_turn(
         assert session.token_ids == [*before, *message, *answer]
     expect_right(session, model=model)
     return session.usage
+
+
+def until(engine: Engine, holds: Callable[[], bool], deadline_s: float = 30.0) -> None:
+    """Keeps an engine going until something holds that its threads bring about."""
+    give_up_s = time.monotonic() + deadline_s
+    while True:
+        seen = engine._wakeup.count
+        engine.keep()
+        if holds():
+            return
+        assert time.monotonic() < give_up_s, "what was waited for did not come"
+        engine._wakeup.wait(seen, 0.05)  # What was put off comes with time alone.
 
 
 def store_in(engine: Engine) -> AttentionStore:

@@ -36,9 +36,14 @@ _STEP = 32
 _REPAIR_STEP = 8  # Repaired tokens are a multiple of it.
 
 
-@functools.partial(jax.jit, static_argnames=("model", "context"))
-def _apply(model, params, tokens, positions, history, context):
-    return model.apply(params, tokens, positions, history, context)
+@functools.partial(jax.jit, static_argnames=("model",))
+def _apply(model, params, tokens, history, length):
+    """Logits `[T, V]` and KV `[L, 2, T, K, H]` of tokens `[T]` behind the first `length` of `[L, 2, S, K, H]`."""
+    layers = tuple(LayerKV.of(layer) for layer in history)
+    positions = length + jnp.arange(len(tokens))[None]
+    context = history.shape[2]
+    logits, new = model.apply(params, tokens[None], positions, KVCache(layers, length[None]), context)
+    return logits[0], jnp.stack([jnp.concatenate(layer.parts) for layer in new.layers])
 
 
 class SlicedCache:
@@ -88,18 +93,12 @@ class SlicedCache:
         num_rows = 1 if len(part) == 1 else _STEP
         room = np.full((*self.kv.shape[:2], self.window, *self.kv.shape[3:]), np.nan, np.float32)
         room[:, :, :length] = self.kv
-        history = KVCache(
-            tuple(LayerKV.of(jnp.asarray(layer)) for layer in room),
-            jnp.array([length], jnp.int32),
-        )
-        padded = np.zeros((1, num_rows), np.int32)
-        padded[0, : len(part)] = part
-        positions = length + jnp.arange(num_rows)[None]
-        logits, new = _apply(model.model, model.params, jnp.asarray(padded), positions, history, self.window)
-        rows = np.stack([np.stack([each[0] for each in layer.parts]) for layer in new.layers])[:, :, : len(part)]
-        self.kv = np.concatenate([self.kv, rows], axis=2)
+        padded = np.zeros(num_rows, np.int32)
+        padded[: len(part)] = part
+        logits, new = _apply(model.model, model.params, padded, room, np.int32(length))
+        self.kv = np.concatenate([self.kv, np.asarray(new)[:, :, : len(part)]], axis=2)
         self.token_ids += part
-        return np.asarray(logits)[0, : len(part)]
+        return np.asarray(logits)[: len(part)]
 
 
 class Conversation:

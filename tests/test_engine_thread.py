@@ -84,7 +84,8 @@ def turns(cut: str, reason: str | None) -> tuple[list[int], dict[str, int]]:
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_a_cut_waits_for_no_save_and_the_turn_behind_it_does(cut):
+def test_a_cut_waits_for_no_save_and_the_turn_behind_it_does(cut, monkeypatch):
+    monkeypatch.setattr("ca_jax.engine._STALL_S", 0.01)  # Of steps in which nothing can run, of which there are six.
     assert turns(cut, "copies") == turns(cut, "room") == turns(cut, None)
 
 

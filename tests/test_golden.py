@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 from pathlib import Path
 
+import gguf
 import jax
 import pytest
 
@@ -74,8 +76,11 @@ def loaded():
         pytest.skip(str(error))
     package = importlib.util.find_spec(PRESETS[PRESET].package)
     path = str(Path(package.submodule_search_locations[0]) / PRESETS[PRESET].filename)
-    reference = transformers.LlamaForCausalLM(transformers.LlamaConfig(**load_gguf_checkpoint(path)["config"]))
-    tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=reference)["tensors"]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("GGUFReader", "get_tensor_name_map"):  # It reads the file twice, and makes the table 397 times.
+            patch.setattr(gguf, name, functools.cache(getattr(gguf, name)))
+        reference = transformers.LlamaForCausalLM(transformers.LlamaConfig(**load_gguf_checkpoint(path)["config"]))
+        tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=reference)["tensors"]
     missing, unexpected = reference.load_state_dict(tensors, strict=False)
     assert (missing, unexpected) == (["lm_head.weight"], []), "all but the tied head is in the file"
     reference.tie_weights()

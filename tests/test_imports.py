@@ -1,6 +1,7 @@
 """Imports run one way, jax stays out of what the simulator runs, and the checker that says so sees what it should."""
 
 import ast
+import collections
 import graphlib
 import subprocess
 import sys
@@ -62,7 +63,12 @@ Modules = dict[str, list[str]]
 
 
 def imports_of(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+    """What a module imports, wherever in it. Looks at statements alone: most nodes are in expressions."""
+    nodes = collections.deque([tree])
+    while nodes:
+        node = nodes.popleft()
+        inner = ast.stmt, ast.ExceptHandler, ast.match_case
+        nodes += [child for child in ast.iter_child_nodes(node) if isinstance(child, inner)]
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -42,6 +42,7 @@ MESSAGES = ("Hello there.", "Who are you, and what do you do?", "Go on.", "Say t
 
 
 @functools.cache
+@functools.cache
 def sources() -> list[tuple[str, list[ast.AST]]]:
     """Every module of the package by its path within it, as the nodes that it has."""
     return [

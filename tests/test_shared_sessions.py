@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -34,7 +33,6 @@ SAID = (
 )
 RUN_BLOCKS = 2
 """Blocks in a run here, so that short conversations have some."""
-DEADLINE_S = 30.0
 
 
 @pytest.fixture(autouse=True)
@@ -70,19 +68,10 @@ def serial(said: tuple[str, ...] = SAID, **changes: object) -> list[str]:
         return [say(session, text) for text in said]
 
 
-def until(engine: Engine, holds: Callable[[], bool]) -> None:
-    """Keeps an engine going until something holds."""
-    give_up_s = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < give_up_s, "what was waited for did not come"
-        engine.keep()
-        time.sleep(0.002)
-
-
 def say_and_publish(engine: Engine, session: Session, text: str) -> str:
     num_before = engine.metrics.publishes
     answer = say(session, text)
-    until(engine, lambda: engine.metrics.publishes > num_before)
+    kit.until(engine, lambda: engine.metrics.publishes > num_before)
     return answer
 
 
@@ -134,8 +123,8 @@ def test_an_owner_that_was_replaced_is_refused_and_drops_its_copy(replica) -> No
     there = claimed(second)
     ours = say_and_publish(second, there, SAID[1])
     say(session, "Something else, which the other replica knows nothing of.")
-    until(first, lambda: first.metrics.refused_publishes == 1)
-    until(first, lambda: not first.sessions)
+    kit.until(first, lambda: first.metrics.refused_publishes == 1)
+    kit.until(first, lambda: not first.sessions)
     assert first.store_stats().num_sessions == 0
     with pytest.raises(SessionClosedError):
         session.send("again")
@@ -185,7 +174,7 @@ def test_a_session_that_is_claimed_back_while_its_turn_runs_goes_on_with_what_th
     next(answer)
     assert claimed(first) is session, "its turn runs still"
     collections.deque(answer)
-    until(first, lambda: not first.sessions)
+    kit.until(first, lambda: not first.sessions)
     again = claimed(first)
     assert again.messages == there.messages
 
@@ -335,9 +324,9 @@ def test_no_turn_fails_while_the_store_does(replica, tmp_path, monkeypatch) -> N
         with pytest.raises(ObjectsError):
             engine.elsewhere.claim("other")
         answers.append(say(session, SAID[1]))
-        until(engine, lambda: engine.metrics.failed_publishes > 0)
+        kit.until(engine, lambda: engine.metrics.failed_publishes > 0)
         answers.append(say(session, SAID[2]))
-    until(engine, lambda: engine.metrics.publishes > 1)
+    kit.until(engine, lambda: engine.metrics.publishes > 1)
     there = claimed(replica())
     assert len(there.messages) == 6
     assert answers == serial(SAID[:3])

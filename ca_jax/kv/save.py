@@ -24,12 +24,13 @@ import numpy as np
 from ca_jax.config import EngineConfig
 from ca_jax.device.transfer import own_part
 from ca_jax.kv.async_saver import AsyncSaver, Part, SaveAbandonedError
-from ca_jax.session import SaveTimes, Session
+from ca_jax.session import Session
 from ca_jax.storage.config import GIB
 from ca_jax.storage.records import Owner
 from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tickets import SaveTicket, TicketState
 from ca_jax.telemetry.metrics import EngineMetrics
+from ca_jax.telemetry.timeline import SaveTimes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -69,7 +69,7 @@ class SsdIndex:
         """Who is evicted from SSD."""
         self._counters = SsdStats(num_lost_sessions=num_lost)
         self._tasks: dict[Task, None] = {}  # Not settled.
-        self._failed: list[Entry] = []  # What could not be written since `poll` was called last.
+        self._failed: list[Entry] = []  # What could not be written since they were last taken.
         self._late_until_s = -np.inf
         self._blocks.adopt((record.tenant, record.block_ids) for record in records)
         parts.index.adopt([Entry.of(record) for record in records])
@@ -129,7 +129,7 @@ class SsdIndex:
 
         Returns:
           Whether that is decided: it has begun, or cannot, which is counted, and the session does not wait for it any
-          more; `poll` says whether to try again. If not, room may come when other moves have settled.
+          more; `take_failed` says whether to try again. If not, room may come when other moves have settled.
         """
         num_blocks = self._layout.num_blocks(entry.places.num_places)
         if not self._blocks.admits(entry.owner.tenant, num_blocks):
@@ -170,12 +170,13 @@ class SsdIndex:
         self._begin(entry, entry.flush)
         return True
 
-    def poll(self) -> tuple[list[Entry], list[Entry]]:
-        """Takes in what the worker has done. Never waits.
+    def take_failed(self) -> list[Entry]:
+        """Sessions of which something could not be written since this was last called."""
+        failed, self._failed = self._failed, []
+        return failed
 
-        Returns:
-          Sessions that SSD had to forget, and DRAM has; and those of which something could not be written.
-        """
+    def poll(self) -> list[Entry]:
+        """Takes in what the worker has done, and returns sessions that SSD had to forget and DRAM has. Never waits."""
         lost: list[Entry] = []
         if self._mover.is_late:
             self._missed_deadline()
@@ -207,8 +208,7 @@ class SsdIndex:
                 self._blocks.free(task.tenant, task.ssd_blocks)
             if entry is not None:
                 self._index.place(entry)
-        failed, self._failed = self._failed, []
-        return lost, failed
+        return lost
 
     # Forgetting.
 

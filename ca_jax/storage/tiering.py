@@ -153,14 +153,13 @@ class Placement:
     def step(self) -> None:
         """Takes in what has ended and begins what is due."""
         if self._ssd is not None:
-            lost, failed = self._ssd.poll()
-            for entry in lost:
+            for entry in self._ssd.poll():
                 self.changed(entry)
-            for entry in failed:
-                self._put_off(entry)
+            self._put_off_failed()
             if self._ssd.is_late:
                 self._stop_waiting()
             self._flush()
+            self._put_off_failed()  # Now: what is saved of them until the next step is no failure.
             self._evict_ahead()
             self._prefetch()
         self._expire()
@@ -305,15 +304,15 @@ class Placement:
             elif not (entry.open_saves or entry.flush or entry.fetch):  # Nothing of it is about to change, or moves.
                 yield entry
 
-    def _put_off(self, entry: Entry) -> None:
-        """A session could not be written: it is tried again, later each time, and does not stay in DRAM for that."""
-        if self._dirty.get(entry.key):  # It was put off already, for another part of the same try.
-            return
-        if self._index.get(entry.key) is entry:
-            entry.pause_s = min(max(_FIRST_PAUSE_S, 2 * entry.pause_s), _LONGEST_PAUSE_S)
-            entry.waits_for_flush = False
-            self._dirty[entry.key] = self._clock() + entry.pause_s
-            self._index.place(entry)
+    def _put_off_failed(self) -> None:
+        """What could not be written is tried again, later each time, and does not stay in DRAM for that."""
+        for entry in () if self._ssd is None else self._ssd.take_failed():
+            is_put_off = self._dirty.get(entry.key)  # For another part of the same try.
+            if not is_put_off and self._index.get(entry.key) is entry:
+                entry.pause_s = min(max(_FIRST_PAUSE_S, 2 * entry.pause_s), _LONGEST_PAUSE_S)
+                entry.waits_for_flush = False
+                self._dirty[entry.key] = self._clock() + entry.pause_s
+                self._index.place(entry)
 
     def _stop_waiting(self) -> None:
         """Lets sessions leave DRAM that SSD does not have: it is late, and DRAM is wanted."""

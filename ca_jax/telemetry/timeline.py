@@ -47,6 +47,16 @@ class Span:
     """The thread that it occupied from start to end; None where it was no thread's, as a copy under way."""
 
 
+@dataclasses.dataclass
+class SaveTimes:
+    """When a turn's KV was saved, on the clock of its other times. Goes on behind the turn's end."""
+
+    begun_s: float = 0.0  # When the first of it was handed in; 0 before.
+    published_s: float = 0.0  # When the last of it so far was in the store, readable; 0 before.
+    num_published: int = 0  # Its tokens that are.
+    ended: bool = False  # Whether no more comes: all is published, or was given up.
+
+
 class Timeline:
     """Records spans. Every method may be called from any thread, and none waits for anything but a short lock.
 

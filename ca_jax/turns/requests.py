@@ -84,6 +84,12 @@ class SamplingParams:
             check(holds, name, wanted, getattr(self, name), InvalidRequestError)
 
 
+def with_max_tokens(sampling: SamplingParams | None, max_tokens: int | None) -> SamplingParams:
+    """How to draw, greedily if not given, and at most so many tokens, if given."""
+    params = sampling or SamplingParams()
+    return params if max_tokens is None else dataclasses.replace(params, max_tokens=max_tokens)
+
+
 class FinishReason(enum.Enum):
     """Why a job ended."""
 

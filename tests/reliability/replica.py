@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -80,10 +80,10 @@ class Replica:
         except SessionMovedError:
             return {"answer": None, "published": False}
         self._at("answered")
-        while self.engine.metrics.publishes == before and self.engine.metrics.refused_publishes == 0:
-            self.engine.keep()
-            time.sleep(0.002)
-        return {"answer": answer, "published": self.engine.metrics.refused_publishes == 0}
+        metrics = self.engine.metrics
+        # For as long as it takes: it may be stopped meanwhile.
+        kit.until(self.engine, lambda: metrics.publishes > before or metrics.refused_publishes > 0, math.inf)
+        return {"answer": answer, "published": metrics.refused_publishes == 0}
 
     def _claimed(self) -> Session:
         assert self.engine.elsewhere is not None

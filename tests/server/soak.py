@@ -33,6 +33,19 @@ _WORDS = ("sea", "stone", "lamp", "river", "glass", "north", "seven", "paper", "
 _CHAT = "/v1/chat/completions"
 
 
+@dataclasses.dataclass(frozen=True)
+class Resumed:
+    """A conversation that was gone on with behind a kill."""
+
+    name: str
+    num_kills: int
+    """Kills before, the last of which the client had met."""
+    by_name: bool
+    """Whether by name alone."""
+    cached_tokens: int
+    """Of the answer."""
+
+
 @dataclasses.dataclass
 class Report:
     """What came of a run."""
@@ -49,8 +62,9 @@ class Report:
     """Requests that a kill took."""
     num_ahead: int = 0
     """Conversations that the server knew an answer of which had not got through: 409, and all of it was sent."""
-    resumed: list[tuple[str, bool, int]] = dataclasses.field(default_factory=list)
-    """Conversations that were gone on with behind a kill, whether by name alone, and cached tokens of the answer."""
+    num_kills: int = 0
+    """Of the server, counted before it begins again."""
+    resumed: list[Resumed] = dataclasses.field(default_factory=list)
     cached_tokens: int = 0
     prompt_tokens: int = 0
     wrong: list[str] = dataclasses.field(default_factory=list)
@@ -117,6 +131,7 @@ class _Client(threading.Thread):
         self._said: dict[str, str] | None = None  # What is not answered yet.
         self._stands: dict[str, str] = {}  # The name of the conversation, and its state.
         self._is_restarted = False  # Nothing came yet from the process that is there now.
+        self._num_kills = 0  # Before that process.
 
     def run(self) -> None:
         try:
@@ -131,7 +146,7 @@ class _Client(threading.Thread):
                             raise
                         self._count(num_broken_off=1)
                         sk.wait_for(lambda: sk.is_ready(self._crowd.url), START_S, 0.2)
-                        self._is_restarted = bool(self._stands)
+                        self._is_restarted, self._num_kills = bool(self._stands), self._report.num_kills
         except Exception as error:
             self._fail(f"{type(error).__name__}: {error}")
 
@@ -206,7 +221,7 @@ class _Client(threading.Thread):
         with self._lock:
             self._report.ttft_s.append(usage["ca_jax"]["ttft_s"])
             if self._is_restarted:
-                self._report.resumed.append((before, "session_id" in body, cached))
+                self._report.resumed.append(Resumed(before, self._num_kills, "session_id" in body, cached))
         self._is_restarted = False
         self._count(num_turns=1, cached_tokens=cached, prompt_tokens=usage["prompt_tokens"])
 

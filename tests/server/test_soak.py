@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import math
 import os
 import random
 import socket
@@ -86,6 +87,7 @@ class ServerProcess:
             sk.wait_for(is_time, every_s=0.02)
         threading.Event().wait(delay_s)
         self.kill()
+        report.num_kills += 1
         return on_ssd
 
     def kill(self) -> None:
@@ -101,7 +103,7 @@ class ServerProcess:
 def test_conversations_go_on_behind_kill_9(num_clients, num_kills, tmp_path, record_property):
     """What was answered is known again, on SSD or not yet. A client that goes on by name says where the conversation
     stands: an answer may have been complete that did not get through, and then all of it is sent."""
-    report, draw, on_ssd = soak.Report(), random.Random(num_kills), set[str]()
+    report, draw, on_ssd = soak.Report(), random.Random(num_kills), dict[str, int]()
     server = ServerProcess(tmp_path)
     server.start()
     share = num_clients * NUM_TURNS // (num_kills + 2)
@@ -110,7 +112,8 @@ def test_conversations_go_on_behind_kill_9(num_clients, num_kills, tmp_path, rec
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             talking = pool.submit(crowd.talk, report)
             for number in range(num_kills):
-                on_ssd |= server.kill_in_the_middle(report, (number + 1) * share, draw.uniform(0, 0.05))
+                seen = server.kill_in_the_middle(report, (number + 1) * share, draw.uniform(0, 0.05))
+                on_ssd = dict.fromkeys(seen, report.num_kills) | on_ssd  # Before which kill each was there first.
                 server.start()
             _, asked = talking.result()
     finally:
@@ -123,7 +126,7 @@ def test_conversations_go_on_behind_kill_9(num_clients, num_kills, tmp_path, rec
     assert report.num_ties <= 1
     assert len(asked) == num_clients * NUM_TURNS
     assert report.num_broken_off > 0, "nothing was under way"
-    found = [(name, cached) for name, _, cached in report.resumed if name in on_ssd]
+    found = [each for each in report.resumed if each.num_kills >= on_ssd.get(each.name, math.inf)]
     assert found
-    assert all(cached for _, cached in found), "what was on SSD is known again"
-    assert any(by_name for _, by_name, _ in report.resumed)
+    assert all(each.cached_tokens for each in found), "what was on SSD is known again"
+    assert any(each.by_name for each in report.resumed)

@@ -232,3 +232,17 @@ def test_what_is_pinned_leaves_dram_and_not_the_ssd(open_store):
     kit.save(store, "b", [7], kit.make_kv(kit.LAYOUT, 1), start_token=12)
     store.settle()
     assert [info.key for info in store.list()] == ["b"]
+
+
+def test_what_is_saved_behind_a_flush_that_found_no_room_is_written_at_once(open_store):
+    store = open_store(4, ssd_blocks=4, clock=kit.StoppedClock())
+    kit.put(store, "a", 8)
+    store.set_pinned("a", True)
+    assert store.settle(kit.PATIENCE_S)
+    assert kit.save(store, "b", kit.ids(12), kit.make_kv(kit.LAYOUT, 12))
+    store.poll()
+    assert store.stats().ssd.failed_flushes[FlushFailure.NO_ROOM] == 1
+    store.set_pinned("a", False)
+    kit.save(store, "b", [7], kit.make_kv(kit.LAYOUT, 1), start_token=12)
+    assert store.settle(kit.PATIENCE_S)
+    assert kit.ssd_tokens(store, "b") == 13

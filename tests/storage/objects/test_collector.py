@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import itertools
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -485,12 +484,9 @@ def say(session: Session, text: str) -> str:
 
 
 def say_and_publish(engine: Engine, session: Session, text: str) -> str:
-    num_before, give_up_s = engine.metrics.publishes, time.monotonic() + 30.0
+    num_before = engine.metrics.publishes
     answer = say(session, text)
-    while engine.metrics.publishes == num_before:
-        assert time.monotonic() < give_up_s
-        engine.keep()
-        time.sleep(0.002)
+    engine_kit.until(engine, lambda: engine.metrics.publishes > num_before)
     return answer
 
 

@@ -113,7 +113,10 @@ class Owner:
 
 
 def orders(make, outcomes: tuple[str, ...], most_faults: int) -> Iterator[tuple[Objects, list[Owner]]]:
-    """The end of every order of steps, by depth-first search over the choices that there are at each of them."""
+    """The end of every order of steps, by depth-first search over the choices that there are at each of them.
+
+    Of owners that have the same to do the first one begins: with the other it would be the same orders by other names.
+    """
     stack: list[tuple[int, ...]] = [()]
     while stack:
         prefix = stack.pop()
@@ -123,6 +126,8 @@ def orders(make, outcomes: tuple[str, ...], most_faults: int) -> Iterator[tuple[
             choices = [(owner, outcome) for owner in owners if not owner.is_done for outcome in outcomes]
             choices = [each for each in choices if each[1] == "answered" or num_faults < most_faults]
             choices += [(late, "lands") for late in objects.late]
+            if not depth and len({(owner.num_turns, owner.num_claims) for owner in owners}) == 1:
+                choices = [each for each in choices if each[0] is owners[0]]
             if not choices:
                 break
             taken = prefix[depth] if depth < len(prefix) else 0

@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 
 import pytest
+import tensorstore as ts
 
 from ca_jax.storage.objects import ownership
 from ca_jax.storage.objects.ownership import NotOwnerError
@@ -87,6 +88,8 @@ def proxy(service, monkeypatch, request) -> Iterator[Proxy]:
     thread = threading.Thread(target=proxy.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.server_address[1]}")
+    soon = {"s3_request_retries": {"initial_delay": "10ms"}}  # A second, if it is not said.
+    monkeypatch.setattr(ts, "Context", lambda spec, context=ts.Context: context({**spec, **soon}))
     yield proxy
     proxy.shutdown()
     thread.join()
