@@ -34,7 +34,7 @@ def sizes(draw: Draw, *, has_head_dim: bool = True) -> Fields:
     head_dim = int(one(draw, 4, 8, 10, 16))
     return {
         "vocab_size": kit.VOCAB_SIZE,
-        "hidden_size": one(draw, 24, 40) if has_head_dim else num_heads * head_dim,
+        "hidden_size": num_heads * (int(one(draw, 4, 8)) if has_head_dim else head_dim),
         **({"head_dim": head_dim} if has_head_dim else {}),
         "intermediate_size": one(draw, 17, 48),
         "num_hidden_layers": int(draw.integers(1, 6)),
@@ -196,6 +196,36 @@ def deepseek_v3(draw: Draw) -> Fields:
     return found
 
 
+def gemma(draw: Draw) -> Fields:
+    found = sizes(draw) | {"sliding_window": window(draw), "attention_bias": flag(draw)}
+    caps = {"final_logit_softcapping": one(draw, None, 5.0, 30.0), "query_pre_attn_scalar": one(draw, 4, 16, 50)}
+    return found | caps | {"layer_types": layer_types(draw, found["num_hidden_layers"])}
+
+
+def gemma2(draw: Draw) -> Fields:
+    return gemma(draw) | rope(draw) | {"attn_logit_softcapping": one(draw, None, 3.0, 50.0)}
+
+
+def gemma3(draw: Draw) -> Fields:
+    kinds = {"full_attention": rope(draw)["rope_parameters"]}
+    kinds["sliding_attention"] = {"rope_type": "default", "rope_theta": one(draw, 300.0, 10000.0)}
+    return gemma(draw) | {"rope_parameters": kinds}
+
+
+def gpt_oss(draw: Draw) -> Fields:
+    found = sizes(draw) | rope(draw) | experts(draw, "num_local_experts")
+    found |= {"sliding_window": window(draw), "attention_bias": flag(draw)}
+    return found | {"layer_types": layer_types(draw, found["num_hidden_layers"])}
+
+
+def mistral4(draw: Draw) -> Fields:
+    found = latent(draw) | {
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 5000.0, "factor": one(draw, 2.0, 8.0)}
+    }
+    beta = {"llama_4_scaling_beta": one(draw, 0.0, 0.3), "original_max_position_embeddings": 16}
+    return found | {"rope_parameters": found["rope_parameters"] | beta}
+
+
 VARIANTS: dict[str, tuple[str, Callable[[Draw], Fields]]] = {
     "smollm3": ("SmolLM3", smollm3),
     "granite": ("Granite", granite),
@@ -210,6 +240,10 @@ VARIANTS: dict[str, tuple[str, Callable[[Draw], Fields]]] = {
     "minimax_m2": ("MiniMaxM2", minimax_m2),
     "deepseek_v2": ("DeepseekV2", deepseek_v2),
     "deepseek_v3": ("DeepseekV3", deepseek_v3),
+    "mistral4": ("Mistral4", mistral4),
+    "gemma2": ("Gemma2", gemma2),
+    "gemma3": ("Gemma3", gemma3),
+    "gpt_oss": ("GptOss", gpt_oss),
 }
 
 
