@@ -369,12 +369,17 @@ class Batch:
         self._accept(job, drawn, rows[prefilling.prefill.slot])
 
     def _pass_tokens(self, prefill: Prefill, num_jobs: int) -> int:
-        """How many tokens of prompts the next pass takes: fewer where jobs that decode would wait too long for it."""
+        """How many tokens of prompts the next pass takes: fewer where jobs that decode would wait too long for it.
+
+        Where nobody said how long that is, a prompt of more than one pass makes them wait twice as long as they do.
+        """
         most = self._runner.chunk_tokens - num_jobs
         rates = self._kv.meter.rates
-        if num_jobs and self._max_tpot_ms is not None:
+        shares = len(prefill.tokens) > self._runner.chunk_tokens and self._decode_s > 0
+        if num_jobs and (shares or self._max_tpot_ms is not None):
             if rates is not None:
-                budget_s = self._max_tpot_ms / 1e3 - self._decode_s
+                longest_s = 2 * self._decode_s if self._max_tpot_ms is None else self._max_tpot_ms / 1e3
+                budget_s = longest_s - self._decode_s
                 sizes = [size - num_jobs for size in self._runner.token_buckets if size > num_jobs]
                 most = costs.largest_pass(rates, prefill.start, sizes, budget_s)
             [most] = least(self._processes, "tokens of a pass", [most])
