@@ -455,9 +455,8 @@ def test_a_layer_of_a_pass_adds_up_twice_and_gathers_nothing():
     on = OnMesh(2, 2, 4)
     x = steps.embed(on.config, on.params, on.put(np.zeros((2, 24))), on.sharding)
     rows = on.rows._replace(places=on.put(np.zeros(48)))
-    found = on.collectives(
-        steps.layer_step, on.config, steps.layer_of(on.params, 0), x, on.pages[0], rows, on.rotations, 16
-    )
+    given = steps.layer_of(on.params, 0), x, on.pages[0], rows, on.rotations[0], 16, on.config.kind_of(0)
+    found = on.collectives(steps.layer_step, on.config, *given)
     assert [(kind, shapes.split("{")[0]) for kind, shapes in found] == [("all-reduce", "f32[16,32]")] * 2
 
 

@@ -65,9 +65,9 @@ def inverse_frequencies(config: RopeConfig, head_dim: int, context: int | None =
         return ((1 - keep) * freqs / config.factor + keep * freqs).astype(np.float32)
     if config.scaling == "longrope":
         is_long = (context or 0) > config.original_max_positions
-        factors = np.asarray(config.long_factors if is_long else config.short_factors, np.float32)
+        factors = config.long_factors if is_long else config.short_factors
         check(len(factors) == len(freqs), "factors of longrope rope scaling", f"{len(freqs)} numbers", len(factors))
-        return freqs / factors
+        return (freqs / factors).astype(np.float32)
     return freqs
 
 

@@ -61,8 +61,8 @@ def test_each_step_takes_what_is_donated_and_the_kernel_where_that_is_served(set
 
 def test_a_layer_of_a_history_computed_anew_where_nothing_moved_yet(setup):
     (step,) = (step for step in setup.steps() if step.function is recompute_layer)
-    model, layer, x, pages, rows, table, num_new, (_, moved), window = step.arguments
-    text = lowered(recompute_layer, model, layer, x, pages, rows, table, num_new, (), window)
+    model, layer, x, pages, rows, table, num_new, kind, (_, moved) = step.arguments
+    text = lowered(recompute_layer, model, layer, x, pages, rows, table, num_new, kind, ())
     assert num_donated(text) == 2
     assert ("triton" in text) == (paged_attention(pages) == "triton")
     assert lowered(choose_deviating, model, layer, x, pages, rows, moved, setup.shape(), num_new)
