@@ -5,6 +5,7 @@ Weights are scaled so that every part moves the logits: an error in any one show
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
@@ -172,7 +173,8 @@ def make(name: str, directory: Path, seed: int = 0, **changes: Any) -> Any:
     transformers = pytest.importorskip("transformers")
     kind, fields = CASES[name]
     of_kind = getattr(transformers, f"{kind}ForCausalLM")
-    config = of_kind.config_class(**{**fields, **changes}, attn_implementation="eager")
+    own = copy.deepcopy({**fields, **changes})  # Configs write into what they are given.
+    config = of_kind.config_class(**own, attn_implementation="eager")
     config._experts_implementation = "eager"  # The other one needs sizes that are multiples of 4.
     model = of_kind(config).eval()
     generator = torch.Generator().manual_seed(seed)
