@@ -51,6 +51,7 @@ _ARCHITECTURES = {
     "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
     "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), gguf.MODEL_ARCH.DEEPSEEK2),
+    "mistral4": gguf.MODEL_ARCH.MISTRAL4,
 }
 """By Hugging Face's `model_type`."""
 _PERMUTED = {getattr(gguf.MODEL_ARCH, name) for name in ("LLAMA", "SMOLLM3", "GRANITE", "MISTRAL3")}
@@ -208,7 +209,7 @@ def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
     }
     if config["model_type"] in ("gpt_oss", "minimax_m2"):
         entries["expert_feed_forward_length"] = config["intermediate_size"]
-    if config["model_type"] in ("glm4_moe", "deepseek_v2", "deepseek_v3"):
+    if config["model_type"] in ("glm4_moe", "deepseek_v2", "deepseek_v3", "mistral4"):
         entries |= {
             "leading_dense_block_count": config["first_k_dense_replace"],
             "expert_shared_count": config["n_shared_experts"],
@@ -251,7 +252,7 @@ def _of_family(config: Mapping[str, Any]) -> dict[str, Any]:
         return {"rope.dimension_count": int(rope["partial_rotary_factor"] * head_dim)}
     if model_type == "minimax_m2":
         return {"rope.dimension_count": config["rotary_dim"]}
-    if model_type in ("deepseek_v2", "deepseek_v3"):
+    if model_type in ("deepseek_v2", "deepseek_v3", "mistral4"):
         latent, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
         of_all = rope.get("mscale_all_dim")
         return {
@@ -310,6 +311,9 @@ def _tensors(
     for name, tensor in stored.items():
         if architecture == gguf.MODEL_ARCH.GPT_OSS and (".experts." in name or name.endswith("sinks")):
             converted |= _of_gpt_oss(name.split(".")[2], name.split(".")[-1], tensor)
+            continue
+        if name.endswith((".gate_up_proj", "experts.down_proj")):
+            converted[names.get_name(name) + ".weight"] = tensor
             continue
         if ".experts." in name:
             layer, expert, part = name.split(".")[2], name.split(".")[5], name.split(".")[6]

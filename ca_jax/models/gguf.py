@@ -54,9 +54,17 @@ _GPT4O_SPLIT = (
     rf"{_BEFORE}{_UPPER}*{_LOWER}+{_BEHIND}|{_BEFORE}{_UPPER}+{_LOWER}*{_BEHIND}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_TEKKEN_SPLIT = _GPT4O_SPLIT.replace(_BEHIND, "").replace(r"\p{N}{1,3}", r"\p{N}")
+_DEEPSEEK3_SPLIT = (
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_HAN_AND_KANA = r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 _BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 _GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 _LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
+_ADD_BOS = (*_LLAMA3, "tekken")  # Where the file does not say whether to.
+_TAKE_WHOLE = (*_ADD_BOS, "glm4")  # Text that is a token as a whole is that token, whatever merges make of it.
 
 
 def _isolated(pattern: str) -> pre_tokenizers.PreTokenizer:
@@ -65,11 +73,16 @@ def _isolated(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 _SPLITS: dict[str, tuple[pre_tokenizers.PreTokenizer, ...]] = {
     **dict.fromkeys(("default", "gpt-2", "olmo"), (_GPT2,)),
-    "smollm": (pre_tokenizers.Digits(individual_digits=True), _GPT2),
+    **dict.fromkeys(("smollm", "refact", "command-r"), (pre_tokenizers.Digits(individual_digits=True), _GPT2)),
     "falcon": (pre_tokenizers.Punctuation("contiguous"), _GPT2, _isolated("[0-9][0-9][0-9]")),
-    **dict.fromkeys(_LLAMA3, (_isolated(_LLAMA3_SPLIT), _BYTES)),
+    **dict.fromkeys((*_LLAMA3, "smaug-bpe", "dbrx", "glm4"), (_isolated(_LLAMA3_SPLIT), _BYTES)),
     "qwen2": (_isolated(_QWEN2_SPLIT), _BYTES),
-    "gpt-4o": (_isolated(_GPT4O_SPLIT), _BYTES),
+    **dict.fromkeys(("gpt-4o", "minimax-m2"), (_isolated(_GPT4O_SPLIT), _BYTES)),
+    "tekken": (_isolated(_TEKKEN_SPLIT), _BYTES),
+    "deepseek-v3": (
+        *(_isolated(pattern) for pattern in (r"\p{N}{1,3}", _HAN_AND_KANA, _DEEPSEEK3_SPLIT)),
+        _BYTES,
+    ),
 }  # By `tokenizer.ggml.pre`.
 
 
@@ -277,18 +290,17 @@ def _token_id(file: GgufFile, role: str, num_tokens: int) -> int | None:
 def _byte_level_bpe(file: GgufFile, tokens: Sequence[str]) -> tuple[tokenizers.Tokenizer, bool]:
     """BPE over bytes, and whether its models want a beginning-of-sequence token where the file does not say."""
     pre = file.get("tokenizer.ggml.pre", "default")
-    is_llama3 = pre in _LLAMA3
     if pre not in _SPLITS:
         raise UnsupportedArchitectureError(
             f"{file.path}: pre-tokenizer {pre!r} is not served; it must be one of {', '.join(_SPLITS)}"
         )
     merges = [tuple(merge.split(" ", 1)) for merge in file.require("tokenizer.ggml.merges")]
-    backend = tokenizers.Tokenizer(_bpe(file, tokens, merges, ignore_merges=is_llama3))
+    backend = tokenizers.Tokenizer(_bpe(file, tokens, merges, ignore_merges=pre in _TAKE_WHOLE))
     if pre in ("qwen2", "olmo"):
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.Sequence(list(_SPLITS[pre]))
     backend.decoder = decoders.ByteLevel()
-    return backend, is_llama3
+    return backend, pre in _ADD_BOS
 
 
 def _sentencepiece_bpe(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Tokenizer:

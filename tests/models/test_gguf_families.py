@@ -50,12 +50,13 @@ METADATA = {
     "minimax_m2": {},
     "deepseek_v2": {},
     "deepseek_v3": {},
+    # As converters write of Mistral's own format; of Hugging Face's they leave it unsaid.
+    "mistral4": {"attention.temperature_scale": 0.3, "attention.temperature_length": 64},
 }
 """Of the cases of `families_kit` that such files can hold, what is added to what the converter writes."""
 
 CHANGES = {
     "olmo2": {"attention_bias": False},  # llama.cpp adds none.
-    "granite": {"mlp_bias": False},
     "ministral3": {"rope_parameters": {"mscale": 1.0, "mscale_all_dim": 1.0}},
     "deepseek_v2": {"q_lora_rank": 24},  # llama.cpp knows by the number of layers which models have none.
     "deepseek_v3": {"rope_parameters": {"mscale": 0.8, "mscale_all_dim": 0.8}},
@@ -138,6 +139,53 @@ def test_logits_and_greedy_tokens_equal_those_of_llama_cpp(write, directory_of, 
             assert row[ours.argmax()] >= row.max() - 2 * atol
 
 
+@pytest.mark.parametrize(("name", "changes"), [("deepseek_v2", {}), ("deepseek_v2_groups", {})])
+def test_what_llama_cpp_computes_otherwise_is_the_model_of_the_safetensors(tmp_path, name, changes):
+    """V2-Lite, which it knows by its 27 layers, and V2, whose groups it chooses by two shares."""
+    families_kit.make(name, tmp_path, **changes)
+    checkpoint, wanted = (
+        load_checkpoint(str(path)) for path in (gguf_kit.write(tmp_path, tmp_path / f"{name}.gguf"), tmp_path)
+    )
+    assert checkpoint.config.described() == near(wanted.config)
+    assert_same_params(checkpoint.params, wanted.params)
+
+
+def test_longrope_has_short_factors_in_short_contexts(tmp_path):
+    """As long as llama.cpp's context here is at least."""
+    families_kit.make("phi3_long", tmp_path, original_max_position_embeddings=gguf_kit.CONTEXT)
+    path = gguf_kit.write(tmp_path, tmp_path / "short.gguf")
+    model, ids = ca_jax.load_model(str(path), dtype="float32"), families_kit.prompt(100)
+    expected = gguf_kit.LlamaCpp(path, families_kit.VOCAB_SIZE).log_probabilities(ids)
+    short, long = (
+        scipy.special.log_softmax(families_kit.our_logits(model, ids, room=ROOM, context=context)[-1])
+        for context in (gguf_kit.CONTEXT, gguf_kit.CONTEXT + 1)
+    )
+    np.testing.assert_allclose(short, expected, atol=LOGITS_ATOL["float32"], rtol=0)
+    assert np.abs(long - expected).max() > 0.1
+
+
+def test_layers_that_draft_tokens_are_left_out(write):
+    """They lie behind the last one, and are counted with the others."""
+    plain = load_checkpoint(str(write("glm4_moe")))
+    drafts = {"blk.3.attn_norm.weight": np.ones(32, np.float32), "blk.3.nextn.eh_proj.weight": np.ones((32, 64))}
+    drafts["blk.3.ffn_up_exps.weight"] = np.ones((6, 24, 32), np.float32)
+    found = load_checkpoint(
+        str(write("glm4_moe", metadata={"block_count": 4, "nextn_predict_layers": 1}, tensors=drafts))
+    )
+    assert found.config == plain.config
+    assert_same_params(found.params, plain.params)
+
+
+def test_a_share_may_be_a_vector(write):
+    """As in files of converters that left out axes of one."""
+    name = "blk.0.ffn_gate_inp_shexp.weight"
+    plain, found = (
+        load_checkpoint(str(write("qwen2_moe", tensors=tensors)))
+        for tensors in ({name: np.ones((1, 32), np.float32)}, {name: np.ones(32, np.float32)})
+    )
+    assert_same_params(found.params, plain.params)
+
+
 def test_experts_one_by_one_are_those_that_are_stacked(write):
     """As in files from before they were."""
     stacked = load_checkpoint(str(write("mixtral")))
@@ -166,6 +214,7 @@ def test_yarn_is_read_with_all_that_it_says(write):
         ("mixtral", "blk.1.ffn_up_exps.weight", ["layer_1.mlp.w_up"]),
         ("falcon_40b", "blk.0.attn_qkv.weight", [f"layer_0.attn.w{part}" for part in "qkv"]),
         ("llama3_rope", "blk.1.attn_k.weight", ["layer_1.attn.wk"]),
+        ("phi3", "blk.1.ffn_up.weight", ["layer_1.mlp.w_gate", "layer_1.mlp.w_up"]),
     ],
 )
 def test_parts_of_quantised_tensors_are_dequantised(write, name, tensor, keys):
@@ -179,11 +228,19 @@ def test_parts_of_quantised_tensors_are_dequantised(write, name, tensor, keys):
 
 
 TEXTS = ("x = 12345 + 678", "It's 99,000  (ab)\n\n  ab!?", "été 12 --ab", "dbA It'S!\n/ab")
+WHOLE = ("Ã©tÃ©", "678")
+"""Tokens that no merges make, and that some take for what they are nonetheless."""
 OF_GPT4O = (("b", "A"), ("t", "'"), ("Ċ", "/"))
 """Merges of what that pre-tokenizer alone splits, or alone leaves together."""
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "falcon", "olmo", "gpt-4o"])
+@pytest.mark.parametrize(
+    "pre",
+    [
+        *("gpt-2", "smollm", "llama-bpe", "qwen2", "falcon", "olmo", "gpt-4o", "refact", "command-r", "smaug-bpe"),
+        *("dbrx", "glm4", "tekken", "deepseek-v3", "minimax-m2"),
+    ],
+)
 def test_text_is_split_as_llama_cpp_splits_it(write, pre):
     """Told by what it expects to come next: prompts of other tokens give other numbers."""
     vocabulary = gguf_kit.byte_vocabulary()
@@ -200,6 +257,8 @@ def test_text_is_split_as_llama_cpp_splits_it(write, pre):
         vocabulary["tokens"].append(left + right)
         vocabulary["token_type"].append(gguf_kit.NORMAL)
         vocabulary["merges"].append(f"{left} {right}")
+    vocabulary["tokens"] += WHOLE
+    vocabulary["token_type"] += [gguf_kit.NORMAL] * len(WHOLE)
     size = len(vocabulary["tokens"])
     embedding = np.random.default_rng(0).standard_normal((size, 32)).astype(np.float32)
     vocabulary |= {"pre": pre, "add_bos_token": False}
@@ -231,6 +290,12 @@ ROUTER, FUSED, BIAS = "blk.0.ffn_gate_inp.weight", "blk.1.attn_qkv.weight", "blk
         (UNSERVED, "yarn_rope", "rope.scaling.attn_factor", 0.5, "attn_factor 0.5 is not served; it must be 1.0"),
         (UNSERVED, "llama3_rope", "rope.scaling.type", "linear", "'linear' with rope_freqs.weight is not served"),
         (UNSERVED, "qwen2", "attention.sliding_window", 20, "sliding_window 20 is not served; it must be 0"),
+        (UNSERVED, "olmo3", "rope.scaling.yarn_attn_factor", 1.5, "yarn_attn_factor 1.5 is not served; it must be"),
+        (UNSERVED, "deepseek_v3", "attention.key_length_mla", None, "attn_kv_b.weight without"),
+        (UNSERVED, "deepseek_v3", "rope.scaling.yarn_log_multiplier", None, "'yarn' without yarn_log_multiplier"),
+        (UNSERVED, "deepseek_v2", "expert_gating_func", 3, "expert_gating_func 3 is not served; it must be 1"),
+        (UNSERVED, "glm4_moe", "expert_gating_func", 1, "expert_gating_func 1 is not served; it must be 2"),
+        (DAMAGED, "qwen3_moe", "expert_feed_forward_length", None, "qwen3moe.expert_feed_forward_length is missing"),
         (UNSERVED, "mistral", "attention.head_count_kv", [2, 1], "a head_count_kv of its own for each layer is not"),
         (DAMAGED, "mixtral", UP, np.ones((3, 48, 32), np.float32), f"{UP}[3] is missing"),
         (DAMAGED, "mixtral", ROUTER, np.ones((5, 32), np.float32), f"{ROUTER}: the shape must be (4, 32), got (5, 32)"),

@@ -110,7 +110,11 @@ def _from_gguf(described: GgufDescription) -> dict[str, Any]:
     if rope.scaling == "yarn" and not of_all:
         raise UnsupportedArchitectureError("rope scaling 'yarn' without yarn_log_multiplier is not served")
     stretched = 0.1 * of_all * math.log(rope.factor) + 1 if rope.factor > 1 else 1.0
+    beta = shortest(entries.get("attention.temperature_scale", 0.0))
+    span = {"query_span": entries["attention.temperature_length"]} if beta else {}
     return {
+        **span,
+        "query_beta": beta,
         **sparse_from_gguf(entries),
         "rope": dataclasses.replace(rope, attention_factor=1.0),
         "latent_dim": latent,
@@ -143,15 +147,22 @@ def _gguf_names(config: ModelConfig) -> Names:
     }
 
 
-def _mistral4_names(config: ModelConfig) -> Names:
+def _wide_experts(config: ModelConfig, name: str) -> Names:
     """All experts are in one tensor, gate and what it gates one behind the other."""
-    rows, wide = np.arange(2 * config.mlp_dim), _EXPERTS + "gate_up_proj[{expert}]"
+    rows = np.arange(2 * config.mlp_dim)
     return {
-        **_names(config),
-        "experts.w_gate": Fused(wide, len(rows), rows[: config.mlp_dim]),
-        "experts.w_up": Fused(wide, len(rows), rows[config.mlp_dim :]),
-        "experts.w_down": _EXPERTS + "down_proj[{expert}]",
+        "experts.w_gate": Fused(name, len(rows), rows[: config.mlp_dim]),
+        "experts.w_up": Fused(name, len(rows), rows[config.mlp_dim :]),
     }
+
+
+def _mistral4_names(config: ModelConfig) -> Names:
+    wide = _wide_experts(config, _EXPERTS + "gate_up_proj[{expert}]")
+    return {**_names(config), **wide, "experts.w_down": _EXPERTS + "down_proj[{expert}]"}
+
+
+def _mistral4_gguf_names(config: ModelConfig) -> Names:
+    return {**_gguf_names(config), **_wide_experts(config, "blk.{layer}.ffn_gate_up_exps.weight[{expert}]")}
 
 
 def _family(name: str, model_types: tuple[str, ...], architecture: str, **differences: Any) -> Family:
@@ -167,9 +178,9 @@ def _family(name: str, model_types: tuple[str, ...], architecture: str, **differ
 
 _GGUF: dict[str, Any] = {
     "gguf_architecture": "deepseek2",
+    "gguf_fields": _from_gguf,
     "gguf_names": _gguf_names,
     "gguf_sizes": {"may_rotate_part": True, "keeps_latents": True},
-    "gguf_required": {"attention.temperature_scale": 0.0},
 }
 FAMILIES = (
     _family(
@@ -178,8 +189,7 @@ FAMILIES = (
         "DeepseekV2ForCausalLM",
         hf_fields=_v2_from_hf,
         is_gguf=lambda entries: entries.get("expert_gating_func") != 2,
-        gguf_fields=_v2_from_gguf,
-        **_GGUF,
+        **{**_GGUF, "gguf_fields": _v2_from_gguf},
     ),
     _family(
         "deepseek_v3",
@@ -189,7 +199,6 @@ FAMILIES = (
         drafts_behind=True,
         hf_fields=partial(_from_hf, num_dense=3),
         is_gguf=lambda entries: entries.get("expert_gating_func") == 2,
-        gguf_fields=_from_gguf,
         **_GGUF,
     ),
     _family(
@@ -199,6 +208,8 @@ FAMILIES = (
         hf_fields=_mistral4_from_hf,
         hf_names=_mistral4_names,
         hf_stacked=("gate_up_proj", "experts.down_proj"),
+        **{**_GGUF, "gguf_architecture": "mistral4", "gguf_names": _mistral4_gguf_names},
+        gguf_required={"expert_gating_func": 1},
     ),
 )
 """The families."""
