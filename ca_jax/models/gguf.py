@@ -59,10 +59,23 @@ _DEEPSEEK3_SPLIT = (
     r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_UNLISTED = (
+    r"\u0560-\u0588\u10c7\u10cd\u10d0-\u10ff\u1c80-\u1c8a\u2d00-\u2d2d\ua790-\ua7fa\uab30-\uab68"
+    "\U00010570-\U000105bc\U00010d50-\U00010d85\U00016e40-\U00016e7f\U0001d400-\U0001df2a"
+)
+_CASED = rf"[\p{{Lu}}\p{{Ll}}\p{{Lt}}&&[^{_UNLISTED}]]"  # DeepSeek's pattern lists all other letters of two cases.
+_DEEPSEEK_SPLITS = (
+    r"[\r\n]",
+    rf"\s?{_CASED}+",
+    r"\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    r"\s+$",
+    r"[\u0800-\u9fa5\uac00-\ud7ff]+",
+    r"\p{N}+",
+)
 _HAN_AND_KANA = r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 _BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 _GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-_LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
+_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "pixtral")
 _ADD_BOS = (*_LLAMA3, "tekken")  # Where the file does not say whether to.
 _TAKE_WHOLE = (*_ADD_BOS, "glm4")  # Text that is a token as a whole is that token, whatever merges make of it.
 
@@ -79,6 +92,7 @@ _SPLITS: dict[str, tuple[pre_tokenizers.PreTokenizer, ...]] = {
     "qwen2": (_isolated(_QWEN2_SPLIT), _BYTES),
     **dict.fromkeys(("gpt-4o", "minimax-m2"), (_isolated(_GPT4O_SPLIT), _BYTES)),
     "tekken": (_isolated(_TEKKEN_SPLIT), _BYTES),
+    "deepseek-llm": (*map(_isolated, _DEEPSEEK_SPLITS), _BYTES),
     "deepseek-v3": (
         *(_isolated(pattern) for pattern in (r"\p{N}{1,3}", _HAN_AND_KANA, _DEEPSEEK3_SPLIT)),
         _BYTES,

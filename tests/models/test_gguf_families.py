@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import re
 
 import flax.traverse_util
@@ -41,7 +42,7 @@ METADATA = {
     "granite": {},
     "ministral3": {},
     "olmo2": {},
-    "olmo3": {},
+    "olmo3": {"rope.scaling.yarn_attn_factor": 0.1 * math.log(4) + 1},
     "cohere2": {},
     "qwen2_moe": {},
     "qwen3_moe": {},
@@ -58,7 +59,8 @@ METADATA = {
 CHANGES = {
     "olmo2": {"attention_bias": False},  # llama.cpp adds none.
     "ministral3": {"rope_parameters": {"mscale": 1.0, "mscale_all_dim": 1.0}},
-    "deepseek_v2": {"q_lora_rank": 24},  # llama.cpp knows by the number of layers which models have none.
+    # llama.cpp knows by the number of layers which models have no rank; 32 numbers can be quantised.
+    "deepseek_v2": {"q_lora_rank": 24, "qk_nope_head_dim": 32},
     "deepseek_v3": {"rope_parameters": {"mscale": 0.8, "mscale_all_dim": 0.8}},
 }
 """What differs from these cases in what is converted; entries of `rope_parameters` are added to theirs."""
@@ -139,10 +141,10 @@ def test_logits_and_greedy_tokens_equal_those_of_llama_cpp(write, directory_of, 
             assert row[ours.argmax()] >= row.max() - 2 * atol
 
 
-@pytest.mark.parametrize(("name", "changes"), [("deepseek_v2", {}), ("deepseek_v2_groups", {})])
-def test_what_llama_cpp_computes_otherwise_is_the_model_of_the_safetensors(tmp_path, name, changes):
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v2_groups"])
+def test_what_llama_cpp_computes_otherwise_is_the_model_of_the_safetensors(tmp_path, name):
     """V2-Lite, which it knows by its 27 layers, and V2, whose groups it chooses by two shares."""
-    families_kit.make(name, tmp_path, **changes)
+    families_kit.make(name, tmp_path)
     checkpoint, wanted = (
         load_checkpoint(str(path)) for path in (gguf_kit.write(tmp_path, tmp_path / f"{name}.gguf"), tmp_path)
     )
@@ -162,6 +164,11 @@ def test_longrope_has_short_factors_in_short_contexts(tmp_path):
     )
     np.testing.assert_allclose(short, expected, atol=LOGITS_ATOL["float32"], rtol=0)
     assert np.abs(long - expected).max() > 0.1
+
+
+def test_how_queries_grow_is_nothing_where_the_file_leaves_it_unsaid(write):
+    config = load_checkpoint(str(write("mistral4", metadata={"attention.temperature_scale": None}))).config
+    assert config.query_beta == 0
 
 
 def test_layers_that_draft_tokens_are_left_out(write):
@@ -214,6 +221,7 @@ def test_yarn_is_read_with_all_that_it_says(write):
         ("mixtral", "blk.1.ffn_up_exps.weight", ["layer_1.mlp.w_up"]),
         ("falcon_40b", "blk.0.attn_qkv.weight", [f"layer_0.attn.w{part}" for part in "qkv"]),
         ("llama3_rope", "blk.1.attn_k.weight", ["layer_1.attn.wk"]),
+        ("deepseek_v2", "blk.1.attn_k_b.weight", ["layer_1.attn.wuk"]),
         ("phi3", "blk.1.ffn_up.weight", ["layer_1.mlp.w_gate", "layer_1.mlp.w_up"]),
     ],
 )
@@ -227,7 +235,7 @@ def test_parts_of_quantised_tensors_are_dequantised(write, name, tensor, keys):
         assert (0 < error < 0.01) if key in keys else error == 0, key
 
 
-TEXTS = ("x = 12345 + 678", "It's 99,000  (ab)\n\n  ab!?", "été 12 --ab", "dbA It'S!\n/ab")
+TEXTS = ("x = 12345 + 678", "It's 99,000  (ab)\n\n  ab!?", "été 12 --ab", "dbA It'S!\n/ab", "中x = (ab")
 WHOLE = ("Ã©tÃ©", "678")
 """Tokens that no merges make, and that some take for what they are nonetheless."""
 OF_GPT4O = (("b", "A"), ("t", "'"), ("Ċ", "/"))
@@ -238,7 +246,7 @@ OF_GPT4O = (("b", "A"), ("t", "'"), ("Ċ", "/"))
     "pre",
     [
         *("gpt-2", "smollm", "llama-bpe", "qwen2", "falcon", "olmo", "gpt-4o", "refact", "command-r", "smaug-bpe"),
-        *("dbrx", "glm4", "tekken", "deepseek-v3", "minimax-m2"),
+        *("dbrx", "glm4", "tekken", "pixtral", "deepseek-llm", "deepseek-v3", "minimax-m2"),
     ],
 )
 def test_text_is_split_as_llama_cpp_splits_it(write, pre):
@@ -252,6 +260,7 @@ def test_text_is_split_as_llama_cpp_splits_it(write, pre):
         (")", "Ċ"),
         ("!", "?"),
         ("-", "-"),
+        ("Ń", "x"),
         *OF_GPT4O,
     ):
         vocabulary["tokens"].append(left + right)
@@ -294,6 +303,13 @@ ROUTER, FUSED, BIAS = "blk.0.ffn_gate_inp.weight", "blk.1.attn_qkv.weight", "blk
         (UNSERVED, "deepseek_v3", "attention.key_length_mla", None, "attn_kv_b.weight without"),
         (UNSERVED, "deepseek_v3", "rope.scaling.yarn_log_multiplier", None, "'yarn' without yarn_log_multiplier"),
         (UNSERVED, "deepseek_v2", "expert_gating_func", 3, "expert_gating_func 3 is not served; it must be 1"),
+        (
+            UNSERVED,
+            "granite",
+            "rope.scaling.finetuned",
+            False,
+            "rope.scaling.finetuned False is not served",
+        ),
         (UNSERVED, "glm4_moe", "expert_gating_func", 1, "expert_gating_func 1 is not served; it must be 2"),
         (DAMAGED, "qwen3_moe", "expert_feed_forward_length", None, "qwen3moe.expert_feed_forward_length is missing"),
         (UNSERVED, "mistral", "attention.head_count_kv", [2, 1], "a head_count_kv of its own for each layer is not"),

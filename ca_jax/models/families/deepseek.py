@@ -97,7 +97,7 @@ def _names(config: ModelConfig) -> Names:
 
 
 def _from_gguf(described: GgufDescription) -> dict[str, Any]:
-    """What a file says; its YaRN has as many times larger scores as `mscale_all_dim` says, and `mscale` is the same."""
+    """Files hold `mscale_all_dim` of YaRN, a tenth of it; `mscale`, which they leave unsaid, is taken as the same."""
     entries = described.entries
     if "attention.key_length_mla" not in entries:
         raise UnsupportedArchitectureError(

@@ -161,7 +161,7 @@ def _family(name: str, architecture: str, **differences: Any) -> Family:
         "hf_required": {"hidden_act": "silu"},
         "hf_names": lambda config: HF_NAMES,
         "gguf_names": lambda config: GGUF_NAMES,
-        "gguf_is_interleaved": True,
+        "gguf_is_interleaved": True,  # But for OLMo.
     }
     return Family(name=name, model_types=(name,), architectures=(architecture,), **{**fields, **differences})
 
@@ -186,6 +186,7 @@ FAMILIES = (
         "GraniteForCausalLM",
         hf_fields=_granite_from_hf,
         gguf_architecture="granite",
+        gguf_required={"rope.scaling.finetuned": True},  # Else it rotates nothing.
         gguf_fields=_granite_from_gguf,
     ),
     _family(

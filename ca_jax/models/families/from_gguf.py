@@ -128,7 +128,16 @@ def require_gguf(described: GgufDescription, wanted: Mapping[str, Any], why: str
 
 
 def rope_from_gguf(described: GgufDescription, head_dim: int, truncates: bool = True) -> RopeConfig:
-    """The rotary embedding of a model; arguments, and what is raised, as `sizes_from_gguf` has it."""
+    """The rotary embedding of a model.
+
+    Args:
+      described: the file.
+      head_dim: of the model.
+      truncates: as `sizes_from_gguf` takes it.
+
+    Raises:
+      UnsupportedArchitectureError: a scaling that is not served, by name.
+    """
     entries, (freqs, long, short) = described.entries, map(described.rope_factors.get, ROPE_FACTORS)
     rotary_dim = entries.get("rope.dimension_count", head_dim)
     plain = RopeConfig(
