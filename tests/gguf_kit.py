@@ -7,6 +7,7 @@ are laid out, is the converter's: `convert_hf_to_gguf.py` of ggml-org/llama.cpp.
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 import urllib.request
 from collections.abc import Mapping
@@ -39,10 +40,29 @@ _ARCHITECTURES = {
     "gemma2": gguf.MODEL_ARCH.GEMMA2,
     "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
+    "phi3": gguf.MODEL_ARCH.PHI3,
+    "smollm3": gguf.MODEL_ARCH.SMOLLM3,
+    "granite": gguf.MODEL_ARCH.GRANITE,
+    "ministral3": gguf.MODEL_ARCH.MISTRAL3,
+    **dict.fromkeys(("olmo2", "olmo3"), gguf.MODEL_ARCH.OLMO2),
+    "cohere2": gguf.MODEL_ARCH.COHERE2,
+    "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
+    "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), gguf.MODEL_ARCH.DEEPSEEK2),
+    "mistral4": gguf.MODEL_ARCH.MISTRAL4,
 }
 """By Hugging Face's `model_type`."""
+_PERMUTED = {getattr(gguf.MODEL_ARCH, name) for name in ("LLAMA", "SMOLLM3", "GRANITE", "MISTRAL3")}
+"""Those whose queries and keys the converter puts in interleaved order."""
+_GATING = {"deepseek_v2": 1, "deepseek_v3": 2, "glm4_moe": 2, "minimax_m2": 2}
+"""How the router's numbers become shares: 1 is softmax, 2 sigmoid. The releases' config.json says so."""
 
-_EXPERT_PARTS = {"w1": "ffn_gate", "w2": "ffn_down", "w3": "ffn_up"}
+_EXPERT_PARTS = {
+    **{"w1": "ffn_gate", "w2": "ffn_down", "w3": "ffn_up"},
+    **{"gate_proj": "ffn_gate", "down_proj": "ffn_down", "up_proj": "ffn_up"},
+}
 
 
 def write(
@@ -151,32 +171,103 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     entries |= {
         "feed_forward_length": config["intermediate_size"],
         "attention.head_count_kv": config["num_key_value_heads"],
-        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "attention.layer_norm_rms_epsilon": config.get("rms_norm_eps"),
+        "attention.layer_norm_epsilon": config.get("layer_norm_eps"),
         "rope.freq_base": float(of_full["rope_theta"]),
         **_rope_scaling(of_full),
     }
     if "sliding_attention" in rope:
         entries["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
-    if config["model_type"] in ("gemma2", "gemma3_text", "gpt_oss"):
+    if config["model_type"] in ("gemma2", "gemma3_text", "gpt_oss", "olmo3", "cohere2"):
         entries["attention.sliding_window"] = config["sliding_window"]
         entries["attn_logit_softcapping"] = config.get("attn_logit_softcapping")
         entries["final_logit_softcapping"] = config.get("final_logit_softcapping")
-    head_dim = config.get("head_dim")
+    head_dim = None if config["model_type"] == "granite" else config.get("head_dim")
     if head_dim is not None:
         entries |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
-    if "num_local_experts" in config:
-        entries |= {
-            "expert_count": config["num_local_experts"],
-            "expert_used_count": config["num_experts_per_tok"],
-        }
-    if config["model_type"] == "gpt_oss":
-        entries["expert_feed_forward_length"] = config["intermediate_size"]
-    if _ARCHITECTURES[config["model_type"]] == gguf.MODEL_ARCH.LLAMA:
+    if _ARCHITECTURES[config["model_type"]] in {*_PERMUTED, gguf.MODEL_ARCH.COHERE2}:
         entries |= {
             "vocab_size": config["vocab_size"],
             "rope.dimension_count": head_dim or embed_dim // num_heads,
         }
+    return entries | _experts(config) | _of_family(config)
+
+
+def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said of experts, where there are any."""
+    num_experts = [config[key] for key in ("num_local_experts", "num_experts", "n_routed_experts") if key in config]
+    if not num_experts:
+        return {}
+    entries = {
+        "expert_count": num_experts[0],
+        "expert_used_count": config["num_experts_per_tok"],
+        "expert_group_count": config.get("n_group"),
+        "expert_group_used_count": config.get("topk_group"),
+        "expert_feed_forward_length": config.get("moe_intermediate_size"),
+        "expert_shared_feed_forward_length": config.get("shared_expert_intermediate_size"),
+        "expert_gating_func": _GATING.get(config["model_type"]),
+    }
+    if config["model_type"] in ("gpt_oss", "minimax_m2"):
+        entries["expert_feed_forward_length"] = config["intermediate_size"]
+    if config["model_type"] in ("glm4_moe", "deepseek_v2", "deepseek_v3", "mistral4"):
+        entries |= {
+            "leading_dense_block_count": config["first_k_dense_replace"],
+            "expert_shared_count": config["n_shared_experts"],
+            "expert_weights_scale": float(config["routed_scaling_factor"]),
+            "expert_weights_norm": config.get("norm_topk_prob") or None,
+        }
     return entries
+
+
+def _of_family(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the converter writes of some families alone."""
+    rope, model_type = config["rope_parameters"], config["model_type"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    if model_type == "phi3":
+        original, factors = config["original_max_position_embeddings"], {}
+        if "long_factor" in rope:
+            stretched = math.log(config["max_position_embeddings"] / original) / math.log(original)
+            factors = {"rope.scaling.attn_factor": math.sqrt(1 + stretched)}
+        return {
+            "rope.scaling.original_context_length": original,
+            "rope.dimension_count": int(rope.get("partial_rotary_factor", 1.0) * head_dim),
+            "attention.sliding_window": config.get("sliding_window") or 0,
+            **factors,
+        }
+    if model_type == "granite":
+        multipliers = {"attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale"}
+        multipliers |= {"residual_multiplier": "residual_scale", "logits_scaling": "logit_scale"}
+        return {key: float(config[name]) for name, key in multipliers.items()}
+    if model_type == "ministral3":
+        return {
+            "rope.scaling.yarn_log_multiplier": float(rope["mscale_all_dim"]),
+            "attention.temperature_scale": float(rope["llama_4_scaling_beta"]),
+        }
+    if model_type == "olmo3":
+        types = config["layer_types"]
+        return {"attention.sliding_window_pattern": [each == "sliding_attention" for each in types]}
+    if model_type == "cohere2":
+        return {"logit_scale": float(config["logit_scale"]), "rope.scaling.type": "none"}
+    if model_type == "glm4_moe":
+        return {"rope.dimension_count": int(rope["partial_rotary_factor"] * head_dim)}
+    if model_type == "minimax_m2":
+        return {"rope.dimension_count": config["rotary_dim"]}
+    if model_type in ("deepseek_v2", "deepseek_v3", "mistral4"):
+        latent, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
+        of_all = rope.get("mscale_all_dim")
+        return {
+            "vocab_size": config["vocab_size"],
+            "attention.head_count_kv": 1,
+            "attention.q_lora_rank": config["q_lora_rank"],
+            "attention.kv_lora_rank": latent,
+            "attention.key_length": latent + rotary,
+            "attention.value_length": latent,
+            "attention.key_length_mla": config["qk_nope_head_dim"] + rotary,
+            "attention.value_length_mla": config["v_head_dim"],
+            "rope.dimension_count": rotary,
+            "rope.scaling.yarn_log_multiplier": None if of_all is None else 0.1 * of_all,
+        }
+    return {}
 
 
 def _rope_scaling(parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,6 +278,7 @@ def _rope_scaling(parameters: Mapping[str, Any]) -> dict[str, Any]:
         scaling["rope.scaling.original_context_length"] = parameters["original_max_position_embeddings"]
         for key in ("beta_fast", "beta_slow"):
             scaling[f"rope.scaling.yarn_{key}"] = parameters.get(key)
+        scaling["rope.scaling.yarn_attn_factor"] = parameters.get("attention_factor")
         return scaling
     return {}
 
@@ -220,13 +312,22 @@ def _tensors(
         if architecture == gguf.MODEL_ARCH.GPT_OSS and (".experts." in name or name.endswith("sinks")):
             converted |= _of_gpt_oss(name.split(".")[2], name.split(".")[-1], tensor)
             continue
+        if name.endswith((".gate_up_proj", "experts.down_proj")):
+            converted[names.get_name(name) + ".weight"] = tensor
+            continue
         if ".experts." in name:
             layer, expert, part = name.split(".")[2], name.split(".")[5], name.split(".")[6]
             experts.setdefault(f"blk.{layer}.{_EXPERT_PARTS[part]}", {})[int(expert)] = tensor
             continue
-        if architecture == gguf.MODEL_ARCH.LLAMA and name.endswith("q_proj.weight"):
+        if name.endswith("kv_b_proj.weight"):
+            heads = tensor.reshape(num_heads, -1, tensor.shape[-1])
+            of_k, of_v = np.split(heads, [config["qk_nope_head_dim"]], axis=1)
+            block = f"blk.{name.split('.')[2]}."
+            converted |= {f"{block}attn_k_b.weight": of_k.swapaxes(1, 2), f"{block}attn_v_b.weight": of_v}
+            continue
+        if architecture in _PERMUTED and ".q_proj." in name:
             tensor = _interleaved(tensor, num_heads)
-        elif architecture == gguf.MODEL_ARCH.LLAMA and name.endswith("k_proj.weight"):
+        elif architecture in _PERMUTED and ".k_proj." in name:
             tensor = _interleaved(tensor, num_kv_heads)
         elif "query_key_value" in name:
             num_groups = num_heads
@@ -239,7 +340,7 @@ def _tensors(
             )
         elif architecture in (gguf.MODEL_ARCH.GEMMA2, gguf.MODEL_ARCH.GEMMA3) and name.endswith("norm.weight"):
             tensor = tensor + 1
-        new_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        new_name = names.get_name(name.replace("correction_bias", "correction.bias"), try_suffixes=(".weight", ".bias"))
         assert new_name is not None, name
         converted[new_name] = tensor
     for name, of_expert in experts.items():
@@ -250,6 +351,9 @@ def _tensors(
     parameters = config["rope_parameters"]
     if parameters.get("rope_type") == "llama3":
         converted["rope_freqs.weight"] = _llama3_factors(config, parameters)
+    if architecture == gguf.MODEL_ARCH.PHI3 and "long_factor" in parameters:
+        for kind in ("long", "short"):
+            converted[f"rope_factors_{kind}.weight"] = np.array(parameters[f"{kind}_factor"], np.float32)
     return converted
 
 

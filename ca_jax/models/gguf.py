@@ -11,6 +11,7 @@ llama.cpp uses for these names.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 import struct
@@ -29,12 +30,12 @@ from ca_jax.models import weights
 from ca_jax.models.chat_template import ChatTemplate
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.families import BY_GGUF_ARCHITECTURE, FAMILIES, require_served
-from ca_jax.models.families.from_gguf import GgufDescription
+from ca_jax.models.families.from_gguf import ROPE_FACTORS, GgufDescription
 from ca_jax.models.families.names import half_split_rows
 from ca_jax.models.tokenizer import Tokenizer
 from ca_jax.private import gguf_reader
 
-_EMBEDDING, _ROPE_FACTORS = "token_embd.weight", "rope_freqs.weight"
+_EMBEDDING, _SHARE = "token_embd.weight", "ffn_gate_inp_shexp.weight"
 _OF_ALL_EXPERTS = re.compile(r"blk\.\d+\.ffn_\w+_exps\.(weight|bias)")
 _OF_ONE_EXPERT = re.compile(r"(blk\.\d+\.ffn_\w+)\.(\d+)\.weight")
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
@@ -53,9 +54,30 @@ _GPT4O_SPLIT = (
     rf"{_BEFORE}{_UPPER}*{_LOWER}+{_BEHIND}|{_BEFORE}{_UPPER}+{_LOWER}*{_BEHIND}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_TEKKEN_SPLIT = _GPT4O_SPLIT.replace(_BEHIND, "").replace(r"\p{N}{1,3}", r"\p{N}")
+_DEEPSEEK3_SPLIT = (
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_UNLISTED = (
+    r"\u0560-\u0588\u10c7\u10cd\u10d0-\u10ff\u1c80-\u1c8a\u2d00-\u2d2d\ua790-\ua7fa\uab30-\uab68"
+    "\U00010570-\U000105bc\U00010d50-\U00010d85\U00016e40-\U00016e7f\U0001d400-\U0001df2a"
+)
+_CASED = rf"[\p{{Lu}}\p{{Ll}}\p{{Lt}}&&[^{_UNLISTED}]]"  # DeepSeek's pattern lists all other letters of two cases.
+_DEEPSEEK_SPLITS = (
+    r"[\r\n]",
+    rf"\s?{_CASED}+",
+    r"\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    r"\s+$",
+    r"[\u0800-\u9fa5\uac00-\ud7ff]+",
+    r"\p{N}+",
+)
+_HAN_AND_KANA = r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 _BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 _GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-_LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
+_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "pixtral")
+_ADD_BOS = (*_LLAMA3, "tekken")  # Where the file does not say whether to.
+_TAKE_WHOLE = (*_ADD_BOS, "glm4")  # Text that is a token as a whole is that token, whatever merges make of it.
 
 
 def _isolated(pattern: str) -> pre_tokenizers.PreTokenizer:
@@ -64,11 +86,17 @@ def _isolated(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 _SPLITS: dict[str, tuple[pre_tokenizers.PreTokenizer, ...]] = {
     **dict.fromkeys(("default", "gpt-2", "olmo"), (_GPT2,)),
-    "smollm": (pre_tokenizers.Digits(individual_digits=True), _GPT2),
+    **dict.fromkeys(("smollm", "refact", "command-r"), (pre_tokenizers.Digits(individual_digits=True), _GPT2)),
     "falcon": (pre_tokenizers.Punctuation("contiguous"), _GPT2, _isolated("[0-9][0-9][0-9]")),
-    **dict.fromkeys(_LLAMA3, (_isolated(_LLAMA3_SPLIT), _BYTES)),
+    **dict.fromkeys((*_LLAMA3, "smaug-bpe", "dbrx", "glm4"), (_isolated(_LLAMA3_SPLIT), _BYTES)),
     "qwen2": (_isolated(_QWEN2_SPLIT), _BYTES),
-    "gpt-4o": (_isolated(_GPT4O_SPLIT), _BYTES),
+    **dict.fromkeys(("gpt-4o", "minimax-m2"), (_isolated(_GPT4O_SPLIT), _BYTES)),
+    "tekken": (_isolated(_TEKKEN_SPLIT), _BYTES),
+    "deepseek-llm": (*map(_isolated, _DEEPSEEK_SPLITS), _BYTES),
+    "deepseek-v3": (
+        *(_isolated(pattern) for pattern in (r"\p{N}{1,3}", _HAN_AND_KANA, _DEEPSEEK3_SPLIT)),
+        _BYTES,
+    ),
 }  # By `tokenizer.ggml.pre`.
 
 
@@ -143,11 +171,14 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
     require_served(architecture, where, BY_GGUF_ARCHITECTURE)
     if _EMBEDDING not in file.by_name:
         raise CheckpointError(f"{where}: tensor {_EMBEDDING} is missing")
-    factors = file.by_name.get(_ROPE_FACTORS)
     described = GgufDescription(
         entries=file.entries(architecture),
         shapes={name: _shape(tensor) for name, tensor in file.by_name.items()},
-        rope_factors=None if factors is None else np.asarray(factors.data, np.float32).reshape(-1),
+        rope_factors={
+            name: np.asarray(file.by_name[name].data, np.float32).reshape(-1)
+            for name in ROPE_FACTORS
+            if name in file.by_name
+        },
     )
     family = next(each for each in BY_GGUF_ARCHITECTURE[architecture] if each.is_gguf(described.entries))
     try:
@@ -166,25 +197,41 @@ def _shape(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
 
 def _stored_tensors(file: GgufFile, config: ModelConfig) -> dict[str, weights.StoredTensor]:
     """The file's tensors: Q and K in half-split order, and those that are stacked by expert each by itself."""
-    order = {}
-    if FAMILIES[config.architecture].gguf_is_interleaved:
-        order = {
-            "attn_q.weight": half_split_rows(config.num_heads, config.head_dim),
-            "attn_k.weight": half_split_rows(config.num_kv_heads, config.head_dim),
-        }
+    order, family = {}, FAMILIES[config.architecture]
+    if family.gguf_is_interleaved:
+        of_q, of_k = (half_split_rows(num, config.head_dim) for num in (config.num_heads, config.num_kv_heads))
+        order = {"attn_q.weight": of_q, "attn_q.bias": of_q, "attn_k.weight": of_k, "attn_k.bias": of_k}
     stored = {}
     for name, tensor in file.by_name.items():
-        if name == _ROPE_FACTORS:
+        if name in ROPE_FACTORS:
             continue
-        shape, parts = _shape(tensor), {name: tensor.data}
-        if _OF_ALL_EXPERTS.fullmatch(name):
+        shape, parts, own = _shape(tensor), {name: tensor.data}, name.split(".", 2)[-1]
+        drafts = family.drafts_behind and name.startswith("blk.") and int(name.split(".")[1]) >= config.num_layers
+        if own == "attn_k_b.weight":
+            stored[name] = dataclasses.replace(_transposed_heads(name, tensor), is_optional=drafts)
+            continue
+        if own == "attn_v_b.weight":
+            shape, parts = (shape[0] * shape[1], shape[2]), {name: tensor.data.reshape(-1, tensor.data.shape[-1])}
+        elif own == _SHARE:  # A row, or the vector that it is.
+            shape, parts = (1, shape[-1]), {name: tensor.data.reshape(1, -1)}
+        elif _OF_ALL_EXPERTS.fullmatch(name):
             shape, parts = shape[1:], {f"{name}[{i}]": part for i, part in enumerate(tensor.data)}
         elif match := _OF_ONE_EXPERT.fullmatch(name):  # As in files from before experts were stacked.
             parts = {f"{match[1]}_exps.weight[{match[2]}]": tensor.data}
         for part, data in parts.items():
-            rows = functools.partial(_read_rows, part, tensor.tensor_type, data, order.get(name.split(".", 2)[-1]))
-            stored[part] = weights.StoredTensor(shape=shape, read_rows=rows)
+            rows = functools.partial(_read_rows, part, tensor.tensor_type, data, order.get(own))
+            stored[part] = weights.StoredTensor(shape=shape, read_rows=rows, is_optional=drafts)
     return stored
+
+
+def _transposed_heads(name: str, tensor: gguf.ReaderTensor) -> weights.StoredTensor:
+    """The matrices of heads, which lie `[in, out]`, as rows of one `[out, in]`; each is read at once."""
+    num_heads, num_inputs, width = _shape(tensor)
+
+    def read_rows(start: int, stop: int) -> np.ndarray:
+        return _read_rows(name, tensor.tensor_type, tensor.data[start // width], None, 0, num_inputs).T
+
+    return weights.StoredTensor(shape=(num_heads * width, num_inputs), read_rows=read_rows, chunk_rows=width)
 
 
 def _read_rows(
@@ -257,18 +304,17 @@ def _token_id(file: GgufFile, role: str, num_tokens: int) -> int | None:
 def _byte_level_bpe(file: GgufFile, tokens: Sequence[str]) -> tuple[tokenizers.Tokenizer, bool]:
     """BPE over bytes, and whether its models want a beginning-of-sequence token where the file does not say."""
     pre = file.get("tokenizer.ggml.pre", "default")
-    is_llama3 = pre in _LLAMA3
     if pre not in _SPLITS:
         raise UnsupportedArchitectureError(
             f"{file.path}: pre-tokenizer {pre!r} is not served; it must be one of {', '.join(_SPLITS)}"
         )
     merges = [tuple(merge.split(" ", 1)) for merge in file.require("tokenizer.ggml.merges")]
-    backend = tokenizers.Tokenizer(_bpe(file, tokens, merges, ignore_merges=is_llama3))
+    backend = tokenizers.Tokenizer(_bpe(file, tokens, merges, ignore_merges=pre in _TAKE_WHOLE))
     if pre in ("qwen2", "olmo"):
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.Sequence(list(_SPLITS[pre]))
     backend.decoder = decoders.ByteLevel()
-    return backend, is_llama3
+    return backend, pre in _ADD_BOS
 
 
 def _sentencepiece_bpe(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Tokenizer:

@@ -141,7 +141,7 @@ DAMAGED, UNSERVED = CheckpointError, UnsupportedArchitectureError
         ("metadata", {"attention.head_count_kv": 3}, DAMAGED, "num_heads must be a multiple of num_kv_heads"),
         ("architecture", "gpt2", UNSERVED, "'gpt2' is not served: it embeds absolute positions"),
         ("architecture", "bloom", UNSERVED, "(ALiBi)"),
-        ("architecture", "mamba", UNSERVED, "served are: falcon, "),
+        ("architecture", "mamba", UNSERVED, "served are: cohere2, deepseek2, falcon, "),
     ],
 )
 def test_what_makes_no_model_is_named(write, part, changes, error, message):

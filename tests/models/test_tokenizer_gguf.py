@@ -163,7 +163,7 @@ def test_no_space_is_put_before_text_where_the_file_says_so():
 @pytest.mark.parametrize(
     ("metadata", "error", "message"),
     [
-        (byte_level(pre="tekken"), UnsupportedArchitectureError, r"made\.gguf: pre-tokenizer 'tekken' is not served"),
+        (byte_level(pre="viking"), UnsupportedArchitectureError, r"made\.gguf: pre-tokenizer 'viking' is not served"),
         (byte_level(model="t5"), UnsupportedArchitectureError, r"made\.gguf: tokenizer model 't5' is not served"),
         (byte_level(merges=["q u"]), CheckpointError, "its merges and its vocabulary do not fit"),
         (sentencepiece(tokens=["a"] * 268), CheckpointError, "there must be 268 different tokens, got 1"),

@@ -21,11 +21,12 @@ import numpy as np
 
 from ca_jax.errors import UnsupportedArchitectureError
 from ca_jax.models.config import ModelConfig
-from ca_jax.models.families.experts import NAMES, sparse_from_hf
+from ca_jax.models.families.experts import NAMES, sparse_from_gguf, sparse_from_hf
 from ca_jax.models.families.family import Family
+from ca_jax.models.families.from_gguf import GgufDescription, require_gguf, rope_from_gguf, shortest
 from ca_jax.models.families.from_hf import rope_from_hf
 from ca_jax.models.families.llama import LAYER
-from ca_jax.models.families.names import Fused, Names, half_split_rows
+from ca_jax.models.families.names import GGUF_NAMES, Fused, Names, half_split_rows
 
 _EXPERTS = LAYER + "mlp.experts."
 _ATTENTION = LAYER + "self_attn."
@@ -95,15 +96,73 @@ def _names(config: ModelConfig) -> Names:
     }
 
 
-def _mistral4_names(config: ModelConfig) -> Names:
-    """All experts are in one tensor, gate and what it gates one behind the other."""
-    rows, wide = np.arange(2 * config.mlp_dim), _EXPERTS + "gate_up_proj[{expert}]"
+def _from_gguf(described: GgufDescription) -> dict[str, Any]:
+    """Files hold `mscale_all_dim` of YaRN, a tenth of it; `mscale`, which they leave unsaid, is taken as the same."""
+    entries = described.entries
+    if "attention.key_length_mla" not in entries:
+        raise UnsupportedArchitectureError(
+            "attn_kv_b.weight without attention.key_length_mla is not served; convert the model anew, "
+            "so that it has attn_k_b.weight and attn_v_b.weight"
+        )
+    latent, width = entries["attention.kv_lora_rank"], entries["attention.key_length_mla"]
+    rope = rope_from_gguf(described, head_dim=entries["attention.key_length"])
+    of_all = 10 * shortest(entries.get("rope.scaling.yarn_log_multiplier", 0.0))
+    if rope.scaling == "yarn" and not of_all:
+        raise UnsupportedArchitectureError("rope scaling 'yarn' without yarn_log_multiplier is not served")
+    stretched = 0.1 * of_all * math.log(rope.factor) + 1 if rope.factor > 1 else 1.0
+    beta = shortest(entries.get("attention.temperature_scale", 0.0))
+    span = {"query_span": entries["attention.temperature_length"]} if beta else {}
     return {
-        **_names(config),
-        "experts.w_gate": Fused(wide, len(rows), rows[: config.mlp_dim]),
-        "experts.w_up": Fused(wide, len(rows), rows[config.mlp_dim :]),
-        "experts.w_down": _EXPERTS + "down_proj[{expert}]",
+        **span,
+        "query_beta": beta,
+        **sparse_from_gguf(entries),
+        "rope": dataclasses.replace(rope, attention_factor=1.0),
+        "latent_dim": latent,
+        "nope_dim": width - rope.rotary_dim,
+        "value_dim": entries["attention.value_length_mla"],
+        "query_rank": entries.get("attention.q_lora_rank", 0),
+        "attention_scale": stretched**2 / math.sqrt(width),
     }
+
+
+def _v2_from_gguf(described: GgufDescription) -> dict[str, Any]:
+    """Files do not say by how many shares a group is chosen: by one, as in the releases."""
+    require_gguf(described, {"expert_gating_func": 1})
+    return {**_from_gguf(described), "num_group_shares": 1}
+
+
+def _gguf_names(config: ModelConfig) -> Names:
+    block, made_of = "blk.{layer}.", "attn_q_b" if config.query_rank else "attn_q"
+    queries = _rotated_first(config, config.num_heads, config.nope_dim)
+    latents = _rotated_first(config, 1, config.latent_dim)
+    return {
+        **GGUF_NAMES,
+        "attn.wq_a": block + "attn_q_a.weight",
+        "attn.q_a_norm.scale": block + "attn_q_a_norm.weight",
+        "attn.wq": Fused(f"{block}{made_of}.weight", len(queries), queries),
+        "attn.wkv_a": Fused(block + "attn_kv_a_mqa.weight", len(latents), latents),
+        "attn.kv_norm.scale": block + "attn_kv_a_norm.weight",
+        "attn.wuk": block + "attn_k_b.weight",
+        "attn.wuv": block + "attn_v_b.weight",
+    }
+
+
+def _wide_experts(config: ModelConfig, name: str) -> Names:
+    """All experts are in one tensor, gate and what it gates one behind the other."""
+    rows = np.arange(2 * config.mlp_dim)
+    return {
+        "experts.w_gate": Fused(name, len(rows), rows[: config.mlp_dim]),
+        "experts.w_up": Fused(name, len(rows), rows[config.mlp_dim :]),
+    }
+
+
+def _mistral4_names(config: ModelConfig) -> Names:
+    wide = _wide_experts(config, _EXPERTS + "gate_up_proj[{expert}]")
+    return {**_names(config), **wide, "experts.w_down": _EXPERTS + "down_proj[{expert}]"}
+
+
+def _mistral4_gguf_names(config: ModelConfig) -> Names:
+    return {**_gguf_names(config), **_wide_experts(config, "blk.{layer}.ffn_gate_up_exps.weight[{expert}]")}
 
 
 def _family(name: str, model_types: tuple[str, ...], architecture: str, **differences: Any) -> Family:
@@ -117,8 +176,21 @@ def _family(name: str, model_types: tuple[str, ...], architecture: str, **differ
     )
 
 
+_GGUF: dict[str, Any] = {
+    "gguf_architecture": "deepseek2",
+    "gguf_fields": _from_gguf,
+    "gguf_names": _gguf_names,
+    "gguf_sizes": {"may_rotate_part": True, "keeps_latents": True},
+}
 FAMILIES = (
-    _family("deepseek_v2", ("deepseek_v2",), "DeepseekV2ForCausalLM", hf_fields=_v2_from_hf),
+    _family(
+        "deepseek_v2",
+        ("deepseek_v2",),
+        "DeepseekV2ForCausalLM",
+        hf_fields=_v2_from_hf,
+        is_gguf=lambda entries: entries.get("expert_gating_func") != 2,
+        **{**_GGUF, "gguf_fields": _v2_from_gguf},
+    ),
     _family(
         "deepseek_v3",
         ("deepseek_v3", "kimi_k2"),
@@ -126,6 +198,8 @@ FAMILIES = (
         fields={"routing": "sigmoid", "choice_bias": True},
         drafts_behind=True,
         hf_fields=partial(_from_hf, num_dense=3),
+        is_gguf=lambda entries: entries.get("expert_gating_func") == 2,
+        **_GGUF,
     ),
     _family(
         "mistral4",
@@ -134,6 +208,8 @@ FAMILIES = (
         hf_fields=_mistral4_from_hf,
         hf_names=_mistral4_names,
         hf_stacked=("gate_up_proj", "experts.down_proj"),
+        **{**_GGUF, "gguf_architecture": "mistral4", "gguf_names": _mistral4_gguf_names},
+        gguf_required={"expert_gating_func": 1},
     ),
 )
 """The families."""

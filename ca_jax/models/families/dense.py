@@ -16,11 +16,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ca_jax.models.config import ModelConfig
+from ca_jax.models.config import ModelConfig, RopeConfig
 from ca_jax.models.families.family import Family
+from ca_jax.models.families.from_gguf import GgufDescription, full_layers_from_gguf, rope_from_gguf, shortest
 from ca_jax.models.families.from_hf import rope_from_hf, sliding_from_hf
 from ca_jax.models.families.llama import HF_NAMES, LAYER
-from ca_jax.models.families.names import Fused, Names, half_split_rows, module_names
+from ca_jax.models.families.names import GGUF_NAMES, Fused, Names, half_split_rows, module_names
 
 _NAMES_BEHIND = {
     "attn_post_norm.scale": LAYER + "post_attention_layernorm.weight",
@@ -34,6 +35,11 @@ def biases_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
     return {"qkv_bias": has_bias, "out_bias": has_bias, "mlp_bias": bool(described.get("mlp_bias", False))}
 
 
+def _biases_from_gguf(described: GgufDescription) -> dict[str, Any]:
+    parts = {"qkv_bias": "attn_q", "out_bias": "attn_output", "mlp_bias": "ffn_up"}
+    return {key: f"blk.0.{name}.bias" in described.shapes for key, name in parts.items()}
+
+
 def _smollm3_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
     num_layers, interval = described["num_hidden_layers"], described.get("no_rope_layer_interval", 4)
     rotates = described.get("no_rope_layers") or [(i + 1) % interval for i in range(num_layers)]
@@ -41,6 +47,12 @@ def _smollm3_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
     window = described.get("sliding_window") if described.get("use_sliding_window") else None
     slides = sliding_from_hf(described, window, lambda layer: layer not in nope)
     return {"nope_layers": nope, **slides, **biases_from_hf(described)}
+
+
+def _smollm3_from_gguf(described: GgufDescription) -> dict[str, Any]:
+    """Files do not say which layers rotate nothing: every fourth, as in the release."""
+    nope = tuple(range(3, described.entries["block_count"], 4))
+    return {"nope_layers": nope, **_biases_from_gguf(described)}
 
 
 def _granite_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,11 +65,30 @@ def _granite_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _granite_from_gguf(described: GgufDescription) -> dict[str, Any]:
+    entries = described.entries
+    scale = entries.get("attention.scale")
+    return {
+        "embed_scale": shortest(entries.get("embedding_scale") or 1.0),
+        "residual_scale": shortest(entries.get("residual_scale") or 1.0),
+        "attention_scale": shortest(scale) if scale else None,
+        "logit_scale": 1 / shortest(entries["logit_scale"]),
+        **_biases_from_gguf(described),
+    }
+
+
 def _ministral3_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
     parameters = described.get("rope_parameters") or described.get("rope_scaling") or {}
     beta = parameters.get("llama_4_scaling_beta") or 0.0
     span = {"query_span": parameters["original_max_position_embeddings"]} if beta else {}
     return {"sliding_window": described.get("sliding_window"), "query_beta": float(beta), **span}
+
+
+def _ministral3_from_gguf(described: GgufDescription) -> dict[str, Any]:
+    entries = described.entries
+    beta = shortest(entries.get("attention.temperature_scale", 0.0))
+    span = {"query_span": entries["rope.scaling.original_context_length"]} if beta else {}
+    return {"query_beta": beta, **span}
 
 
 def _olmo3_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,6 +109,18 @@ def _olmo3_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _olmo3_from_gguf(described: GgufDescription) -> dict[str, Any]:
+    entries = described.entries
+    head_dim = entries["embedding_length"] // entries["attention.head_count"]
+    full = rope_from_gguf(described, head_dim)
+    local = RopeConfig(theta=shortest(entries.get("rope.freq_base_swa", full.theta)))
+    return {
+        "sliding_window": entries["attention.sliding_window"],
+        "full_layers": full_layers_from_gguf(entries, period=4),
+        "local_rope": None if local == full else local,
+    }
+
+
 def _cohere2_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
     num_layers, pattern = described["num_hidden_layers"], described.get("sliding_window_pattern", 4)
     window = described.get("sliding_window") or 4096
@@ -88,6 +131,18 @@ def _cohere2_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
         "nope_layers": full,
         "logit_scale": float(described.get("logit_scale", 0.0625)),
         **biases_from_hf(described),
+    }
+
+
+def _cohere2_from_gguf(described: GgufDescription) -> dict[str, Any]:
+    """Files do not say which layers slide and rotate: all but every fourth, as in the releases."""
+    entries = described.entries
+    full = tuple(full_layers_from_gguf(entries, period=4))
+    return {
+        "sliding_window": entries["attention.sliding_window"],
+        "full_layers": full,
+        "nope_layers": full,
+        "logit_scale": shortest(entries["logit_scale"]),
     }
 
 
@@ -102,25 +157,63 @@ def _cohere2_names(config: ModelConfig) -> Names:
 
 
 def _family(name: str, architecture: str, **differences: Any) -> Family:
-    fields: dict[str, Any] = {"hf_required": {"hidden_act": "silu"}, "hf_names": lambda config: HF_NAMES}
+    fields: dict[str, Any] = {
+        "hf_required": {"hidden_act": "silu"},
+        "hf_names": lambda config: HF_NAMES,
+        "gguf_names": lambda config: GGUF_NAMES,
+        "gguf_is_interleaved": True,  # But for OLMo.
+    }
     return Family(name=name, model_types=(name,), architectures=(architecture,), **{**fields, **differences})
 
 
 _OLMO: dict[str, Any] = {
     "fields": {"norms_before": False, "norms_behind": True, "qk_norm": True, "qk_norm_is_whole": True},
     "hf_names": lambda config: HF_NAMES | _NAMES_BEHIND,
+    "gguf_architecture": "olmo2",
+    "gguf_is_interleaved": False,
 }
 FAMILIES = (
-    _family("smollm3", "SmolLM3ForCausalLM", hf_sizes={"theta": 2e6, "ties": True}, hf_fields=_smollm3_from_hf),
-    _family("granite", "GraniteForCausalLM", hf_fields=_granite_from_hf),
+    _family(
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        hf_sizes={"theta": 2e6, "ties": True},
+        hf_fields=_smollm3_from_hf,
+        gguf_architecture="smollm3",
+        gguf_fields=_smollm3_from_gguf,
+    ),
+    _family(
+        "granite",
+        "GraniteForCausalLM",
+        hf_fields=_granite_from_hf,
+        gguf_architecture="granite",
+        gguf_required={"rope.scaling.finetuned": True},  # Else it rotates nothing.
+        gguf_fields=_granite_from_gguf,
+    ),
     _family(
         "ministral3",
         "Ministral3ForCausalLM",
         hf_sizes={"norm_eps": 1e-5, "head_dim": 128},
         hf_fields=_ministral3_from_hf,
+        gguf_architecture="mistral3",
+        gguf_fields=_ministral3_from_gguf,
     ),
-    _family("olmo2", "Olmo2ForCausalLM", hf_sizes={"norm_eps": 1e-5}, hf_fields=biases_from_hf, **_OLMO),
-    _family("olmo3", "Olmo3ForCausalLM", hf_sizes={"norm_eps": 1e-5, "theta": 5e5}, hf_fields=_olmo3_from_hf, **_OLMO),
+    _family(
+        "olmo2",
+        "Olmo2ForCausalLM",
+        hf_sizes={"norm_eps": 1e-5},
+        hf_fields=biases_from_hf,
+        is_gguf=lambda entries: not entries.get("attention.sliding_window"),
+        **_OLMO,
+    ),
+    _family(
+        "olmo3",
+        "Olmo3ForCausalLM",
+        hf_sizes={"norm_eps": 1e-5, "theta": 5e5},
+        hf_fields=_olmo3_from_hf,
+        gguf_fields=_olmo3_from_gguf,
+        is_gguf=lambda entries: bool(entries.get("attention.sliding_window")),
+        **_OLMO,
+    ),
     _family(
         "cohere2",
         "Cohere2ForCausalLM",
@@ -128,6 +221,9 @@ FAMILIES = (
         hf_names=_cohere2_names,
         hf_sizes={"eps_key": "layer_norm_eps", "norm_eps": 1e-5, "ties": True},
         hf_fields=_cohere2_from_hf,
+        gguf_architecture="cohere2",
+        gguf_sizes={"eps_key": "layer_norm_epsilon"},
+        gguf_fields=_cohere2_from_gguf,
     ),
 )
 """The families."""

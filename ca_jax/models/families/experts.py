@@ -12,12 +12,14 @@ Source: Yang et al., "Qwen2 Technical Report" (2024) and "Qwen3 Technical Report
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ca_jax.models.families.family import Family
+from ca_jax.models.families.from_gguf import GgufDescription, experts_from_gguf, shortest
 from ca_jax.models.families.from_hf import sliding_from_hf
 from ca_jax.models.families.llama import HF_NAMES, LAYER
-from ca_jax.models.families.names import module_names
+from ca_jax.models.families.names import GGUF_NAMES, module_names
 
 _MLP = LAYER + "mlp."
 
@@ -66,6 +68,24 @@ def _qwen2_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _qwen_from_gguf(described: GgufDescription, normalizes_shares: bool) -> dict[str, Any]:
+    """Files do not say whether shares are made to add up to 1: as llama.cpp does it."""
+    entries, width = described.entries, described.entries["feed_forward_length"]
+    return {
+        **experts_from_gguf(entries),
+        "dense_mlp_dim": width,
+        "normalizes_shares": normalizes_shares,
+        "qkv_bias": "blk.0.attn_q.bias" in described.shapes,
+        "out_bias": "blk.0.attn_output.bias" in described.shapes,
+    }
+
+
+def _qwen2_from_gguf(described: GgufDescription) -> dict[str, Any]:
+    entries = described.entries
+    shared = entries.get("expert_shared_feed_forward_length", entries["feed_forward_length"])
+    return {**_qwen_from_gguf(described, normalizes_shares=False), "shared_mlp_dim": shared}
+
+
 def _qwen3_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
     has_bias = bool(described.get("attention_bias", False))
     window = described.get("sliding_window", 4096) if described.get("use_sliding_window") else None
@@ -92,11 +112,35 @@ def sparse_from_hf(described: Mapping[str, Any], num_dense: int = 1) -> dict[str
     }
 
 
+def sparse_from_gguf(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """The same from a GGUF file's metadata."""
+    experts = experts_from_gguf(entries)
+    return {
+        **experts,
+        "dense_layers": tuple(range(entries.get("leading_dense_block_count", 0))),
+        "dense_mlp_dim": entries["feed_forward_length"],
+        "shared_mlp_dim": experts["mlp_dim"] * entries.get("expert_shared_count", 0),
+        "normalizes_shares": entries.get("expert_weights_norm", False),
+        "routing_scale": shortest(entries.get("expert_weights_scale") or 1.0),
+        "num_expert_groups": entries.get("expert_group_count") or 1,
+        "num_chosen_groups": entries.get("expert_group_used_count") or 1,
+    }
+
+
 def _glm4_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **sparse_from_hf(described),
         "qkv_bias": bool(described.get("attention_bias", False)),
         "qk_norm": bool(described.get("use_qk_norm", False)),
+    }
+
+
+def _glm4_from_gguf(described: GgufDescription) -> dict[str, Any]:
+    shapes = described.shapes
+    return {
+        **sparse_from_gguf(described.entries),
+        "qkv_bias": "blk.0.attn_q.bias" in shapes,
+        "qk_norm": "blk.0.attn_q_norm.weight" in shapes,
     }
 
 
@@ -113,6 +157,8 @@ _MINIMAX_NAMES = {
     "experts.w_down": _MINIMAX + "experts.{expert}.w2.weight",
 }
 _SIGMOID = {"routing": "sigmoid", "choice_bias": True}
+_GGUF_SIGMOID: dict[str, Any] = {"gguf_required": {"expert_gating_func": 2}, "gguf_sizes": {"may_rotate_part": True}}
+_GLM4_GGUF_NAMES = GGUF_NAMES | {"mlp_norm.scale": "blk.{layer}.post_attention_norm.weight"}
 
 
 def _family(name: str, architecture: str, names: Mapping[str, str], **differences: Any) -> Family:
@@ -123,7 +169,7 @@ def _family(name: str, architecture: str, names: Mapping[str, str], **difference
         architectures=(architecture,),
         hf_required={"hidden_act": "silu"},
         hf_names=lambda config: all_names,
-        **differences,
+        **{"gguf_names": lambda config: GGUF_NAMES, **differences},
     )
 
 
@@ -136,6 +182,8 @@ FAMILIES = (
         fields={"gates_shared": True},
         hf_sizes=_MOE_KEY,
         hf_fields=_qwen2_from_hf,
+        gguf_architecture="qwen2moe",
+        gguf_fields=_qwen2_from_gguf,
     ),
     _family(
         "qwen3_moe",
@@ -144,6 +192,8 @@ FAMILIES = (
         fields={"qk_norm": True},
         hf_sizes=_MOE_KEY,
         hf_fields=_qwen3_from_hf,
+        gguf_architecture="qwen3moe",
+        gguf_fields=partial(_qwen_from_gguf, normalizes_shares=True),
     ),
     _family(
         "glm4_moe",
@@ -153,6 +203,10 @@ FAMILIES = (
         drafts_behind=True,
         hf_sizes={**_MOE_KEY, "norm_eps": 1e-5, "partial": 0.5},
         hf_fields=_glm4_from_hf,
+        gguf_architecture="glm4moe",
+        gguf_names=lambda config: _GLM4_GGUF_NAMES,
+        gguf_fields=_glm4_from_gguf,
+        **_GGUF_SIGMOID,
     ),
     _family(
         "minimax_m2",
@@ -161,6 +215,9 @@ FAMILIES = (
         fields={**_SIGMOID, "qk_norm": True, "qk_norm_is_whole": True},
         hf_sizes={"theta": 5e6, "head_dim": 128, "rotary_dim_key": "rotary_dim"},
         hf_fields=_minimax_from_hf,
+        gguf_architecture="minimax-m2",
+        gguf_fields=lambda described: experts_from_gguf(described.entries),
+        **_GGUF_SIGMOID,
     ),
 )
 """The families."""

@@ -27,10 +27,12 @@ class GgufDescription:
     """Metadata of the architecture, by keys without its name: `block_count`."""
     shapes: Mapping[str, tuple[int, ...]]
     """Of the tensors, by name, outermost first; `token_embd.weight` is there."""
-    rope_factors: np.ndarray | None = None
-    """What `rope_freqs.weight` holds: the divisor of each rotary frequency, f32 `[R/2]`; None: it is not there."""
+    rope_factors: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    """What the tensors of `ROPE_FACTORS` hold that are there, by name: divisors of rotary frequencies, f32 `[R/2]`."""
 
 
+ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors that are no parameters: of llama3 scaling, and of LongRoPE in long contexts and in short ones."""
 _LLAMA3_ORIGINAL_POSITIONS = 8192  # Every Llama 3.x release; files rarely say.
 
 
@@ -39,6 +41,7 @@ def sizes_from_gguf(
     *,
     eps_key: str = "layer_norm_rms_epsilon",
     may_rotate_part: bool = False,
+    keeps_latents: bool = False,
     truncates: bool = True,
 ) -> dict[str, Any]:
     """The fields of `ModelConfig` that all families spell alike.
@@ -47,6 +50,7 @@ def sizes_from_gguf(
       described: the file.
       eps_key: what the family calls the number added inside its norms.
       may_rotate_part: whether the family has models that rotate a part of each head.
+      keeps_latents: whether its layers keep latents, which have another length as keys than as values.
       truncates: `RopeConfig.truncate` of its models, which files leave unsaid.
 
     Raises:
@@ -60,21 +64,36 @@ def sizes_from_gguf(
         if isinstance(value, list):
             raise UnsupportedArchitectureError(f"a {key} of its own for each layer is not served")
     head_dim = entries.get("attention.key_length", embed_dim // num_heads)
-    require_gguf(described, {"attention.value_length": head_dim}, why="the head dim")
+    if not keeps_latents:
+        require_gguf(described, {"attention.value_length": head_dim}, why="the head dim")
     if not may_rotate_part:
         require_gguf(described, {"rope.dimension_count": head_dim}, why="the head dim")
     return {
         "vocab_size": int(shapes["token_embd.weight"][0]),
         "embed_dim": embed_dim,
         "mlp_dim": mlp_dim,
-        "num_layers": entries["block_count"],
+        # Layers behind the last one draft tokens, and are left out.
+        "num_layers": entries["block_count"] - entries.get("nextn_predict_layers", 0),
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
         "max_positions": entries["context_length"],
-        "norm_eps": _shortest(entries[f"attention.{eps_key}"]),
+        "norm_eps": shortest(entries[f"attention.{eps_key}"]),
         "tie_embeddings": "output.weight" not in shapes,
-        "rope": _rope_from_gguf(described, head_dim, truncates),
+        "rope": rope_from_gguf(described, head_dim, truncates),
+    }
+
+
+def experts_from_gguf(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `ModelConfig` that say how many experts there are, how many are chosen, and how wide each is.
+
+    Raises:
+      KeyError: an entry is missing.
+    """
+    return {
+        "num_experts": entries["expert_count"],
+        "num_experts_per_token": entries["expert_used_count"],
+        "mlp_dim": entries["expert_feed_forward_length"],
     }
 
 
@@ -108,42 +127,67 @@ def require_gguf(described: GgufDescription, wanted: Mapping[str, Any], why: str
             raise UnsupportedArchitectureError(f"{key} {found} is not served; it must be {f'{why} {value}'.strip()}")
 
 
-def _rope_from_gguf(described: GgufDescription, head_dim: int, truncates: bool) -> RopeConfig:
-    entries = described.entries
+def rope_from_gguf(described: GgufDescription, head_dim: int, truncates: bool = True) -> RopeConfig:
+    """The rotary embedding of a model.
+
+    Args:
+      described: the file.
+      head_dim: of the model.
+      truncates: as `sizes_from_gguf` takes it.
+
+    Raises:
+      UnsupportedArchitectureError: a scaling that is not served, by name.
+    """
+    entries, (freqs, long, short) = described.entries, map(described.rope_factors.get, ROPE_FACTORS)
     rotary_dim = entries.get("rope.dimension_count", head_dim)
     plain = RopeConfig(
-        theta=_shortest(entries.get("rope.freq_base", 10000.0)),
+        theta=shortest(entries.get("rope.freq_base", 10000.0)),
         rotary_dim=None if rotary_dim == head_dim else rotary_dim,
     )
     scaling, factor = entries.get("rope.scaling.type", "none"), entries.get("rope.scaling.factor", 1.0)
     if "rope.scale_linear" in entries:
         scaling, factor = "linear", entries["rope.scale_linear"]
-    factor = _shortest(factor)
-    if described.rope_factors is not None:
+    factor = shortest(factor)
+    original = entries.get("rope.scaling.original_context_length", entries["context_length"])
+    if long is not None and short is not None:
+        return dataclasses.replace(
+            plain,
+            scaling="longrope",
+            factor=entries["context_length"] / original,
+            original_max_positions=original,
+            long_factors=tuple(map(shortest, long)),
+            short_factors=tuple(map(shortest, short)),
+            attention_factor=shortest(entries.get("rope.scaling.attn_factor", 1.0)),
+        )
+    if freqs is not None:
         if scaling != "none":
             raise UnsupportedArchitectureError(f"rope scaling {scaling!r} with rope_freqs.weight is not served")
-        return _llama3_rope(described, described.rope_factors, plain, head_dim)
+        return _llama3_rope(described, freqs, plain, head_dim)
     if scaling == "none":
         return plain
     if scaling == "linear":
         return dataclasses.replace(plain, scaling="linear", factor=factor)
     if scaling != "yarn":
         raise UnsupportedArchitectureError(
-            f"rope scaling {scaling!r} is not served; it must be one of none, linear, yarn, or llama3 as "
-            "rope_freqs.weight"
+            f"rope scaling {scaling!r} is not served; it must be one of none, linear, yarn, or as tensors: llama3 as "
+            "rope_freqs.weight, longrope as rope_factors_long.weight and rope_factors_short.weight"
         )
-    served = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
-    require_gguf(described, {f"rope.scaling.{key}": value for key, value in served.items()})
+    require_gguf(described, {"rope.scaling.attn_factor": 1.0, "rope.scaling.yarn_ext_factor": 1.0})
+    usual = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+    given = entries.get("rope.scaling.yarn_attn_factor", 1.0)
+    if given != 1 and not math.isclose(given, usual, rel_tol=1e-5):
+        raise UnsupportedArchitectureError(f"rope.scaling.yarn_attn_factor {given} is not served; it must be {usual}")
+    divisor = 1.0 + shortest(entries.get("rope.scaling.yarn_log_multiplier", 0.0)) * (usual - 1.0)
     return dataclasses.replace(
         plain,
         scaling="yarn",
         factor=factor,
-        original_max_positions=entries.get("rope.scaling.original_context_length", entries["context_length"]),
-        beta_fast=_shortest(entries.get("rope.scaling.yarn_beta_fast", 32.0)),
-        beta_slow=_shortest(entries.get("rope.scaling.yarn_beta_slow", 1.0)),
+        original_max_positions=original,
+        beta_fast=shortest(entries.get("rope.scaling.yarn_beta_fast", 32.0)),
+        beta_slow=shortest(entries.get("rope.scaling.yarn_beta_slow", 1.0)),
         truncate=truncates,
-        # As Peng et al. (2023) say in section 3.4; files leave it unsaid.
-        attention_factor=0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0,
+        # As Peng et al. (2023) say in section 3.4, whether files say so or not.
+        attention_factor=usual / divisor,
     )
 
 
@@ -162,6 +206,6 @@ def _llama3_rope(described: GgufDescription, found: np.ndarray, plain: RopeConfi
     )
 
 
-def _shortest(value: float) -> float:
+def shortest(value: float) -> float:
     """The f32 number that a file holds as the decimal it was written from: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(value)))

@@ -12,6 +12,7 @@ Biderman et al., "Pythia" (2023); Abdin et al., "Phi-3 Technical Report" (2024).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -123,14 +124,18 @@ def _phi3_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
     return {"sliding_window": described.get("sliding_window")}
 
 
-def _phi3_hf_names(config: ModelConfig) -> Names:
-    size, fused = config.mlp_dim, LAYER + "mlp.gate_up_proj.weight"
-    rows = np.arange(2 * size)
+def _phi3_from_gguf(described: GgufDescription) -> dict[str, Any]:
+    return {"sliding_window": described.entries.get("attention.sliding_window") or None}
+
+
+def _phi3_names(config: ModelConfig, others: Names, qkv: str, gate_up: str) -> Names:
+    """Names of what is fused, and others."""
+    size, rows = config.mlp_dim, np.arange(2 * config.mlp_dim)
     return {
-        **HF_NAMES,
-        **fused_rows(split_rows(config), {"w": LAYER + "self_attn.qkv_proj.weight"}),
-        "mlp.w_gate": Fused(fused, len(rows), rows[:size]),
-        "mlp.w_up": Fused(fused, len(rows), rows[size:]),
+        **others,
+        **fused_rows(split_rows(config), {"w": qkv}),
+        "mlp.w_gate": Fused(gate_up, len(rows), rows[:size]),
+        "mlp.w_up": Fused(gate_up, len(rows), rows[size:]),
     }
 
 
@@ -173,9 +178,23 @@ FAMILIES = (
         model_types=("phi3",),
         architectures=("Phi3ForCausalLM",),
         hf_required={"hidden_act": "silu"},
-        hf_names=_phi3_hf_names,
+        hf_names=partial(
+            _phi3_names,
+            others=HF_NAMES,
+            qkv=LAYER + "self_attn.qkv_proj.weight",
+            gate_up=LAYER + "mlp.gate_up_proj.weight",
+        ),
         hf_sizes={"norm_eps": 1e-5},
         hf_fields=_phi3_from_hf,
+        gguf_architecture="phi3",
+        gguf_names=partial(
+            _phi3_names,
+            others=GGUF_NAMES,
+            qkv="blk.{layer}.attn_qkv.weight",
+            gate_up="blk.{layer}.ffn_up.weight",
+        ),
+        gguf_sizes={"may_rotate_part": True},
+        gguf_fields=_phi3_from_gguf,
     ),
 )
 """The families."""

@@ -23,15 +23,10 @@ from ca_jax.models.families.from_hf import full_layers_from_hf, rope_from_hf
 from ca_jax.models.families.llama import HF_NAMES, LAYER
 from ca_jax.models.families.names import GGUF_NAMES, module_names
 
-_BLOCK = "blk.{layer}."
 _HF_NAMES = HF_NAMES | {
     **module_names("attn_post_norm.scale", LAYER + "post_attention_layernorm"),
     **module_names("mlp_norm.scale", LAYER + "pre_feedforward_layernorm"),
     **module_names("mlp_post_norm.scale", LAYER + "post_feedforward_layernorm"),
-}
-_GGUF_NAMES = GGUF_NAMES | {
-    **module_names("attn_post_norm.scale", _BLOCK + "post_attention_norm"),
-    **module_names("mlp_post_norm.scale", _BLOCK + "post_ffw_norm"),
 }
 _LOCAL_THETA = 1e4
 _DEFAULTS = {
@@ -120,7 +115,7 @@ def _family(name: str, architecture: str, fields: Mapping[str, Any], **differenc
         fields={"norms_behind": True, "mlp": "geglu_tanh", **fields},
         hf_names=lambda config: _HF_NAMES,
         gguf_architecture=name,
-        gguf_names=lambda config: _GGUF_NAMES,
+        gguf_names=lambda config: GGUF_NAMES,
         **differences,
     )
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.families.family import Family
-from ca_jax.models.families.from_gguf import GgufDescription, full_layers_from_gguf
+from ca_jax.models.families.from_gguf import GgufDescription, experts_from_gguf, full_layers_from_gguf
 from ca_jax.models.families.from_hf import full_layers_from_hf, rope_from_hf
 from ca_jax.models.families.llama import HF_NAMES, LAYER
 from ca_jax.models.families.names import GGUF_NAMES, Fused, Names, module_names
@@ -25,13 +25,7 @@ _STACKED = tuple(f"mlp.experts.{name}" for name in ("gate_up_proj", "gate_up_pro
 _GGUF_NAMES = GGUF_NAMES | {
     "attn.sinks": _BLOCK + "attn_sinks.weight",
     **module_names("mlp_norm.scale", _BLOCK + "post_attention_norm"),
-    "mlp.router": _BLOCK + "ffn_gate_inp.weight",
     "mlp.b_router": _BLOCK + "ffn_gate_inp.bias",
-    **{
-        f"experts.{kind}_{name}": f"{_BLOCK}ffn_{name}_exps.{part}[{{expert}}]"
-        for kind, part in (("w", "weight"), ("b", "bias"))
-        for name in ("gate", "up", "down")
-    },
 }
 _DEFAULTS = {
     **{"head_dim": 64, "attention_bias": True, "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "sliding_window": 128},
@@ -85,9 +79,7 @@ def _from_gguf(described: GgufDescription) -> dict[str, Any]:
     return {
         "qkv_bias": True,
         "out_bias": True,
-        "num_experts": entries["expert_count"],
-        "num_experts_per_token": entries["expert_used_count"],
-        "mlp_dim": entries["expert_feed_forward_length"],
+        **experts_from_gguf(entries),
         "sliding_window": entries["attention.sliding_window"],
         "full_layers": full_layers_from_gguf(entries, period=2),
     }

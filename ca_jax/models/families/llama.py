@@ -45,12 +45,6 @@ _HF_EXPERTS: dict[str, str] = {
     "experts.w_up": LAYER + "block_sparse_moe.experts.{expert}.w3.weight",
     "experts.w_down": LAYER + "block_sparse_moe.experts.{expert}.w2.weight",
 }
-_GGUF_EXPERTS: dict[str, str] = {
-    "mlp.router": "blk.{layer}.ffn_gate_inp.weight",
-    "experts.w_gate": "blk.{layer}.ffn_gate_exps.weight[{expert}]",
-    "experts.w_up": "blk.{layer}.ffn_up_exps.weight[{expert}]",
-    "experts.w_down": "blk.{layer}.ffn_down_exps.weight[{expert}]",
-}
 
 
 def _family(name: str, hf_architecture: str, gguf_architecture: str = "llama", **differences: Any) -> Family:
@@ -62,9 +56,8 @@ def _family(name: str, hf_architecture: str, gguf_architecture: str = "llama", *
       gguf_architecture: what GGUF calls it; by Llama's name go all that `_kind` tells apart.
       **differences: further fields of `Family`.
     """
-    has_experts, is_llama = name == "mixtral", gguf_architecture == "llama"
-    hf_names = HF_NAMES | (_HF_EXPERTS if has_experts else {})
-    gguf_names = GGUF_NAMES | (_GGUF_EXPERTS if has_experts else {})
+    is_llama = gguf_architecture == "llama"
+    hf_names = HF_NAMES | (_HF_EXPERTS if name == "mixtral" else {})
     fields: dict[str, Any] = {
         "hf_required": {"hidden_act": "silu"},
         "is_gguf": lambda entries: not is_llama or _kind(entries) == name,
@@ -78,7 +71,7 @@ def _family(name: str, hf_architecture: str, gguf_architecture: str = "llama", *
         architectures=(hf_architecture,),
         hf_names=lambda config: hf_names,
         gguf_architecture=gguf_architecture,
-        gguf_names=lambda config: gguf_names,
+        gguf_names=lambda config: GGUF_NAMES,
         gguf_is_interleaved=is_llama,
         **fields,
     )

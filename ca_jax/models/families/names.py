@@ -86,6 +86,17 @@ GGUF_NAMES: dict[str, Any] = {
     **module_names("mlp.w_gate", _LAYER + "ffn_gate"),
     **module_names("mlp.w_up", _LAYER + "ffn_up"),
     **module_names("mlp.w_down", _LAYER + "ffn_down"),
+    "mlp.router": _LAYER + "ffn_gate_inp.weight",
+    "mlp.choice_bias": _LAYER + "exp_probs_b.bias",
+    **{
+        f"experts.{kind}_{name}": f"{_LAYER}ffn_{name}_exps.{part}[{{expert}}]"
+        for kind, part in (("w", "weight"), ("b", "bias"))
+        for name in ("gate", "up", "down")
+    },
+    **{f"shared.w_{name}": f"{_LAYER}ffn_{name}_shexp.weight" for name in ("gate", "up", "down")},
+    "shared.w_share": _LAYER + "ffn_gate_inp_shexp.weight",
+    "attn_post_norm.scale": _LAYER + "post_attention_norm.weight",
+    "mlp_post_norm.scale": _LAYER + "post_ffw_norm.weight",
     **module_names("final_norm.scale", "output_norm"),
     "head.kernel": "output.weight",
 }
