@@ -27,16 +27,6 @@ from ca_jax.turns.text import ChunkSpan, TextOutput, Texts
 _job_ids = itertools.count()
 
 
-@dataclasses.dataclass
-class SaveTimes:
-    """When a turn's KV was saved, on the clock of its other times. Goes on behind the turn's end."""
-
-    begun_s: float = 0.0  # When the first of it was handed in; 0 before.
-    published_s: float = 0.0  # When the last of it so far was in the store, readable; 0 before.
-    num_published: int = 0  # Its tokens that are.
-    ended: bool = False  # Whether no more comes: all is published, or was given up.
-
-
 @dataclasses.dataclass(eq=False)
 class Job:
     """One turn, from submission to its last token. Only the engine writes to it."""
@@ -57,6 +47,7 @@ class Job:
     """Chunks in its prompt whose KV may be stored, in order: what is of them is loaded and blended."""
     chunk: ChunkSpan | None = None  # Its prompt is this chunk, and its KV is all that is wanted.
     tenant: str = ""  # Of the chunk.
+    adapter: requests.UsedAdapter = requests.NO_ADAPTER  # That it is computed with.
     job_id: int = dataclasses.field(default_factory=lambda: next(_job_ids))  # Order of submission.
     slid_ids: list[int] = dataclasses.field(default_factory=list)
     """First tokens of its conversation that no layer looks back to, and that are not in its context: see `skip`."""
@@ -88,7 +79,9 @@ class Job:
     token_times_s: list[float] = dataclasses.field(default_factory=list)  # When each token was there.
     load_span_s: tuple[float, float] | None = None
     """When the first copy of its history began and the last one ended; None where nothing was loaded."""
-    save_times: SaveTimes | None = None  # When its KV was saved; None where none is, or it was not prefilled yet.
+    save_times: requests.SaveTimes | None = (
+        None  # When its KV was saved; None where none is, or it was not prefilled yet.
+    )
     # As in `Usage`:
     load_s: float = 0.0
     load_stall_s: float = 0.0
@@ -290,6 +283,11 @@ class Session:
         """Of the last turn that has ended."""
         self.finish_reason: FinishReason | None = None
         """Of the last turn that has ended."""
+
+    @property
+    def adapter(self) -> str | None:
+        """Name of the adapter that it is held with, for good; None: the model alone."""
+        return self.conversation.adapter or None
 
     @property
     def is_busy(self) -> bool:

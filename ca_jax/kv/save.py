@@ -24,12 +24,13 @@ import numpy as np
 from ca_jax.config import EngineConfig
 from ca_jax.device.transfer import own_part
 from ca_jax.kv.async_saver import AsyncSaver, Part, SaveAbandonedError
-from ca_jax.session import SaveTimes, Session
+from ca_jax.session import Session
 from ca_jax.storage.config import GIB
 from ca_jax.storage.records import Owner
 from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tickets import SaveTicket, TicketState
 from ca_jax.telemetry.metrics import EngineMetrics
+from ca_jax.turns.requests import SaveTimes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -430,6 +431,7 @@ class WriteBuffer:
 
 def owner_of(session: Session) -> Owner:
     """Whose the stored KV of a session is. No listing shows that of one that nobody can go on with."""
+    variant = session.conversation.adapter_weights
     if not session.is_kept or not session.is_noted:
-        return Owner(tenant=session.tenant)
-    return Owner(tenant=session.tenant, session_id=session.session_id, ttl_s=session.ttl_s)
+        return Owner(tenant=session.tenant, variant=variant)
+    return Owner(tenant=session.tenant, session_id=session.session_id, ttl_s=session.ttl_s, variant=variant)

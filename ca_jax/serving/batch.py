@@ -31,7 +31,7 @@ from ca_jax.errors import ProcessesError
 from ca_jax.kv import costs
 from ca_jax.kv.layer_loader import LoadError
 from ca_jax.kv.load import History
-from ca_jax.kv.save import TurnSaver
+from ca_jax.kv.save import TurnSaver, owner_of
 from ca_jax.kv.session_kv import SessionKV
 from ca_jax.recompute.recomputer import RecomputedHistory
 from ca_jax.serving.scheduler import Scheduler
@@ -70,7 +70,7 @@ class Prefilling:
         """Begins to load what of the job's history is stored. If that raises, `release` lets go of what was begun."""
         job = self.job
         if job.chunk is not None:
-            self.saver = self._kv.chunks.begin_saving(job.chunk, job.tenant)
+            self.saver = self._kv.chunks.begin_saving(job.chunk, job.tenant, job.adapter.fingerprint)
         elif job.session is not None:
             history = self._history = self._kv.histories.open(job, job.session)
             if history.resident is not None:
@@ -300,6 +300,7 @@ class Batch:
         with self._ending(job):
             begun = self._prefilling[job] = Prefilling(job, self._runner, self._kv, self._truncator, self._runtime)
             self._runner.pool.begin(begun.prefill.slot, job.most_tokens)
+            self._runner.adapters.set_row(begun.prefill.slot, job.adapter.slot)
             self._runner.sampler.set_slot(begun.prefill.slot, job.params, job.prompt_ids, job.stop_ids)
             begun.begin()
 
@@ -489,7 +490,7 @@ class Batch:
             if keeps_pages and job.session is not None and job.session.is_kept and self._keeps_pages:
                 session, tokens = job.session, np.fromiter(job.token_ids[:-1], np.int32)
                 state = (session.conversation.lineage, session.conversation.num_slid)
-                self._kv.resident.keep(session.key, job.slot, tokens, state, session.tenant)
+                self._kv.resident.keep(session.key, job.slot, tokens, state, owner_of(session).domain)
             else:
                 self._runner.pool.end(job.slot)
         self._scheduler.remove(job)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import re
 import time
 from collections.abc import Callable
 
@@ -142,6 +143,20 @@ class Note(bytes):
         return note
 
 
+_DOMAIN = re.compile(r"(.*)\+([0-9a-f]{64})", re.DOTALL)
+
+
+def domain_of(tenant: str, variant: str = "") -> str:
+    """Names the sessions that may share KV: a tenant's, of one variant. Without one it is the tenant's name."""
+    return f"{tenant}+{variant}" if variant else tenant
+
+
+def split_domain(domain: str) -> tuple[str, str]:
+    """Tenant and variant of what `domain_of` gave."""
+    found = _DOMAIN.fullmatch(domain)
+    return (domain, "") if found is None else (found[1], found[2])
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Owner:
     """Whose a session is, told once, when its first save is prepared.
@@ -156,9 +171,17 @@ class Owner:
     """The name its owner knows it by."""
     ttl_s: float | None = None
     """How long it lives after its last use, seconds; None: as the config says."""
+    variant: str = ""
+    """Fingerprint, 64 hex digits, of what its KV is computed with besides the weights that the store is of: an adapter.
+    Empty: of nothing. KV of two variants is never shared, whoever pays for it."""
 
     def __post_init__(self) -> None:
         check_ttl(self.ttl_s)
+
+    @property
+    def domain(self) -> str:
+        """Names whose KV it may share; see `domain_of`."""
+        return domain_of(self.tenant, self.variant)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -195,6 +218,8 @@ class EntryInfo:
     """When it was last looked up, loaded or saved; seconds of the store's clock."""
     ttl_s: float | None
     """How long it lives after its last use, seconds; None: while room lasts."""
+    variant: str = ""
+    """As `Owner.variant`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What is asked of a turn and what it gave: immutable host data.
+"""What is asked of a turn and what it gave: host data, immutable but for `SaveTimes`.
 
 Not here: a turn while it runs (jobs), drawing tokens (device.sampler).
 """
@@ -187,3 +187,26 @@ class TurnRequest:
     priority: int = 0  # Jobs of lower values go first.
     context: Sequence[str | Sequence[int]] | None = None  # Chunks of text that stand in front of the last message.
     truncation: Truncation = "auto"  # Whether tokens of the conversation may leave for it.
+
+
+@dataclasses.dataclass(frozen=True)
+class UsedAdapter:
+    """The adapter that a turn is computed with."""
+
+    name: str = ""  # Empty: none.
+    fingerprint: str = ""  # Of its weights.
+    slot: int = -1  # Where these are on the device.
+
+
+NO_ADAPTER = UsedAdapter()
+"""Of turns that are computed with the model alone."""
+
+
+@dataclasses.dataclass
+class SaveTimes:
+    """When a turn's KV was saved, on the clock of its other times. Goes on behind the turn's end."""
+
+    begun_s: float = 0.0  # When the first of it was handed in; 0 before.
+    published_s: float = 0.0  # When the last of it so far was in the store, readable; 0 before.
+    num_published: int = 0  # Its tokens that are.
+    ended: bool = False  # Whether no more comes: all is published, or was given up.
