@@ -11,7 +11,7 @@ import functools
 import json
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +69,10 @@ def _each(tree: dict[str, Any], change: Any) -> dict[str, Any]:
     return {name: _each(part, change) if isinstance(part, dict) else change(part) for name, part in tree.items()}
 
 
-def tensors_of(lora: Lora) -> dict[str, np.ndarray]:
-    """An adapter's tensors by PEFT's names."""
+def tensors_of(lora: Lora, base: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
+    """An adapter's tensors by PEFT's names, for a model of these tensors; None: the tiny one."""
     rng, found = np.random.default_rng(lora.seed), {}
-    for name, weight in tiny.hf_tensors(CONFIG, base_params()).items():
+    for name, weight in (merged_tensors(None) if base is None else base).items():
         module = name.removesuffix(".weight")
         target = module.rpartition(".")[2]
         if target not in lora.targets:
@@ -136,12 +136,12 @@ def written(lora: Lora) -> Path:
     return write(Path(tempfile.mkdtemp(prefix="adapter-")), lora)
 
 
-def merged_tensors(lora: Lora | None) -> dict[str, np.ndarray]:
-    """The model's tensors with an adapter in them."""
-    tensors = tiny.hf_tensors(CONFIG, base_params())
+def merged_tensors(lora: Lora | None, base: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
+    """A model's tensors with an adapter in them; None: the tiny one's."""
+    tensors = dict(tiny.hf_tensors(CONFIG, base_params()) if base is None else base)
     if lora is None:
         return tensors
-    parts = tensors_of(lora)
+    parts = tensors_of(lora, tensors)
     for name in [name for name in parts if name.endswith("lora_A.weight")]:
         module, a = name.removeprefix(PREFIX).removesuffix(".lora_A.weight"), parts[name]
         b = parts[name.replace("lora_A", "lora_B")]

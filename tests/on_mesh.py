@@ -33,6 +33,7 @@ from ca_jax.storage.config import GIB
 from ca_jax.storage.layout import KVLayout
 from ca_jax.testing import tiny
 from ca_jax.turns.requests import SamplingParams
+from tests import adapters_kit as ak
 from tests import engine_kit as kit
 from tests import overflow_kit as ok
 from tests.storage.store_helpers import as_bits, make_kv
@@ -439,13 +440,38 @@ def test_a_decode_step_adds_up_twice_a_layer_and_gathers_no_kv(num_kv_heads, dat
     assert all(re.match(rf"f32\[({num_rows}|4),256\]", shapes) for _, shapes in others), "of logits"
 
 
+@pytest.mark.parametrize(("data", "tensor", "num_kv_heads"), [(1, 4, 8), (2, 2, 8), (1, 8, 2)])
+def test_adapters_answer_like_on_one_device(data, tensor, num_kv_heads, tmp_path):
+    """Their matrices are divided as the model's are; with a context that is cut and repaired in the middle."""
+    config = config_of(num_kv_heads)
+    base = tiny.hf_tensors(config, tiny.tiny_params(config, seed=1))
+    paths = [ak.write(tmp_path / f"{lora.seed}", lora, ak.tensors_of(lora, base)) for lora in (ak.FIRST, ak.SECOND)]
+
+    def answers(data: int, tensor: int) -> list[list[int]]:
+        with engine_of(data, tensor, model_of(num_kv_heads), max_adapters=2, max_adapter_rank=4) as engine:
+            for name, path in zip("ab", paths, strict=True):
+                engine.load_adapter(name, path)
+            sessions, found = [engine.session(adapter=name) for name in (None, "a", "b")], list[list[int]]()
+            for turn, (num_tokens, max_tokens) in enumerate(TURNS):
+                prompt = kit.prompt(num_tokens, turn)
+                kit.drain(*(session.send_ids(prompt, max_tokens=max_tokens) for session in sessions))
+                found += [session.token_ids[-max_tokens:] for session in sessions]
+            assert engine.metrics.repaired_tokens > 0
+            arrays = engine._runner.params["adapters"]["layer_0"]
+            for (module, name), part in {("attn", "wq_b"): tensor, ("mlp", "w_down_a"): tensor}.items():
+                array = arrays[module][name]
+                assert len({str(shard.index) for shard in array.addressable_shards}) == part
+        return found
+
+    assert answers(data, tensor) == answers(1, 1)
+
+
 def test_a_layer_of_a_pass_adds_up_twice_and_gathers_nothing():
     on = OnMesh(2, 2, 4)
     x = steps.embed(on.config, on.params, on.put(np.zeros((2, 24))), on.sharding)
     rows = on.rows._replace(places=on.put(np.zeros(48)))
-    found = on.collectives(
-        steps.layer_step, on.config, steps.layer_of(on.params, 0), x, on.pages[0], rows, on.rotations, 16
-    )
+    given = on.config, steps.layer_of(on.params, 0), x, on.pages[0], rows, on.rotations[0], 16, on.config.kind_of(0)
+    found = on.collectives(steps.layer_step, *given)
     assert [(kind, shapes.split("{")[0]) for kind, shapes in found] == [("all-reduce", "f32[16,32]")] * 2
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import shutil
 
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import ca_jax
 from benchmarks.compiles import CompileCounter
@@ -18,6 +20,7 @@ from ca_jax.storage.records import Residency
 from ca_jax.turns.requests import SamplingParams
 from tests import adapters_kit as ak
 from tests import engine_kit as kit
+from tests import families_kit
 from tests import overflow_kit as ok
 
 LORAS = {None: None, "a": ak.FIRST, "b": ak.SECOND, "c": ak.PATTERNED}
@@ -174,6 +177,30 @@ def test_chunks_are_computed_and_blended_with_the_sessions_own_adapter(selection
             assert engine.metrics.computed_chunks == 2 * (1 + [None, "a", "b"].index(name)), "once for each adapter"
             with kit.small_engine(ak.model_of(LORAS[name]), blend=blend) as alone:
                 assert found == [ask(alone), ask(alone)], f"adapter {name}"
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3", "granite", "smollm3", "olmo2"])
+def test_other_families_with_a_matrix_each(name, tmp_path):
+    """Biases, norms of queries and keys, and scales of the residual stream are where they are without adapters."""
+    transformers = pytest.importorskip("transformers")
+    families_kit.make(name, tmp_path / "base")
+    base = safetensors.numpy.load_file(tmp_path / "base" / "model.safetensors")
+    adapter = ak.write(tmp_path / "adapter", ak.FIRST, ak.tensors_of(ak.FIRST, base))
+    shutil.copytree(tmp_path / "base", tmp_path / "merged")
+    merged = ak.merged_tensors(ak.FIRST, base)
+    safetensors.numpy.save_file(merged, tmp_path / "merged" / "model.safetensors", metadata={"format": "pt"})
+    models = {}
+    for which in ("base", "merged"):
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / which, dtype="float32").eval()
+        models[which] = families_kit.Pair(ca_jax.load_model(str(tmp_path / "base"), dtype="float32"), theirs)
+    with kit.small_engine(models["base"].model, context_window=128, max_adapters=2) as engine:
+        engine.load_adapter("a", adapter)
+        sessions = [engine.session(), engine.session(adapter="a")]
+        for turn in range(2):
+            before = [list(session.token_ids) for session in sessions]
+            new = families_kit.prompt(21, seed=turn)
+            for answer, known, which in zip(drained(sessions, [new, new], 6), before, models, strict=True):
+                assert answer == models[which].their_answer([*known, *new], 6)
 
 
 # Coming and going.

@@ -9,6 +9,7 @@ Not here: reading adapters (models.adapters), their names and who uses them (ser
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,15 @@ class AdapterSizes:
     """Adapters that may be there at a time; 0: none, and there are no arrays."""
     rank: int = 0
     """That all are padded to."""
+
+
+def array_bytes(config: ModelConfig, sizes: AdapterSizes, dtype: str, sharding: ModelSharding | None) -> int:
+    """What the room for adapters takes on each device; without a mesh, in all."""
+    total = 0
+    for place in places_of(config) if sizes.num_slots else ():
+        for shape, axes in place.arrays(sizes.num_slots, sizes.rank):
+            total += math.prod(shape if sharding is None else sharding.of(axes, shape).shard_shape(shape))
+    return total * resolve_dtype(dtype).itemsize
 
 
 class AdapterSlots:
