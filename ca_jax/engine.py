@@ -337,7 +337,7 @@ class Engine:
 
     # Adapters.
 
-    def load_adapter(self, name: str, path: str | Path) -> Adapter:
+    def load_adapter(self, name: str, path: str | Path | Adapter) -> Adapter:
         """Loads a LoRA adapter from a directory as PEFT writes it, for sessions to come; see `LoadedAdapters.load`."""
         return self._adapters.load(name, path, self._open_now)
 

@@ -5,6 +5,7 @@ Not here: reading them (models.adapters), their arrays (device.adapters), what u
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -47,12 +48,14 @@ class LoadedAdapters:
                 f"adapters must be at most max_adapters={most}, got as many already: {', '.join(self._loaded)}"
             )
 
-    def load(self, name: str, path: str | Path, is_open: Callable[[], AbstractContextManager[None]]) -> Adapter:
+    def load(
+        self, name: str, path: str | Path | Adapter, is_open: Callable[[], AbstractContextManager[None]]
+    ) -> Adapter:
         """Reads an adapter, and has it be there from the next step on. Waits until it is on the device.
 
         Args:
           name: of it.
-          path: a directory as PEFT writes it.
+          path: a directory as PEFT writes it, or what `read_adapter` has read there.
           is_open: gives a block that has the engine's lock; the files are read without it.
 
         Raises:
@@ -62,7 +65,8 @@ class LoadedAdapters:
         """
         with is_open():
             self.check_new(name)
-        adapter = read_adapter(path, name, self._runner.config)
+        read = path if isinstance(path, Adapter) else read_adapter(path, name, self._runner.config)
+        adapter = dataclasses.replace(read, name=name)
         with is_open():
             self._put(adapter)
         return adapter
