@@ -13,8 +13,9 @@ import safetensors.numpy
 
 import ca_jax
 from benchmarks.compiles import CompileCounter
+from ca_jax.device import transfer
 from ca_jax.device.warmup import Shapes
-from ca_jax.errors import AdapterError, AdapterInUseError, InvalidRequestError, UnknownAdapterError
+from ca_jax.errors import AdapterError, AdapterInUseError, InvalidRequestError, ProcessesError, UnknownAdapterError
 from ca_jax.models import cpu_kernels
 from ca_jax.storage.records import Residency
 from ca_jax.turns.requests import SamplingParams
@@ -22,6 +23,7 @@ from tests import adapters_kit as ak
 from tests import engine_kit as kit
 from tests import families_kit
 from tests import overflow_kit as ok
+from tests.threads_kit import ThreadProcesses, run_together
 
 LORAS = {None: None, "a": ak.FIRST, "b": ak.SECOND, "c": ak.PATTERNED}
 PROMPT = kit.prompt(40)
@@ -132,6 +134,35 @@ def test_a_session_keeps_its_adapter_over_a_restart(tmp_path):
             assert session.usage.cached_tokens == {"ssd": num_known - 1}
 
 
+def test_a_killed_process_leaves_which_adapter_a_conversation_had(tmp_path):
+    """In the log of open conversations, where SSD has nothing of it yet; copied as it lies while the engine runs."""
+    with ak.engine_of(ak.FIRST, store=kit.ssd_store(tmp_path / "first")) as engine:
+        session = engine.session(session_id="one", tenant="some", adapter="a")
+        kit.say(session, PROMPT, 8)
+        engine.wait_for_saves()
+        engine.drop_stored(session)
+        engine.wait_for_saves()
+        shutil.copytree(tmp_path / "first", tmp_path / "second")
+    with ak.engine_of(ak.FIRST, store=kit.ssd_store(tmp_path / "second")) as engine:
+        assert engine.stored.names() == (("some", "one"),)
+        again = engine.session(session_id="one", tenant="some")
+        assert (again.adapter, again.token_ids, again.key) == ("a", session.token_ids, session.key)
+        kit.check_turn(again, kit.prompt(7), 8, model=ak.model_of(ak.FIRST))
+
+
+def test_processes_that_serve_as_one_load_the_same_adapter():
+    def run(processes: ThreadProcesses) -> list[int]:
+        with ak.engine_of(ak.FIRST, processes=processes) as engine:
+            session = engine.session(session_id="one", adapter="a")
+            kit.check_turn(session, PROMPT, 8, model=ak.model_of(ak.FIRST))
+            with pytest.raises(ProcessesError, match="adapter"):
+                engine.load_adapter("b", ak.written((ak.FIRST, ak.SECOND)[processes.index]))
+            return session.token_ids
+
+    one, other = run_together(2, run)
+    assert one == other
+
+
 def test_a_fork_has_the_adapter_of_what_it_goes_on_with():
     with ak.engine_of(ak.FIRST) as engine:
         session = engine.session(adapter="a")
@@ -238,6 +269,21 @@ def test_a_slot_that_is_given_back_says_nothing_of_what_it_held():
         engine.load_adapter("d", ak.written(ak.PATTERNED))
         assert [adapter.name for adapter in engine.adapters] == ["b", "c", "d"]
         for name, lora in (("d", ak.PATTERNED), ("b", ak.SECOND), (None, None)):
+            kit.check_turn(engine.session(adapter=name), PROMPT, 6, model=ak.model_of(lora))
+
+
+def test_an_adapter_that_finds_no_memory_leaves_all_as_it_was(monkeypatch):
+    def put(*args, original=transfer.staging_to_device):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    with ak.engine_of(ak.FIRST) as engine:
+        with monkeypatch.context() as patched:
+            patched.setattr(transfer, "staging_to_device", put)
+            with pytest.raises(jax.errors.JaxRuntimeError):
+                engine.load_adapter("b", ak.written(ak.SECOND))
+        assert [adapter.name for adapter in engine.adapters] == ["a"]
+        engine.load_adapter("c", ak.written(ak.PATTERNED))
+        for name, lora in (("a", ak.FIRST), ("c", ak.PATTERNED)):
             kit.check_turn(engine.session(adapter=name), PROMPT, 6, model=ak.model_of(lora))
 
 

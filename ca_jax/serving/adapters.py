@@ -20,12 +20,12 @@ from ca_jax.turns.requests import NO_ADAPTER, UsedAdapter
 
 
 class LoadedAdapters:
-    """Adapters of one engine, oldest first. Belongs to the engine's thread."""
+    """Adapters of one engine, oldest first. Belongs to the engine's thread; any may iterate."""
 
     def __init__(self, runner: Runner, processes: Processes) -> None:
         self._runner, self._processes = runner, processes
         self._sizes = runner.adapters.sizes
-        self._loaded: dict[str, tuple[int, Adapter]] = {}
+        self._loaded: dict[str, tuple[int, Adapter]] = {}  # Another dict at each change: other threads look at it.
 
     def __iter__(self) -> Iterator[Adapter]:
         return iter([adapter for _, adapter in self._loaded.values()])
@@ -81,8 +81,12 @@ class LoadedAdapters:
             check_alike(self._processes, {"adapter": f"{adapter.name} {adapter.fingerprint}"})
         taken = {slot for slot, _ in self._loaded.values()}
         slot = next(slot for slot in range(self._sizes.num_slots) if slot not in taken)
-        self._runner.put_adapter(slot, adapter)
-        self._loaded[adapter.name] = slot, adapter
+        try:
+            self._runner.put_adapter(slot, adapter)
+        except Exception:  # No memory, say: steps go on with the arrays that they had.
+            self._runner.adapters.put(slot, None)
+            raise
+        self._loaded = {**self._loaded, adapter.name: (slot, adapter)}
 
     def unload(self, name: str, jobs: Iterable[Job], sessions: Iterable[Session]) -> None:
         """Gives an adapter's slot back.
@@ -103,7 +107,8 @@ class LoadedAdapters:
                 f"adapter {name!r} must be used by nothing to be unloaded, got {num_jobs} jobs that run or wait and "
                 f"{num_sessions} open sessions: end them, or release the sessions"
             )
-        slot, _ = self._loaded.pop(name)
+        slot, _ = self._loaded[name]
+        self._loaded = {other: held for other, held in self._loaded.items() if other != name}
         self._runner.put_adapter(slot, None)
 
     def begin(self, messages: Iterable[Message] = (), adapter: str | None = None) -> Conversation:
