@@ -141,6 +141,11 @@ class EngineConfig:
     """Decoded tokens are saved in groups of this many, and at the end of a turn."""
     compile_cache_dir: str | None = "~/.cache/ca_jax/xla"
     """Where compiled functions are kept between runs; None turns that off. A directory set in jax already is left."""
+    max_adapters: int = 0
+    """Most LoRA adapters that may be loaded at a time, see `Engine.load_adapter`. The room for all is there, and
+    computed with in each step, whether they are loaded or not; 0: there is none, and nothing is computed for any."""
+    max_adapter_rank: int = 16
+    """Largest rank of an adapter's matrices: all are padded to it."""
     store: StoreConfig = dataclasses.field(default_factory=StoreConfig)
     """The AttentionStore."""
 
@@ -166,6 +171,10 @@ class EngineConfig:
         is_known = is_count(self.read_buffer) or self.read_buffer in READ_BUFFERS
         wanted = f"a number of layers >= 0 or one of {', '.join(READ_BUFFERS)}"
         check(is_known, "read_buffer", wanted, self.read_buffer)
+        check(is_count(self.max_adapters), "max_adapters", "a number >= 0", self.max_adapters)
+        check(is_count(self.max_adapter_rank, 1), "max_adapter_rank", "a rank >= 1", self.max_adapter_rank)
+        has_both = self.max_adapters and self.store.objects_url is not None
+        check(not has_both, "max_adapters", "0 with an objects_url: replicas share no adapters", self.max_adapters)
         tpot_ms = self.max_tpot_ms
         check(tpot_ms is None or 0 < tpot_ms < math.inf, "max_tpot_ms", "a number > 0", tpot_ms)
         for name in ("read_buffer_gib", "write_buffer_gib"):

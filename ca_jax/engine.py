@@ -10,23 +10,24 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import math
 import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
 from ca_jax.config import EngineConfig
 from ca_jax.device.processes import Processes, current
-from ca_jax.errors import InvalidRequestError, SessionBusyError, SessionClosedError
+from ca_jax.errors import SessionBusyError, SessionClosedError
 from ca_jax.kv.costs import Rates, Tier
+from ca_jax.models.adapters import Adapter
 from ca_jax.pretrained import LoadedModel, Progress, load_model
 from ca_jax.serving.core import EngineCore, enable_compile_cache, keep_going, layout_of
 from ca_jax.serving.open_sessions import Elsewhere, OpenSessions
-from ca_jax.serving.prompts import prompt_ids
+from ca_jax.serving.prompts import params_of_each, prompt_ids
 from ca_jax.serving.stored_sessions import StoredSessions
 from ca_jax.session import Job, Session
 from ca_jax.storage.records import StoreStats
@@ -74,12 +75,12 @@ class Engine:
         self._wakeup = Wakeup()
         core = EngineCore(model, self.config, self._processes, timeline, self._wakeup.tell, store_wrapper)
         self._core = core
-        self.model, self.window, self.metrics = core.model, core.window, core.metrics
+        self.model, self.window, self.metrics, self._adapters = core.model, core.window, core.metrics, core.adapters
         self._scheduler, self._runner = core.scheduler, core.runner
         self._kv, self._truncator, self._turns, self._batch = core.kv, core.truncator, core.turns, core.batch
         self._lock = threading.RLock()
         self._closed = False
-        self._sessions = OpenSessions(partial(Session, self), core.kv, core.batch, self._processes)
+        self._sessions = OpenSessions(partial(Session, self), core.kv, core.batch, self._processes, core.adapters)
         self._abandoned: collections.deque[Job] = collections.deque()
         keep_going(weakref.ref(self), self._wakeup)
 
@@ -102,7 +103,13 @@ class Engine:
     # Conversations.
 
     def session(
-        self, *, system: str | None = None, session_id: str | None = None, tenant: str = "", ttl_s: float | None = None
+        self,
+        *,
+        system: str | None = None,
+        session_id: str | None = None,
+        tenant: str = "",
+        ttl_s: float | None = None,
+        adapter: str | None = None,
     ) -> Session:
         """Begins a conversation, returns the open one of that id, or goes on with the one that the store kept.
 
@@ -111,21 +118,16 @@ class Engine:
           session_id: its name; made up if not given.
           tenant: whose it is; ids are unique over all tenants.
           ttl_s: how long a new one's KV is kept after its last use, seconds; None: as the store's config says.
+          adapter: the adapter that a new one is held with, for good; None: none, and one that exists has its own.
 
         Raises:
           TenantError: the conversation is another tenant's.
-          InvalidRequestError: a system message for a conversation that exists, or a time that is negative.
+          UnknownAdapterError: the adapter is not loaded, or the one that the conversation is held with is not.
+          InvalidRequestError: a system message, or another adapter, for a conversation that exists, or a time that is
+            negative.
         """
         with self._open_now():
-            if ttl_s is not None and not (math.isfinite(ttl_s) and ttl_s >= 0):
-                raise InvalidRequestError(f"ttl_s must be a number of seconds >= 0, got {ttl_s}")
-            session = None if session_id is None else self._sessions.find(session_id, tenant, ttl_s)
-            if system is not None and session is not None:
-                raise InvalidRequestError(f"session {session_id!r} has begun: a system message must come first")
-            if session is None:
-                messages = [] if system is None else [{"role": "system", "content": system}]
-                session = self._sessions.open(session_id, Conversation.begin(messages), tenant, ttl_s)
-            return session
+            return self._sessions.ask(session_id, system, tenant, ttl_s, adapter)
 
     def find_session(self, session_id: str, *, tenant: str = "") -> Session | None:
         """The conversation of that id that is open or that the store kept; None if there is none.
@@ -159,14 +161,7 @@ class Engine:
           InvalidRequestError: `num_tokens` is not 0 to the session's tokens, or the name is taken.
         """
         with self._open_now():
-            most = len(session.token_ids)
-            num_tokens = most if num_tokens is None else num_tokens
-            if not 0 <= num_tokens <= most:
-                raise InvalidRequestError(f"a fork must be behind 0..{most} tokens, got {num_tokens}")
-            if session_id is not None and self._sessions.find(session_id, session.tenant) is not None:
-                raise InvalidRequestError(f"session_id must be a name that is not taken, got {session_id!r}")
-            begun = session.conversation.forked(num_tokens)
-            return self._sessions.open(session_id, begun, session.tenant, session.ttl_s, is_kept)
+            return self._sessions.fork(session, num_tokens, session_id, is_kept)
 
     @property
     def truncation_rule(self) -> str:
@@ -231,7 +226,11 @@ class Engine:
             return [self._scheduler.submit(job) for job in self._turns.chunks(chunks, tenant, tier)]
 
     def generate(
-        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        adapter: str | None = None,
     ) -> list[Completion]:
         """Answers prompts, each on its own, in one continuous batch.
 
@@ -240,23 +239,22 @@ class Engine:
         Args:
           prompts: texts, or token ids.
           params: for all, or one for each; greedy if not given.
+          adapter: that all are computed with; None: the model alone.
 
         Returns:
           A completion per prompt, in order.
 
         Raises:
+          UnknownAdapterError: the adapter is not loaded.
           InvalidRequestError: a prompt that is no text and has a wrong id, a wrong id in a `logit_bias`, or not one
             `params` for each prompt.
           EmptyMessageError: a prompt without tokens.
           ContextWindowError: a prompt that leaves no room for an answer. Nothing has been run then.
         """
-        params = SamplingParams() if params is None else params
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(prompts):
-            raise InvalidRequestError(f"there must be one params for each of {len(prompts)} prompts, got {len(each)}")
+        each = params_of_each(prompts, params)
         ids = [prompt_ids(self.model, prompt) for prompt in prompts]
         with self._open_now():
-            sessions = [self._sessions.new(None, Conversation.begin([]), keeps="kv") for _ in prompts]
+            sessions = [self._sessions.new(None, self._adapters.begin(adapter=adapter), keeps="kv") for _ in prompts]
             jobs = list(map(self._turns.job, ids, each, sessions))
             for job, session in zip(jobs, sessions, strict=True):
                 job.may_drop = False
@@ -315,11 +313,7 @@ class Engine:
           SessionBusyError: a turn of it runs.
         """
         with self._lock:
-            if session.is_busy:
-                raise SessionBusyError(f"session {session.session_id!r} still answers; it must be idle to be let go of")
-            session.end()
-            self._sessions.remove(session)
-            self._kv.closed(session.key)
+            self._sessions.release(session)
 
     def forget(self, session: Session) -> None:
         """Drops a conversation and its KV; for `Session.close`."""
@@ -328,8 +322,7 @@ class Engine:
                 return
             if session.job is not None:
                 self.cancel(session.job)
-            self._sessions.remove(session)
-            self._kv.forget(session.key)
+            self._sessions.forget(session)
 
     def discard(self, session: Session, discarded: np.ndarray) -> None:
         """Drops tokens of a conversation and their KV, bool `[T]`; for `Session.discard`."""
@@ -341,6 +334,22 @@ class Engine:
     def stored(self) -> StoredSessions:
         """What the store keeps: to list, pin, drop, and to say how long it lives."""
         return StoredSessions(self._kv, self._lock)
+
+    # Adapters.
+
+    def load_adapter(self, name: str, path: str | Path | Adapter) -> Adapter:
+        """Loads a LoRA adapter from a directory as PEFT writes it, for sessions to come; see `LoadedAdapters.load`."""
+        return self._adapters.load(name, path, self._open_now)
+
+    def unload_adapter(self, name: str) -> None:
+        """Gives the room of an adapter that nothing uses back; see `LoadedAdapters.unload`, also for what is raised."""
+        with self._open_now():
+            self._adapters.unload(name, (*self._scheduler.running, *self._scheduler.waiting), self._sessions)
+
+    @property
+    def adapters(self) -> tuple[Adapter, ...]:
+        """Those that are loaded, oldest first."""
+        return tuple(self._adapters)
 
     # Running.
 
@@ -436,10 +445,7 @@ class Engine:
         None: all of it is left, and its next turn prefills what is forgotten. What is written to SSD is either state.
         """
         with self._open_now():
-            self._kv.truncate(session, num_tokens, left)
-            if left is not None:
-                session.resume(left)
-            self._kv.conversations.note(session.key, session)  # SSD may have forgotten it with its KV.
+            self._sessions.truncate(session, num_tokens, left)
 
     def drop_stored(self, session: Session) -> None:
         """Forgets a conversation's KV but not the conversation: its next turn prefills everything."""

@@ -27,6 +27,18 @@ class UnsupportedQuantizationError(CaJaxError, ValueError):
     """Weights quantised in a way that is not read: a GGUF tensor type, or a config.json; the message names it."""
 
 
+class AdapterError(CaJaxError, ValueError):
+    """A LoRA adapter that cannot be read or served; the message names the file and the field or tensor."""
+
+
+class UnknownAdapterError(CaJaxError, LookupError):
+    """The name of an adapter that is not loaded, or that is loaded with other weights."""
+
+
+class AdapterInUseError(CaJaxError):
+    """An adapter that is to be unloaded while sessions or jobs use it."""
+
+
 class ContextWindowError(CaJaxError, ValueError):
     """A prompt longer than the context window."""
 

@@ -37,17 +37,16 @@ class Job:
     output: TextOutput  # Turns tokens into text.
     stop_ids: frozenset[int]  # Tokens that end it.
     session: Session | None = None  # Whose turn it is; its KV is loaded and saved. None keeps nothing.
-    messages: list[Message] = dataclasses.field(default_factory=list)
-    """What was said since the last answer, the user's message mostly."""
+    messages: list[Message] = dataclasses.field(default_factory=list)  # Said since the last answer.
     given_ids: list[int] = dataclasses.field(default_factory=list)
     """New tokens that were given as ids, without template; none where messages were given."""
-    may_drop: bool = True
-    """Whether tokens may leave its conversation, before it and in its middle, where the window is full."""
+    may_drop: bool = True  # Whether tokens may leave its conversation, before it and in it, where the window is full.
     context_tokens: int = 0  # Tokens of its prompt that are chunks.
     spans: tuple[ChunkSpan, ...] = ()
     """Chunks in its prompt whose KV may be stored, in order: what is of them is loaded and blended."""
     chunk: ChunkSpan | None = None  # Its prompt is this chunk, and its KV is all that is wanted.
     tenant: str = ""  # Of the chunk.
+    adapter: requests.UsedAdapter = requests.NO_ADAPTER  # That it is computed with.
     job_id: int = dataclasses.field(default_factory=lambda: next(_job_ids))  # Order of submission.
     slid_ids: list[int] = dataclasses.field(default_factory=list)
     """First tokens of its conversation that no layer looks back to, and that are not in its context: see `skip`."""
@@ -55,17 +54,14 @@ class Job:
     """The context: prompt and generated tokens, without those that left since the window was full."""
     num_gone: int = 0
     """Tokens that have left its conversation so far: with those that are there they tell one draw from another."""
-    attention: np.ndarray | None = None
-    """f32, the attention that its first tokens received so far; None where that is not measured."""
+    attention: np.ndarray | None = None  # f32, that its first tokens received so far; None where it is not measured.
     output_ids: list[int] = dataclasses.field(default_factory=list)  # Generated so far.
-    token_logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
-    """Of each generated token; none if that was not asked for."""
+    token_logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)  # None if they were not asked for.
     token_texts: list[str] = dataclasses.field(default_factory=list)
     """The text that became certain with each generated token: "" where it only begins a character or may begin a stop
     string. Together they are the output's text; what was held back when the answer ended is with its last token. Each
     is appended last, so their number counts complete tokens."""
-    pieces: collections.deque[str] = dataclasses.field(default_factory=collections.deque)
-    """Text not yet taken by the caller."""
+    pieces: collections.deque[str] = dataclasses.field(default_factory=collections.deque)  # Not taken by the caller.
     priority: int = 0  # Jobs of lower values go first; among equals the first to come.
     slot: int | None = None  # Its row in the pool of KV while it runs.
     finish_reason: FinishReason | None = None  # Set when it has ended.
@@ -296,6 +292,11 @@ class Session:
         """Of the last turn that has ended."""
         self.finish_reason: FinishReason | None = None
         """Of the last turn that has ended."""
+
+    @property
+    def adapter(self) -> str | None:
+        """Name of the adapter that it is held with, for good; None: the model alone."""
+        return self.conversation.adapter or None
 
     @property
     def is_busy(self) -> bool:

@@ -236,7 +236,7 @@ def store_in(engine: Engine) -> AttentionStore:
 def stored_kv(engine: Engine, session: Session) -> np.ndarray:
     """What the store holds of a session."""
     store = store_in(engine)
-    key, lineage = engine._kv.key(session.session_id, session.tenant), session.conversation.lineage
+    key, lineage = session.key, session.conversation.lineage
     return loaded(store, store.prepare_load(key, session.token_ids, num_dropped=lineage))
 
 

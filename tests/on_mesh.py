@@ -8,7 +8,6 @@ import re
 import types
 from collections.abc import Callable
 
-import flax.traverse_util
 import jax
 import numpy as np
 import pytest
@@ -21,11 +20,10 @@ from ca_jax.device.transfer import params_to_device
 from ca_jax.kv import layout as device_memory
 from ca_jax.kv.layer_loader import LayerLoad
 from ca_jax.kv.save import TurnSaver
-from ca_jax.models.config import ModelConfig, RopeConfig
+from ca_jax.models.config import ModelConfig
 from ca_jax.models.paged_attention import Rows
 from ca_jax.models.random_weights import random_params
 from ca_jax.models.sharding import model_sharding
-from ca_jax.models.transformer import Transformer
 from ca_jax.models.weights import parameter_slots
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import LoadedModel
@@ -33,6 +31,7 @@ from ca_jax.storage.config import GIB
 from ca_jax.storage.layout import KVLayout
 from ca_jax.testing import tiny
 from ca_jax.turns.requests import SamplingParams
+from tests import adapters_kit as ak
 from tests import engine_kit as kit
 from tests import overflow_kit as ok
 from tests.storage.store_helpers import as_bits, make_kv
@@ -249,80 +248,6 @@ def test_what_devices_do_not_divide_each_has_whole(caplog):
         assert f"{what} is not divisible by tensor_parallel_size=2" in caplog.text
 
 
-BEHIND = {"norms_before": False, "norms_behind": True, "qk_norm": True, "qk_norm_is_whole": True}
-SOFTMAX = {"num_experts": 4, "num_experts_per_token": 2, "normalizes_shares": False}
-SIGMOID = {"num_experts": 6, "num_experts_per_token": 2, "routing": "sigmoid", "choice_bias": True}
-DENSE_FIRST = {"dense_layers": (0,), "dense_mlp_dim": 40, "num_expert_groups": 3, "num_chosen_groups": 2}
-LATENT = {"num_kv_heads": 1, "head_dim": 28, "latent_dim": 20, "nope_dim": 12, "value_dim": 10}
-LATENT |= {"rope": RopeConfig(rotary_dim=8)}
-UNBIASED = {"norm": "layer", "norm_bias": False, "is_parallel": True, "shares_norm": True}
-LONGROPE = RopeConfig(scaling="longrope", short_factors=(1.0,) * 4, long_factors=(1.0, 2.0, 3.0, 4.0))
-GELU = {"norm": "layer", "mlp": "gelu", "is_parallel": True}
-GEMMA = {
-    **{"norms_behind": True, "mlp": "geglu_tanh", "tie_embeddings": True, "sliding_window": 40, "full_layers": (1,)},
-    **{"norm_offset": 1.0, "embed_scale": 32**0.5, "attention_scale": 0.3},
-}
-GPT_OSS = {
-    **{"mlp": "swiglu_clipped", "mlp_bias": True, "router_bias": True, "has_sinks": True},
-    **{"sliding_window": 40, "full_layers": (1,)},
-}
-FAMILIES = {
-    "mixtral": {"num_experts": 4, "num_experts_per_token": 2, "num_kv_heads": 4},
-    "qwen3": {"qkv_bias": True, "qk_norm": True, "sliding_window": 40, "full_layers": (0,)},
-    "falcon-7b": {**GELU, "num_kv_heads": 1, "shares_norm": True},
-    "gpt_neox": {**GELU, "qkv_bias": True, "out_bias": True, "mlp_bias": True, "rope": RopeConfig(rotary_dim=4)},
-    "olmo3": {**BEHIND, "sliding_window": 40, "full_layers": (0,), "local_rope": RopeConfig(theta=100.0)},
-    "glm4_moe": {**SIGMOID, **DENSE_FIRST, "shared_mlp_dim": 24, "num_kv_heads": 4, "rope": RopeConfig(rotary_dim=4)},
-    "cohere2": {**UNBIASED, "sliding_window": 40, "full_layers": (1,), "nope_layers": (1,), "logit_scale": 0.5},
-    "gemma2": {**GEMMA, "score_cap": 3.0, "logit_cap": 8.0},
-    "gemma3": {**GEMMA, "qk_norm": True, "local_rope": RopeConfig(theta=300.0)},
-    "gpt_oss": {**GPT_OSS, "num_experts": 4, "num_experts_per_token": 2, "qkv_bias": True, "out_bias": True},
-    "llama": {"num_kv_heads": 4},
-    "deepseek_v3": {**SIGMOID, **DENSE_FIRST, **LATENT, "shared_mlp_dim": 24, "query_rank": 24},
-    "deepseek_v2": {**SOFTMAX, **LATENT, "num_group_shares": 1, "num_expert_groups": 2},
-    "mistral4": {**SOFTMAX, **LATENT, "query_beta": 0.3, "query_span": 16},
-    "qwen2_moe": {**SOFTMAX, "qkv_bias": True, "shared_mlp_dim": 24, "gates_shared": True},
-    "qwen3_moe": {**SOFTMAX, "qk_norm": True, "dense_layers": (1,)},
-    "minimax_m2": {**SIGMOID, "qk_norm": True, "qk_norm_is_whole": True, "rope": RopeConfig(rotary_dim=4)},
-    "smollm3": {"nope_layers": (1,)},
-    "granite": {"embed_scale": 3.0, "residual_scale": 0.7, "attention_scale": 0.2, "logit_scale": 0.5},
-    "ministral3": {"query_beta": 0.3, "query_span": 16},
-    "olmo2": BEHIND,
-    "phi3": {"rope": LONGROPE},
-    "mistral": {"sliding_window": 40},
-    "qwen2": {"qkv_bias": True, "sliding_window": 40, "full_layers": (0,)},
-    "falcon-40b": {**GELU, "num_kv_heads": 2},
-}
-HAVE_NOTHING_ELSE = (
-    *("llama", "mistral", "qwen2", "falcon-40b", "qwen2_moe", "qwen3_moe", "minimax_m2", "smollm3", "granite"),
-    *("ministral3", "olmo2", "phi3", "deepseek_v2", "mistral4"),
-)
-"""All that these have, others before them have too."""
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if name in HAVE_NOTHING_ELSE else []) for name in FAMILIES],
-)
-def test_every_family_on_a_mesh(name):
-    config = config_of(**FAMILIES[name])
-    rng, leaves = np.random.default_rng(0), {}
-    for slot in parameter_slots(config):
-        shape = slot.shape
-        numbers = rng.standard_normal(shape).astype(np.float32)
-        is_norm, is_bias = slot.key.endswith("norm.scale"), len(shape) < 2 or slot.key.startswith("attn.b")
-        scale = 0.2 if is_norm or is_bias else 2 / np.sqrt(shape[-2] if len(shape) == 2 else 32)
-        leaves["params", *slot.path] = np.float32(is_norm and 1 - config.norm_offset) + numbers * np.float32(scale)
-    params = params_to_device(flax.traverse_util.unflatten_dict(leaves))
-    model = dataclasses.replace(model_of(), config=config, model=Transformer(config), params=params)
-    with engine_of(2, 2, model) as engine:
-        expect_greedy(talk(engine, SHORT), model, SHORT)
-        assert engine.sessions[0].usage.num_cached_tokens > 0
-        matrices = [leaf for leaf in jax.tree.leaves(engine.model.params) if leaf.ndim > 1]
-        num_divided = sum(leaf.addressable_shards[0].data.shape != leaf.shape for leaf in matrices)
-        assert num_divided >= 2 + 4 * config.num_layers  # Of one KV head keys and values are whole.
-
-
 def test_jobs_together_on_two_parts_of_the_rows():
     """More than there are rows, some sampled with a penalty, some cut in their answers, some over pages that stayed."""
     penalties = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "logit_bias": {9: 3.0}}
@@ -451,12 +376,38 @@ def test_a_decode_step_adds_up_twice_a_layer_and_gathers_no_kv(num_kv_heads, dat
     assert all(re.match(rf"f32\[({num_rows}|4),256\]", shapes) for _, shapes in others), "of logits"
 
 
+@pytest.mark.parametrize(("data", "tensor", "num_kv_heads"), [(1, 4, 8), (2, 2, 8), (1, 8, 2)])
+def test_adapters_answer_like_on_one_device(data, tensor, num_kv_heads, tmp_path):
+    """Their matrices are divided as the model's are; with a context that is cut and repaired in the middle."""
+    config = config_of(num_kv_heads)
+    base = tiny.hf_tensors(config, tiny.tiny_params(config, seed=1))
+    paths = [ak.write(tmp_path / f"{lora.seed}", lora, ak.tensors_of(lora, base)) for lora in (ak.FIRST, ak.SECOND)]
+
+    def answers(data: int, tensor: int) -> list[list[int]]:
+        with engine_of(data, tensor, model_of(num_kv_heads), max_adapters=2, max_adapter_rank=4) as engine:
+            for name, path in zip("ab", paths, strict=True):
+                engine.load_adapter(name, path)
+            sessions, found = [engine.session(adapter=name) for name in (None, "a", "b")], list[list[int]]()
+            for turn, (num_tokens, max_tokens) in enumerate(TURNS):
+                prompt = kit.prompt(num_tokens, turn)
+                kit.drain(*(session.send_ids(prompt, max_tokens=max_tokens) for session in sessions))
+                found += [session.token_ids[-max_tokens:] for session in sessions]
+            assert engine.metrics.repaired_tokens > 0
+            arrays = engine._runner.params["adapters"]["layer_0"]
+            for (module, name), part in {("attn", "wq_b"): tensor, ("mlp", "w_down_a"): tensor}.items():
+                array = arrays[module][name]
+                assert len({str(shard.index) for shard in array.addressable_shards}) == part
+        return found
+
+    assert answers(data, tensor) == answers(1, 1)
+
+
 def test_a_layer_of_a_pass_adds_up_twice_and_gathers_nothing():
     on = OnMesh(2, 2, 4)
     x = steps.embed(on.config, on.params, on.put(np.zeros((2, 24))), on.sharding)
     rows = on.rows._replace(places=on.put(np.zeros(48)))
-    given = steps.layer_of(on.params, 0), x, on.pages[0], rows, on.rotations[0], 16, on.config.kind_of(0)
-    found = on.collectives(steps.layer_step, on.config, *given)
+    given = on.config, steps.layer_of(on.params, 0), x, on.pages[0], rows, on.rotations[0], 16, on.config.kind_of(0)
+    found = on.collectives(steps.layer_step, *given)
     assert [(kind, shapes.split("{")[0]) for kind, shapes in found] == [("all-reduce", "f32[16,32]")] * 2
 
 

@@ -36,6 +36,7 @@ GOOD = {
     "reached": "name",
     "generation": 7,
 }
+ADAPTED = {**GOOD, "format": 7, "adapter": "pirate", "adapter_weights": "00ff"}
 INT32 = st.integers(0, 2**31 - 1)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
@@ -118,7 +119,12 @@ def test_fields_that_are_not_what_they_should_be_are_refused_or_come_out_well_fo
 
 
 def test_every_field_is_among_the_bytes_and_one_that_is_missing_or_of_another_version_is_named():
-    assert {field.name for field in dataclasses.fields(Conversation)} - {"stem"} == GOOD.keys() - {"format"}
+    assert {field.name for field in dataclasses.fields(Conversation)} - {"stem"} == ADAPTED.keys() - {"format"}
+    adapted = Conversation.from_bytes(packed(ADAPTED))
+    assert (adapted.adapter, adapted.adapter_weights) == ("pirate", "00ff")
+    for missing in ("adapter", "adapter_weights"):
+        with pytest.raises(ValueError, match=missing):
+            Conversation.from_bytes(packed({name: value for name, value in ADAPTED.items() if name != missing}))
     found = Conversation.from_bytes(packed(GOOD))
     assert (found.token_ids, found.attention) == ([1, 2, 3], [0.5, 0.25])
     assert (found.turn_starts, found.states) == ([(0, 0)], [("0123abcd", 3)])
@@ -133,6 +139,23 @@ def test_every_field_is_among_the_bytes_and_one_that_is_missing_or_of_another_ve
     assert Conversation.from_bytes(packed(older)) == found
     with pytest.raises(ValueError, match="truncated naively"):
         Conversation.from_bytes(packed({**older, "positions": numbers([0, 6, 7], "<i4")}))
+
+
+def test_what_is_kept_of_a_conversation_without_adapter_is_as_it_was_before_there_were_any():
+    told = json.loads(zlib.decompress(Conversation.begin([SYSTEM]).to_bytes()))
+    assert told["format"] == 6
+    assert {*told} == {*GOOD, "behind"}
+    assert Conversation.begin([SYSTEM]).chain == chain_of([SYSTEM])
+
+
+def test_an_adapter_stays_with_a_conversation_and_tells_its_chain_from_others():
+    begun = [Conversation.begin([SYSTEM], adapter=name, adapter_weights=of) for name, of in (("a", "0"), ("a", "1"))]
+    assert len({each.chain for each in (*begun, Conversation.begin([SYSTEM]))}) == 3
+    said = begun[0].with_turn([1, 2, 3], as_messages("hi"), "ho")
+    for each in (said, said.cut(np.array([True, False, False])), said.forked(2), said.take(0), said.slid(1)):
+        assert (each.adapter, each.adapter_weights) == ("a", "0")
+        assert Conversation.from_bytes(each.to_bytes()) == each
+    assert said.take(0).chain == begun[0].chain
 
 
 def grown(conversation: Conversation, data) -> Conversation:

@@ -99,15 +99,8 @@ def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
 def blend_layer(layer: int, x: np.ndarray, chosen: np.ndarray, stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """One layer of chosen tokens: what goes into the next, and KV."""
     rows = Rows(*(to_device(part, np.int32) for part in ([[0]], [0, len(chosen)], chosen)))
-    given = (
-        jnp.array(x),
-        as_pages(jnp.asarray(stored)),
-        rows,
-        by_layer().tables[0],
-        len(chosen),
-        CONFIG.kind_of(layer),
-    )
-    x, _, pages = recompute_layer(CONFIG, by_layer().layers[layer], *given)
+    given = (jnp.array(x), as_pages(jnp.asarray(stored)), rows, by_layer().tables[0], len(chosen))
+    x, _, pages = recompute_layer(CONFIG, by_layer().layers[layer], *given, CONFIG.kind_of(layer))
     return np.asarray(x), np.asarray(from_pages(pages))
 
 

@@ -56,6 +56,7 @@ class ReplicaSpec:
     def __post_init__(self) -> None:
         numbered = self.server.kv_events_url is None or self.engine.store.ssd_dir is not None
         check(numbered, "ssd_dir", "given with a kv_events_url, whose ports go by its directories", None)
+        check(not self.engine.max_adapters, "max_adapters", "0: replicas serve no adapters", self.engine.max_adapters)
         self.server.of_replica(0)
 
 

@@ -21,11 +21,13 @@ import numpy.typing as npt
 
 from ca_jax import backend
 from ca_jax.device import steps
+from ca_jax.device.adapters import AdapterSizes, AdapterSlots
 from ca_jax.device.buckets import batch_buckets, history_buckets, pad_to, token_buckets
 from ca_jax.device.pages import PagePool, PoolSize
 from ca_jax.device.passes import Decoded, Passed, PassPart, Prefill, Received
 from ca_jax.device.sampler import Draw, Sampler
 from ca_jax.device.transfer import params_to_device, to_device, to_host
+from ca_jax.models.adapters import Adapter
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.cpu_kernels import pack_params
 from ca_jax.models.kv import SCALE_BYTES
@@ -51,6 +53,8 @@ class RunnerSizes:
     """Whether the attention that tokens receive is measured."""
     packs_kv: bool = False
     """Whether KV is kept in int8."""
+    adapters: AdapterSizes = dataclasses.field(default_factory=AdapterSizes)
+    """Room for adapters."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +82,7 @@ class _Step:
     part: dict[int, int]  # By slot, which part it is in.
     first: dict[int, int]  # By slot, the first of its tokens there.
     last: dict[int, int]  # The last.
+    adapters: jax.Array | None  # Slots of adapters, i32 [D, T'].
 
     def behind(self, count: int, num_tokens: int) -> _Step:
         """The same with so many others before a part's tokens, of so many in all."""
@@ -111,6 +116,12 @@ class Runner:
         """Of the model."""
         if sharding is None:
             params = {**params, "packed": params_to_device(pack_params(config, params["params"]))}
+        self.dtype = str(params["params"]["embed"]["embedding"].dtype)
+        """Of KV as it is computed."""
+        self.adapters = AdapterSlots(config, sizes.adapters, self.dtype, sizes.pool.num_rows, sharding)
+        """Which adapters there are, and which each row has."""
+        if not self.adapters.are_off:
+            params = {**params, "adapters": self.adapters.arrays()}
         self.param_bytes = bytes_per_device(params)
         """Of the model's parameters, on each device."""
         self.params = params
@@ -137,8 +148,6 @@ class Runner:
         """Rows of each part that decode."""
         self.kinds = tuple({config.kind_of(layer): layer for layer in reversed(range(config.num_layers))}.values())
         """A layer of each kind."""
-        self.dtype = str(params["params"]["embed"]["embedding"].dtype)
-        """Of KV as it is computed."""
         self.pool = PagePool(config, self.dtype, sizes.pool, sharding)
         """The pages of all contexts."""
         num_places = max(self.history_buckets[-1], sizes.pool.most_pages * sizes.pool.page_tokens)
@@ -148,6 +157,12 @@ class Runner:
         """Rotations of all places, of each of `config.ropes`."""
         self.sampler = Sampler(self._num_slots, config.vocab_size, sharding)
         self._ahead: _Flight | None = None  # A step that was dispatched before it was asked for.
+
+    def put_adapter(self, slot: int, adapter: Adapter | None) -> None:
+        """Has a slot hold an adapter, or none, from the next step on. Steps that were dispatched are not changed."""
+        self.adapters.put(slot, adapter)
+        self.params = {**self.params, "adapters": self.adapters.arrays()}
+        self.layers = [steps.layer_of(self.params, i) for i in range(self.config.num_layers)]
 
     def padded_history(self, num_tokens: int) -> int:
         """The history length that `num_tokens` are padded to where they are brought or recomputed."""
@@ -230,7 +245,9 @@ class Runner:
         num_tokens = pad_to(self.token_buckets, max(ends))
         last = {slot: first[slot] + len(new) - 1 for slot, (_, new) in spans.items()}
         of_part = {slot: self.pool.size.part_of(slot) for slot in spans}
-        return _Step(rows, slots, tokens, num_tokens, of_part, first, last)
+        at = {slot: (of_part[slot], first[slot], len(new)) for slot, (_, new) in spans.items()}
+        adapters = None if self.adapters.are_off else self.to_device(self.adapters.of_tokens(tokens.shape, at))
+        return _Step(rows, slots, tokens, num_tokens, of_part, first, last, adapters)
 
     def _bring(self, part: PassPart, layer: int) -> None:
         """Puts a layer of a part's history into its pages."""
@@ -260,6 +277,7 @@ class Runner:
             with_attention=self.with_attention,
             packs=self.packs_kv,
             sharding=self.sharding,
+            adapters=step.adapters,
         )
         return [x, kv, first, *received]
 
@@ -370,6 +388,7 @@ class Runner:
             with_attention=self.with_attention,
             packs=self.packs_kv,
             sharding=self.sharding,
+            adapters=None if self.adapters.are_off else self.to_device(self.adapters.of_rows(slots)),
         )
         found = logits, likeliest
         draw = self._draw(found, slots, lengths + num_gone + 1) if draws else None

@@ -38,6 +38,8 @@ Params = Any
 Move = Callable[..., jax.Array]
 """Of pages, new KV, rows and some arrays; gives the pages."""
 
+BESIDE = ("packed", "adapters")
+"""Collections of variables beside the parameters: weights packed for a CPU, matrices of adapters."""
 KV_HEADS: Axes = (None, None, "kv_heads", None)
 """Of new KV `[1, T, K, H]` and of unrotated KV `[2, S, K, H]`."""
 ROWS: Axes = ("batch",)
@@ -59,18 +61,28 @@ def apply(module: nn.Module, variables: Params, *args: Any, method: Any = None) 
     return module.apply(variables, *args, method=method)
 
 
-def variables_of(layer_params: Params) -> Params:
-    """A layer's variables, from its parameters and, under `packed`, those that lie packed beside them."""
+def variables_of(layer_params: Params, adapters: jax.Array | None = None) -> Params:
+    """A layer's variables, from its parameters and, under `packed` and `adapters`, those that lie beside them.
+
+    Args:
+      adapters: i32 `[D, T]`, the adapter slot of each token that is computed, -1 for none; None: there are no slots.
+    """
     params = dict(layer_params)
-    packed = params.pop("packed", None)
-    return {"params": params} if packed is None else {"params": params, "packed": packed}
+    beside = {kind: params.pop(kind) for kind in BESIDE if kind in params}
+    if adapters is None:
+        beside.pop("adapters", None)
+    elif "adapters" in beside:
+        of_queries = beside["adapters"]["attn"]["wq_b"]
+        chosen = (adapters[..., None] == jnp.arange(len(of_queries)))[..., None].astype(of_queries.dtype)
+        beside["adapters"] = {module: {**arrays, "chosen": chosen} for module, arrays in beside["adapters"].items()}
+    return {"params": params, **beside}
 
 
 def layer_of(variables: Params, layer: int) -> Params:
-    """The parameters of one layer, with what lies packed beside them."""
+    """The parameters of one layer, with what lies beside them."""
     name = f"layer_{layer}"
-    packed = variables.get("packed", {}).get(name)
-    return variables["params"][name] if packed is None else {**variables["params"][name], "packed": packed}
+    beside = {kind: variables[kind][name] for kind in BESIDE if name in variables.get(kind, {})}
+    return {**variables["params"][name], **beside}
 
 
 def logits_of(
@@ -161,10 +173,12 @@ def through_layer(
     packs: bool = False,
     move: Move | None = None,
     moved: tuple[jax.Array, ...] = (),
+    adapters: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """`x [D, T, F]` through a layer; its new KV, that of each part's first tokens, pages, and what places received.
 
     Args:
+      adapters: as of `variables_of`.
       has_gaps: whether places of a row's tokens may have gaps.
       packs: whether the new KV comes in int8, but for that of first tokens.
       move: changes the pages before the tokens' KV is put into them, given `moved`, whose first axis is of the parts.
@@ -199,7 +213,8 @@ def through_layer(
         out, *carried = of_device(q, new, pages, tuple(rows), table, moved, of_heads)
         return out, tuple(carried)
 
-    x, (kv, first, pages, *seen) = apply(Layer(config, kind, sharding), variables_of(layer_params), x, attend_fn)
+    variables = variables_of(layer_params, adapters)
+    x, (kv, first, pages, *seen) = apply(Layer(config, kind, sharding), variables, x, attend_fn)
     kv, first = (constrain(each, sharding, _handed_out(sharding)) for each in (quantize(kv) if packs else kv, first))
     return constrain(x, sharding, ROWS), (kv, first, pages, *(constrain(each.sum(0), sharding) for each in seen))
 
@@ -227,6 +242,7 @@ def layer_step(
     with_attention: bool = False,
     packs: bool = False,
     sharding: ModelSharding | None = None,
+    adapters: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
     """One layer over some tokens of each row. Layers of a kind share a compiled function for each T. Donates both.
 
@@ -237,6 +253,7 @@ def layer_step(
       num_first: static: of how many first tokens of each part KV is handed out by itself, too.
       with_attention: static: also return the attention that places received.
       packs: static: return the new KV in int8, `[2, D T, K, H + 2]`.
+      adapters: i32 `[D, T']`, the adapter slots of tokens, -1 for none; None where there are no slots.
 
     Returns:
       `x` for the next layer; the tokens' unrotated KV `[2, D T, K, H]`, or packed; that of each part's first tokens,
@@ -256,6 +273,7 @@ def layer_step(
         with_attention=with_attention,
         packs=packs,
         sharding=sharding,
+        adapters=None if adapters is None else adapters[:, :num_tokens],
     )
     return constrain(lax.dynamic_update_slice_in_dim(x, part, 0, 1), sharding, ROWS), *carried
 
@@ -292,6 +310,7 @@ def decode(
     with_attention: bool = False,
     packs: bool = False,
     sharding: ModelSharding | None = None,
+    adapters: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array], jax.Array | None]:
     """One token for each row, through all layers. Donates the pages.
 
@@ -300,6 +319,7 @@ def decode(
       tokens: i32 `[n]`, one for each row.
       with_attention: static: also return the attention that places received.
       packs: static: return the new KV in int8.
+      adapters: i32 `[n]`, the adapter slots of rows, -1 for none; None where there are no slots.
 
     Returns:
       Logits f32 `[n, V]`; the likeliest tokens i32 `[n]`; the tokens' unrotated KV `[L, 2, n, K, H]`, or packed, fresh;
@@ -308,6 +328,8 @@ def decode(
     """
     num_parts = 1 if sharding is None else sharding.num_data
     x = embed(config, params, tokens.reshape(num_parts, -1), sharding)
+    if adapters is not None:
+        adapters = adapters.reshape(num_parts, -1)
     new_kv, new_pages, received = [], [], []
     for i, of_layer in enumerate(pages):
         kind = config.kind_of(i)
@@ -323,6 +345,7 @@ def decode(
             one_each=True,
             with_attention=with_attention,
             sharding=sharding,
+            adapters=adapters,
         )
         new_kv.append(kv)
         new_pages.append(of_layer)

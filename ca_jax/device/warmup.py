@@ -67,6 +67,10 @@ class Shapes:
         table, starts = self.small(num_rows, self.most_pages), self.small(num_rows + self.num_parts)
         return Rows(table, starts, self.small(self.num_parts * num_tokens))  # type: ignore[arg-type]
 
+    def adapters(self, *shape: int) -> jax.ShapeDtypeStruct | None:
+        """Of slots of adapters; None where there is no room for any."""
+        return None if self.runner.adapters.are_off else self.small(*shape)
+
     def compiled(self, function: Any, *args: Any, **options: Any) -> Any:
         """Compiles a function; what it gives."""
         lowered = function.lower(*args, **options)
@@ -106,7 +110,8 @@ def functions_of(shapes: Shapes, max_new: int) -> list[Compile]:
         x, rows, kind = shapes.embedded(width), shapes.rows(num_slots, width), config.kind_of(layer)
         of_layer = shapes.layers[layer], x, shapes.pages[layer], rows, shapes.tables[kind.rope]
         given = config, *of_layer, num_tokens, kind, each_part
-        given_out = shapes.compiled(steps.layer_step, *given, packs=runner.packs_kv, **attention)
+        adapters = shapes.adapters(shapes.num_parts, width)
+        given_out = shapes.compiled(steps.layer_step, *given, packs=runner.packs_kv, adapters=adapters, **attention)
         first[layer] = given_out[2]
 
     def stack() -> None:
@@ -117,7 +122,8 @@ def functions_of(shapes: Shapes, max_new: int) -> list[Compile]:
         num_rows = size * shapes.num_parts
         tokens, rows = shapes.small(num_rows), shapes.rows(num_rows, size)
         given = config, shapes.params, shapes.pages, tokens, rows, shapes.tables
-        shapes.compiled(steps.decode, *given, packs=runner.packs_kv, **attention)
+        adapters = shapes.adapters(num_rows)
+        shapes.compiled(steps.decode, *given, packs=runner.packs_kv, adapters=adapters, **attention)
 
     def draw(size: int) -> None:
         index = shapes.small(size * shapes.num_parts)

@@ -22,7 +22,7 @@ import tensorstore as ts
 
 from ca_jax.kv.save import TurnKV, TurnSaver, WriteBuffer
 from ca_jax.session import Job
-from ca_jax.storage.records import MissReason, Owner, Residency
+from ca_jax.storage.records import MissReason, Owner, Residency, domain_of
 from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tickets import LoadTicket, all_of
 from ca_jax.turns.text import ChunkSpan
@@ -45,9 +45,10 @@ class ChunkKV:
         self._asked_for: set[str] = set()  # Keys of those that are computed whether such a job waits or not.
         self._leaving: set[str] = set()  # Keys of chunks that are to be on SSD alone.
 
-    def key(self, token_ids: Sequence[int], tenant: str) -> str:
-        """The store's key of a chunk: SHA-256 of sharing domain (tenant), weights, layout and tokens."""
-        domain = f"chunk {len(tenant)}:{tenant}".encode("utf-8", "surrogatepass")
+    def key(self, token_ids: Sequence[int], tenant: str, variant: str = "") -> str:
+        """The store's key of a chunk: SHA-256 of sharing domain (`Owner.domain`), weights, layout and tokens."""
+        name = domain_of(tenant, variant)
+        domain = f"chunk {len(name)}:{name}".encode("utf-8", "surrogatepass")
         ids = np.asarray(token_ids, "<i4").tobytes()
         return hashlib.sha256(self._salt + domain + ids).hexdigest()
 
@@ -86,12 +87,12 @@ class ChunkKV:
             del self._coming[job.chunk.key]
             self._asked_for.discard(job.chunk.key)
 
-    def begin_saving(self, chunk: ChunkSpan, tenant: str) -> TurnSaver | None:
+    def begin_saving(self, chunk: ChunkSpan, tenant: str, variant: str = "") -> TurnSaver | None:
         """Opens the saving of a chunk; None where it is there, or on its way there, by now."""
         if self._is_on_its_way(chunk.key) or self._is_whole(chunk):
             return None
         self._store.drop(chunk.key)  # What of it was saved by a job that was given up.
-        owner = Owner(tenant=tenant, session_id=_name(chunk.key))
+        owner = Owner(tenant=tenant, session_id=_name(chunk.key), variant=variant)
         return self._write_buffer.begin(TurnKV(chunk.key, owner, 0))
 
     # Where chunks are.

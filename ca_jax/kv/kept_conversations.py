@@ -27,7 +27,7 @@ from ca_jax.device.processes import Processes
 from ca_jax.errors import TenantError
 from ca_jax.session import Session
 from ca_jax.storage.catalog.notes import Noted, NoteLog
-from ca_jax.storage.records import Note, Owner, Residency
+from ca_jax.storage.records import EntryInfo, Note, Owner, Residency
 from ca_jax.storage.store import AttentionStore
 from ca_jax.telemetry.metrics import EngineMetrics
 from ca_jax.turns.conversations import Conversation
@@ -91,7 +91,8 @@ class KeptConversations:
         packed = self._packed[key]
         stored = (info.ttl_s for info in self._store.of_name(session.session_id) if info.key == key)
         ttl_s = next(stored, self._ttl_s if session.ttl_s is None else session.ttl_s)
-        owner = Owner(tenant=session.tenant, session_id=session.session_id, ttl_s=ttl_s)
+        of = {"session_id": session.session_id, "variant": session.conversation.adapter_weights}
+        owner = Owner(tenant=session.tenant, ttl_s=ttl_s, **of)
         num_logged = packed.num_logged if key in self._log else 0
         self._on_ssd.discard(key)
         self._unkept[key] = session.conversation.generation
@@ -120,11 +121,7 @@ class KeptConversations:
         Raises:
           TenantError: that name is another tenant's.
         """
-        known = {info.key: info.tenant for info in self._store.of_name(session_id)}
-        if self._log is not None:
-            known |= {noted.key: noted.tenant for noted in self._log.of_name(session_id)}
-        if key in self._refused:
-            known[key] = tenant
+        known = self.of_name(session_id)
         is_others = bool(known) and key not in known
         kept = self._kept(key, session_id) if key in known else None
         if self._processes.count > 1:
@@ -132,6 +129,13 @@ class KeptConversations:
         if is_others:
             raise TenantError(f"session {session_id!r} must be asked for by its own tenant, got {tenant!r}")
         return kept
+
+    def of_name(self, session_id: str) -> dict[str, EntryInfo | Noted | Owner]:
+        """Whose what is kept by a name is, by key: of whatever tenant, and perhaps of other weights."""
+        found: dict[str, EntryInfo | Noted | Owner] = {info.key: info for info in self._store.of_name(session_id)}
+        if self._log is not None:
+            found |= {noted.key: noted for noted in self._log.of_name(session_id)}
+        return found | {key: owner for key, (owner, _) in self._refused.items() if owner.session_id == session_id}
 
     def opened(self, key: str) -> None:
         """A conversation is open: it stays in the log."""

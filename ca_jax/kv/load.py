@@ -303,7 +303,7 @@ class Histories:
         That is the one that its turn was announced with, or one that got further meanwhile: its turn may run still.
 
         """
-        source = self._store.find_prefix(session.tenant, job.prompt_ids[:-1], in_dram=True)
+        source = self._store.find_prefix(owner_of(session).domain, job.prompt_ids[:-1], in_dram=True)
         if source is not None:
             lineage = session.conversation.kv_lineage
             self._store.copy_prefix(source, session.key, job.prompt_ids[:-1], owner_of(session), num_dropped=lineage)
@@ -362,7 +362,7 @@ class Histories:
             return None
         key, wanted = session.key, (state.lineage, state.num_slid)
         if shares:
-            key, wanted = self.resident.like(session.tenant, token_ids) or key, (0, 0)
+            key, wanted = self.resident.like(owner_of(session).domain, token_ids) or key, (0, 0)
         has_all = self.resident.num_tokens(key, token_ids, wanted) >= num_stored
         return key if has_all and self.resident.is_near(key, job.slot) else None
 

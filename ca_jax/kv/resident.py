@@ -24,7 +24,7 @@ class _Kept:
     holding: Holding
     token_ids: np.ndarray  # i32 [T], of all tokens whose KV is in the pages.
     state: tuple[int, int]  # Of the conversation: its KV's lineage, and the first tokens that are not in the pages.
-    tenant: str
+    domain: str  # `Owner.domain`
 
 
 class ResidentPages:
@@ -51,18 +51,18 @@ class ResidentPages:
     def __contains__(self, key: str) -> bool:
         return key in self._kept
 
-    def keep(self, key: str, row: int, token_ids: np.ndarray, state: tuple[int, int], tenant: str) -> None:
+    def keep(self, key: str, row: int, token_ids: np.ndarray, state: tuple[int, int], domain: str) -> None:
         """Keeps what a row holds, which ends with that.
 
         Args:
           token_ids: i32 `[T]`, of all tokens whose KV is in its pages.
           state: of the session's conversation.
-          tenant: whose that is.
+          domain: whose that is, see `Owner.domain`.
         """
         self.drop(key)
         self._pool.shorten(row, len(token_ids))
         if (holding := self._pool.hand_over(row)) is not None:
-            self._kept[key] = _Kept(holding, token_ids, state, tenant)
+            self._kept[key] = _Kept(holding, token_ids, state, domain)
 
     def num_tokens(self, key: str, token_ids: np.ndarray, state: tuple[int, int]) -> int:
         """How many first tokens of a context a session's pages hold the KV of."""
@@ -71,11 +71,11 @@ class ResidentPages:
             return 0
         return num_common(kept.token_ids, token_ids)
 
-    def like(self, tenant: str, token_ids: np.ndarray) -> str | None:
-        """The session of a tenant whose pages hold most of the first tokens of a context, none of which has seen any
+    def like(self, domain: str, token_ids: np.ndarray) -> str | None:
+        """The session of a domain whose pages hold most of the first tokens of a context, none of which has seen any
         leave; None where none holds any.
         """
-        plain = (key for key, kept in self._kept.items() if kept.tenant == tenant and kept.state == (0, 0))
+        plain = (key for key, kept in self._kept.items() if kept.domain == domain and kept.state == (0, 0))
         found = {key: self.num_tokens(key, token_ids, (0, 0)) for key in plain}
         return max(found, key=found.__getitem__) if any(found.values()) else None
 

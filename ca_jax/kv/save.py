@@ -431,6 +431,7 @@ class WriteBuffer:
 
 def owner_of(session: Session) -> Owner:
     """Whose the stored KV of a session is. No listing shows that of one that nobody can go on with."""
+    variant = session.conversation.adapter_weights
     if not session.is_kept or not session.is_noted:
-        return Owner(tenant=session.tenant)
-    return Owner(tenant=session.tenant, session_id=session.session_id, ttl_s=session.ttl_s)
+        return Owner(tenant=session.tenant, variant=variant)
+    return Owner(tenant=session.tenant, session_id=session.session_id, ttl_s=session.ttl_s, variant=variant)

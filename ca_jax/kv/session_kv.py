@@ -119,10 +119,17 @@ class SessionKV:
         """Returns when all host memory has had its first touch, or it is closed. Any thread may call it."""
         self._toucher.join()
 
-    def key(self, session_id: str, tenant: str = "") -> str:
-        """The store's key: other tenants, weights, layouts and position encodings never meet."""
-        name = f"{len(tenant)}:{tenant}{session_id}"
+    def key(self, session_id: str, tenant: str = "", variant: str = "") -> str:
+        """The store's key: other tenants, weights, adapters (`Owner.variant`) and layouts never meet."""
+        of = f"adapter {variant} " if variant else ""
+        name = f"{of}{len(tenant)}:{tenant}{session_id}"
         return hashlib.sha256(self._salt + name.encode("utf-8", "surrogatepass")).hexdigest()
+
+    def known_key(self, session_id: str, tenant: str) -> str:
+        """The key of what is kept by a name, whichever adapter that is held with; of nothing that without one."""
+        plain, kept = self.key(session_id, tenant), self.conversations.of_name(session_id)
+        wanted = [plain, *(self.key(session_id, tenant, owner.variant) for owner in kept.values())]
+        return next((key for key in wanted if key in kept), plain)
 
     # The queue.
 
@@ -136,7 +143,7 @@ class SessionKV:
             self.shared.stop(source)
         self._slide(session)
         if self.histories.may_share(job, session):
-            source = self.store.find_prefix(session.tenant, job.prompt_ids[:-1]) or source
+            source = self.store.find_prefix(owner_of(session).domain, job.prompt_ids[:-1]) or source
         if self.shared is not None and session.is_kept:
             prompt_ids, num_here = np.array(job.prompt_ids[:-1], np.int32), self.store.num_readable(source)
             self.shared.bring(session.key, owner_of(session), session.conversation, prompt_ids, num_here)
@@ -214,7 +221,7 @@ class SessionKV:
         Raises:
           TenantError: that name is another tenant's.
         """
-        key = self.key(session_id, tenant)
+        key = self.known_key(session_id, tenant) if opened is None else opened.key
         known = self.conversations.recall(key, session_id, tenant) if opened is None else opened.conversation
         taken = None if self.shared is None else self.shared.taken(key, known)
         if taken is not None:

@@ -18,6 +18,7 @@ import rich.console
 from absl import app, flags
 
 from ca_jax.config import EngineConfig
+from ca_jax.device.adapters import array_bytes
 from ca_jax.device.buckets import history_buckets
 from ca_jax.errors import check
 from ca_jax.kv.layout import kept_window, pool_bytes, pool_size, rest_layout, wanted_bytes
@@ -28,7 +29,7 @@ from ca_jax.models.presets import PRESETS
 from ca_jax.models.sharding import ModelSharding, model_sharding
 from ca_jax.models.weights import parameter_slots, resolve_dtype
 from ca_jax.overflow.config import OverflowConfig
-from ca_jax.serving.core import DEFAULT_WINDOW_TOKENS
+from ca_jax.serving.core import DEFAULT_WINDOW_TOKENS, adapter_sizes
 from ca_jax.storage.config import GIB
 
 _READ = {
@@ -156,12 +157,13 @@ def _wanted_bytes(
     config: ModelConfig, engine: EngineConfig, dtype: str, sharding: ModelSharding | None, window: int
 ) -> dict[str, int]:
     """What an accelerator of the mesh is asked for."""
+    sizes = adapter_sizes(engine)
     return wanted_bytes(
         engine,
         rest_layout(config, dtype, engine),
         max_tokens=history_buckets(window)[-1],
         num_parts=1 if sharding is None else sharding.num_kv,
-        param_bytes=_weight_bytes(config, dtype, sharding),
+        param_bytes=_weight_bytes(config, dtype, sharding) + array_bytes(config, sizes, dtype, sharding),
         pool_bytes=pool_bytes(config, dtype, pool_size(config, dtype, engine, window), sharding),
     )
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ca_jax.models.config import ModelConfig
-from ca_jax.models.parts import INIT, packed_product, project
+from ca_jax.models.parts import INIT, adapted, packed_product, project
 from ca_jax.models.sharding import ModelSharding, by_device
 
 EXPERT_BLOCK = 64
@@ -61,6 +61,7 @@ class MLP(nn.Module):
                 outs = [project(x, self.param(f"w_{name}", INIT, shape)) for name in names]
             else:
                 outs = jnp.split(packed, len(names), axis=-1)
+            outs = [adapted(self, f"w_{name}", x, out) for name, out in zip(names, outs, strict=True)]
             if not c.mlp_bias:
                 return outs
             biases = [self.param(f"b_{name}", nn.initializers.zeros, shape[1:]) for name in names]

@@ -146,6 +146,20 @@ def _stored_tensors(
     return tensors
 
 
+def read_plain_tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of a safetensors file of floating point numbers, mapped.
+
+    Raises:
+      CheckpointError: it is no whole file.
+      UnsupportedQuantizationError: a tensor is of another type.
+    """
+    for name, tensor in _mapped(path, ()):
+        kind = next(each for each, dtype in _TYPES.items() if dtype == tensor.dtype)
+        if kind not in _PLAIN:
+            raise _unread(path, name, kind)
+        yield name, tensor
+
+
 def _mapped(path: Path, ignored: tuple[str, ...]) -> Iterator[tuple[str, np.ndarray]]:
     """A file's tensors but for those with such ends, mapped: the package's numpy reader knows no 8-bit floats."""
     try:

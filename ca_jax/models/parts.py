@@ -48,6 +48,21 @@ def packed_product(module: nn.Module, name: str, x: jax.Array, num_outputs: int)
     return cpu_kernels.packed_dot(x.reshape(num_rows, -1), packed, num_outputs).reshape(*x.shape[:-1], num_outputs)
 
 
+def adapted(module: nn.Module, name: str, x: jax.Array, out: jax.Array, num_inputs: int = 1) -> jax.Array:
+    """The product `out` of `x` and a matrix of a module, and what each token's adapter adds to it, if there are any.
+
+    They are in the collection `adapters`: A `[inputs, n, r]` and B `[n, r, outputs]` of n slots, see `models.adapters`,
+    and `chosen [..., n, 1]`, 1 at a token's own slot.
+    """
+    if not module.has_variable("adapters", f"{name}_a"):
+        return out
+    a: jax.Array = module.get_variable("adapters", f"{name}_a")
+    b: jax.Array = module.get_variable("adapters", f"{name}_b")
+    chosen: jax.Array = module.get_variable("adapters", "chosen")
+    added = project(project(x, a, num_inputs) * chosen, b, num_inputs=2)
+    return out + added.reshape(out.shape).astype(out.dtype)
+
+
 class Norm(nn.Module):
     """Divides by the root mean square over F and scales (Zhang and Sennrich, 2019); f32 inside.
 

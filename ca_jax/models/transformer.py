@@ -25,7 +25,7 @@ from ca_jax.models.attention import attend, matmul_precision
 from ca_jax.models.config import LayerKind, ModelConfig
 from ca_jax.models.feed_forward import MLP, Experts
 from ca_jax.models.kv import KVCache, LayerKV
-from ca_jax.models.parts import INIT, Norm, norm_of, packed_product, project
+from ca_jax.models.parts import INIT, Norm, adapted, norm_of, packed_product, project
 from ca_jax.models.sharding import ModelSharding
 
 AttendFn = Callable[[jax.Array, LayerKV, jax.Array | None], tuple[jax.Array, Any]]
@@ -71,6 +71,7 @@ class Attention(nn.Module):
         else:
             heads = packed.reshape(*x.shape[:-1], -1, c.head_dim)
             q, k, v = jnp.split(heads, (c.num_heads, c.num_heads + c.num_kv_heads), axis=-2)
+        q, k, v = (adapted(self, name, x, each) for name, each in (("wq", q), ("wk", k), ("wv", v)))
         if self.config.qkv_bias:
             q, k, v = q + self.bq, k + self.bk, v + self.bv
         if self.config.qk_norm:
@@ -82,9 +83,10 @@ class Attention(nn.Module):
     def __call__(self, x: jax.Array, attend_fn: AttendFn) -> tuple[jax.Array, Any]:
         """`x [B, T, F]` to `[B, T, F]` and what `attend_fn` carries out."""
         sinks = self.sinks.astype(jnp.float32) if self.config.has_sinks else None
-        out, carry = attend_fn(*self.project(x), sinks)
-        packed = packed_product(self, "out", out.reshape(*out.shape[:-2], -1), self.config.embed_dim)
-        out = project(out, self.wo, num_inputs=2) if packed is None else packed
+        heads, carry = attend_fn(*self.project(x), sinks)
+        packed = packed_product(self, "out", heads.reshape(*heads.shape[:-2], -1), self.config.embed_dim)
+        out = project(heads, self.wo, num_inputs=2) if packed is None else packed
+        out = adapted(self, "wo", heads, out, num_inputs=2)
         return (out + self.bo if self.config.out_bias else out), carry
 
 

@@ -50,6 +50,7 @@ def recompute_layer(
     carried: tuple[jax.Array, ...] = (),
     sharding: ModelSharding | None = None,
     packs: bool = False,
+    adapters: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes one layer of some tokens anew, over the KV of all. Donates `x` and the pages.
 
@@ -61,6 +62,7 @@ def recompute_layer(
       carried: bool `[D, n]` and `[D, C]`: by which of these tokens others move, and which places do, see `carry_along`;
         empty: the others stay.
       packs: static: return the KV in int8, `[2, D n, K, H + 2]`.
+      adapters: as of `steps.layer_step`.
 
     Returns:
       `x` for the next layer; the tokens' unrotated KV `[2, D n, K, H]`, or packed; and the pages, with that in their
@@ -82,6 +84,7 @@ def recompute_layer(
         packs=packs,
         move=carry_along if carried else None,
         moved=carried,
+        adapters=None if adapters is None else adapters[:, :num_tokens],
     )
     return constrain(lax.dynamic_update_slice_in_dim(x, part, 0, 1), sharding, ROWS), kv, pages
 
@@ -154,6 +157,7 @@ def choose_deviating(
     count: jax.Array,
     num_tokens: int,
     sharding: ModelSharding | None = None,
+    adapters: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The tokens that are computed from a layer on: some in any case, and those whose KV deviates most at it.
 
@@ -165,6 +169,7 @@ def choose_deviating(
       rows: as in `recompute_layer`.
       always: bool `[D, C]`, places whose tokens are computed in any case.
       count: i32 scalar, how many tokens stay, at least as many as are computed in any case.
+      adapters: as of `steps.layer_step`; of one part all alike.
 
     Returns:
       `x [D, T', F]`, theirs first, and the places of all, as in `rows`.
@@ -176,7 +181,7 @@ def choose_deviating(
         stored = paged.read_places(pages, own.table[0], own.places[:num_tokens]).astype(jnp.float32)
         return ((found - stored) ** 2).sum((0, 2, 3))[None, None]
 
-    variables = variables_of(layer_params)
+    variables = variables_of(layer_params, None if adapters is None else adapters[:, :num_tokens])
     new: LayerKV = apply(Layer(config, config.kind_of(0), sharding), variables, x[:, :num_tokens], method=Layer.new_kv)
     of_device = by_device(deviation, sharding, (TOKEN_KV, PAGES, (ROWS, ROWS, ROWS)), ("kv_heads", "batch"))
     deviations = of_device(new, pages, tuple(rows)).sum(0)  # [D, n]

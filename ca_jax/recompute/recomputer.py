@@ -81,6 +81,7 @@ class Recomputer:
       lies: where it does.
       width: least T'.
       behind: tokens behind it that are computed in one with those of the plan, which has as many in each layer.
+      adapter: the adapter slot of all of them; None where there are no slots.
 
     Raises:
       ValueError: fewer token ids than the plan has tokens.
@@ -95,6 +96,7 @@ class Recomputer:
         *,
         width: int = 0,
         behind: Sequence[int] = (),
+        adapter: int | None = None,
     ) -> None:
         if len(token_ids) < plan.start + plan.num_tokens:
             raise ValueError(f"there must be ids of {plan.start + plan.num_tokens} tokens, got {len(token_ids)}")
@@ -117,6 +119,7 @@ class Recomputer:
         self.kv: jax.Array | None = None
         """Unrotated KV of the same, `[2, D n, K, H]`, in the last layer that was computed."""
         self._rows = Rows(self._put(table), self._starts(), self._put(places.ravel()))
+        self._adapters = None if adapter is None else self._put(np.full(tokens.shape, adapter, np.int32))
         self._always: jax.Array | None = None
         self._carried: tuple[jax.Array, ...] = ()
 
@@ -141,6 +144,7 @@ class Recomputer:
                 self._put(count, np.int32),
                 plan.rows[layer - 1],
                 by.sharding,
+                self._adapters,
             )
             self._count = count
             self.x, self._rows = found[0], self._rows._replace(starts=self._starts(), places=found[1])
@@ -157,6 +161,7 @@ class Recomputer:
             self._carried_at(layer),
             by.sharding,
             by.packs_kv,
+            self._adapters,
         )
         return pages
 
@@ -296,14 +301,16 @@ def make_recomputer(
     """Has tokens of a history computed anew that lies in a slot's pages."""
     part, table = runner.pool.place(slot)
     size, width = runner.pool.size, runner.step_tokens
-    return Recomputer(runner, plan, token_ids, PagedRow(table, size.page_tokens, part), width=width, behind=behind)
+    lies, adapters = PagedRow(table, size.page_tokens, part), runner.adapters
+    adapter = None if adapters.are_off else adapters.of_row(slot)
+    return Recomputer(runner, plan, token_ids, lies, width=width, behind=behind, adapter=adapter)
 
 
 def functions_of(shapes: Shapes, plan: Plan) -> list[Compile]:
     """What computing anew by such a plan needs to be compiled."""
     runner, places = shapes.runner, shapes.most_pages * shapes.runner.pool.size.page_tokens
     width = step_width(runner.step_tokens, plan.rows[0])
-    bools = partial(shapes.small, shapes.num_parts, dtype=bool)
+    bools, adapters = partial(shapes.small, shapes.num_parts, dtype=bool), shapes.adapters(shapes.num_parts, width)
 
     def recompute(layer: int) -> None:
         moves = plan.moves is not None and layer >= plan.moves_from
@@ -321,12 +328,13 @@ def functions_of(shapes: Shapes, plan: Plan) -> list[Compile]:
             (bools(plan.rows[layer]), bools(places)) if moves else (),
             runner.sharding,
             runner.packs_kv,
+            adapters,
         )
 
     def choose(layer: int) -> None:
         x, rows = shapes.embedded(width), shapes.rows(shapes.num_parts, width)
         given = runner.config, shapes.layers[layer], x, shapes.pages[layer], rows, bools(places), shapes.small()
-        shapes.compiled(choose_deviating, *given, plan.rows[layer - 1], runner.sharding)
+        shapes.compiled(choose_deviating, *given, plan.rows[layer - 1], runner.sharding, adapters)
 
     found = dict[object, Compile]()
     for layer, (count, rows) in enumerate(zip(plan.counts, plan.rows, strict=True)):

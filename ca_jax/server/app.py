@@ -27,7 +27,7 @@ from asgi_correlation_id import CorrelationIdMiddleware
 from fastapi.responses import JSONResponse, Response
 
 from ca_jax.engine import Engine
-from ca_jax.server import live, openai_routes, session_routes
+from ca_jax.server import adapter_routes, live, openai_routes, session_routes
 from ca_jax.server.config import ServerConfig
 from ca_jax.server.errors import OBJECT, ApiError, add_error_handlers, responses
 from ca_jax.server.guards import Guard
@@ -98,7 +98,7 @@ def make_app(
         redoc_url=None,
     )
     app.state.server = state
-    for routes in (openai_routes.ROUTES, session_routes.ROUTES, live.ROUTES, _ROUTES):
+    for routes in (openai_routes.ROUTES, session_routes.ROUTES, adapter_routes.ROUTES, live.ROUTES, _ROUTES):
         app.include_router(routes)
     add_error_handlers(app, lambda status: state.service.metrics.refuse(status) if state.service else None)
     _describe(app, tenants.asks_for_keys)

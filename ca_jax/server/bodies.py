@@ -269,9 +269,32 @@ def _token_id(text: str) -> int:
     return int(text)
 
 
+_AdapterName = Annotated[str, Field(min_length=1, max_length=128, pattern="^\\S+$")]
+
+
+class LoadAdapter(_Body):
+    """Body of `POST /v1/load_lora_adapter`."""
+
+    lora_name: _AdapterName
+    """What to call it."""
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+    """A directory of the server, as PEFT writes it."""
+    load_inplace: Literal[False] | None = _UNSERVED
+    is_3d_lora_weight: Literal[False] | None = _UNSERVED
+
+
+class UnloadAdapter(_Body):
+    """Body of `POST /v1/unload_lora_adapter`."""
+
+    lora_name: _AdapterName
+    lora_int_id: int | None = _IGNORED
+
+
 class NewSession(_Body):
     """Body of `POST /v1/sessions`."""
 
+    model: str | None = None
+    """The model, or `MODEL:ADAPTER`: it is held with that adapter for good. By default the model alone."""
     session_id: Annotated[str, Field(min_length=1, max_length=256, pattern="^[^/]+$")] | None = None
     """Its name, to be asked for in a path; made up if not given."""
     system: str | None = Field(None, description="Its system message.")

@@ -29,6 +29,7 @@ _UNSERVED = frozenset(
         *("tools", "tool_choice", "functions", "function_call", "store", "service_tier", "response_format"),
         *("modalities", "echo", "suffix", "best_of"),
         *("skip_special_tokens", "no_stop_trim", "return_hidden_states", "continue_final_message"),
+        *("load_inplace", "is_3d_lora_weight"),
     }
 )
 """Fields of OpenAI, vLLM and SGLang that are taken where they ask for nothing, and are an error otherwise."""
@@ -43,6 +44,9 @@ _KNOWN: tuple[tuple[type[errors.CaJaxError], int, str], ...] = (
     (errors.InvalidRequestError, 400, "invalid_value"),
     (errors.SessionBusyError, 409, "session_busy"),
     (errors.SessionMovedError, 409, "session_moved"),
+    (errors.UnknownAdapterError, 404, "model_not_found"),
+    (errors.AdapterError, 400, "invalid_adapter"),
+    (errors.AdapterInUseError, 409, "adapter_in_use"),
     (errors.TenantError, 404, "session_not_found"),  # Other tenants' sessions look like sessions that do not exist.
     (errors.UnknownSessionError, 404, "session_not_found"),
     (errors.SessionClosedError, 503, "shutting_down"),

@@ -6,9 +6,10 @@
 
 A block is as many tokens as the store's, its name a hash of them and of all before: it is told once the first session
 has it in DRAM, and removed once the last one has it in no tier. Only KV that any session of its tenant may use is told:
-what was computed behind a cut or a blended chunk is not. Names of two tenants never meet, and `extra_keys` of a
-tenant's first blocks has its name, as vLLM's has a salt. What an earlier process left on SSD is told once it has been
-fetched, and so is what gets there when DRAM has forgotten it: before, the token ids are not at hand.
+what was computed behind a cut or a blended chunk is not. Names of two tenants never meet, nor those of two
+adapters, and `extra_keys` of first blocks has the name of their domain (`Owner.domain`), as vLLM's has a salt. What an
+earlier process left on SSD is told once it has been fetched, and so is what gets there when DRAM has forgotten it:
+before, the token ids are not at hand.
 
 The first event of a server, and its last, is `AllBlocksCleared`. Who subscribes late asks for a replay, or learns of
 what is stored from then on.
@@ -83,15 +84,15 @@ class StoredBlocks:
         if prefix is None:
             self._chains.pop(key, None)
             return []
-        size, tenant, token_ids = store.layout.block_tokens, prefix.tenant, prefix.token_ids
+        size, domain, token_ids = store.layout.block_tokens, prefix.domain, prefix.token_ids
         before, hashes = self._chains.get(key, (token_ids[:0], b""))
         known = hashes[: num_common(before, token_ids) // size * HASH_BYTES]
         hashes = prefix_hashes(token_ids, size, known)
         self._chains[key] = token_ids, hashes
-        blocks = _names(tenant, hashes)
+        blocks = _names(domain, hashes)
         num_known = sum(block in self._num_holders for block in blocks)  # These come first: so does each one's parent.
         in_dram = set(blocks)
-        on_ssd = (each for each in _names(tenant, prefix.ssd_hashes) if each in self._num_holders)
+        on_ssd = (each for each in _names(domain, prefix.ssd_hashes) if each in self._num_holders)
         self._blocks[key] = blocks + [each for each in on_ssd if each not in in_dram]
         self._num_holders.update(self._blocks[key])
         new = blocks[num_known:]
@@ -107,8 +108,8 @@ class StoredBlocks:
             "medium": MEDIUM,
             "lora_name": None,
         }
-        if tenant:
-            event["extra_keys"] = [None if num_known or index else (tenant,) for index in range(len(new))]
+        if domain:
+            event["extra_keys"] = [None if num_known or index else (domain,) for index in range(len(new))]
         return [event]
 
 

@@ -45,19 +45,21 @@ _Body = dict[str, Any]
 
 @ROUTES.get("/models", responses=responses(401, 503, content=OBJECT))
 async def models(service: TheService, tenant: TheTenant) -> JSONResponse:
-    """The one model that is served."""
-    return JSONResponse({"object": "list", "data": [_model(service)]})
+    """The one model that is served, and the adapters that are loaded for it, which name it as their parent."""
+    names = (None, *service.adapters)
+    return JSONResponse({"object": "list", "data": [described_model(service, name) for name in names]})
 
 
 @ROUTES.get("/models/{model:path}", responses=responses(401, 404, 503, content=OBJECT))
 async def model(model: str, service: TheService, tenant: TheTenant) -> JSONResponse:
-    """The same, by its name."""
-    service.check_model(model)
-    return JSONResponse(_model(service))
+    """One of them, by its name."""
+    return JSONResponse(described_model(service, service.adapter_of(model)))
 
 
-def _model(service: Service) -> _Body:
-    return {"id": service.model_name, "object": "model", "created": _CREATED, "owned_by": "ca_jax"}
+def described_model(service: Service, adapter: str | None) -> _Body:
+    """The model as it is listed, or one of its adapters."""
+    parent = {} if adapter is None else {"parent": service.model_name}
+    return {"id": service.model_of(adapter), "object": "model", "created": _CREATED, "owned_by": "ca_jax", **parent}
 
 
 @ROUTES.post(
@@ -100,7 +102,7 @@ async def render_completions(body: CompletionRequest, service: TheService, tenan
 
 async def _rendered(body: ChatRequest | CompletionRequest, service: Service, tenant: Tenant) -> list[list[int]]:
     body.check()
-    service.check_model(body.model)
+    service.adapter_of(body.model)
     return await service.render(tenant, body)
 
 
@@ -113,7 +115,7 @@ class _Answering:
 
     def __init__(self, body: ChatRequest | CompletionRequest, service: Service, tenant: Tenant) -> None:
         body.check()
-        service.check_model(body.model)
+        service.adapter_of(body.model)
         self._body, self._service, self._tenant = body, service, tenant
         self._is_chat = isinstance(body, ChatRequest)
         kind = "chat.completion" if self._is_chat else "text_completion"

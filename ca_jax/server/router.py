@@ -31,12 +31,19 @@ import uuid
 from collections.abc import Sequence
 
 from ca_jax.engine import Engine
-from ca_jax.errors import InvalidRequestError, SessionBusyError, SessionMovedError, TenantError, UnknownSessionError
+from ca_jax.errors import (
+    InvalidRequestError,
+    SessionBusyError,
+    SessionMovedError,
+    TenantError,
+    UnknownAdapterError,
+    UnknownSessionError,
+)
 from ca_jax.session import Job, Session
 from ca_jax.storage.catalog.file import CatalogLateError
 from ca_jax.storage.objects.manifest import Manifest
 from ca_jax.storage.objects.store import ObjectsError
-from ca_jax.turns.conversations import OTHERWISE, Conversation, Message, chain_of
+from ca_jax.turns.conversations import OTHERWISE, Conversation, Message, chain_of, first_chain
 from ca_jax.turns.text import LIGHT_CHARS, MESSAGE_CHARS, Texts, num_chars
 
 _BY_NAME, _BY_HISTORY = "name", "history"  # Of `Conversation.reached`.
@@ -77,7 +84,13 @@ class Router:
         self._used = collections.defaultdict[str, collections.OrderedDict[str, None]](collections.OrderedDict)
 
     def by_id(
-        self, tenant: str, session_id: str, messages: Sequence[Message], texts: Texts, state: str | None = None
+        self,
+        tenant: str,
+        session_id: str,
+        messages: Sequence[Message],
+        texts: Texts,
+        state: str | None = None,
+        adapter: str | None = None,
     ) -> Found:
         """The conversation of a name, and those of a request's messages that are new to it.
 
@@ -87,12 +100,13 @@ class Router:
           messages: new ones alone, or the whole conversation with new ones behind it.
           texts: as of `by_history`.
           state: the chain that it must end with.
+          adapter: the name of that it must be held with; None: with none.
 
         Raises:
           UnknownSessionError: there is none of that name.
           SessionMovedError: it stands elsewhere.
           SessionBusyError: a turn of it runs.
-          InvalidRequestError: the messages are neither.
+          InvalidRequestError: the messages are neither, or it is held with another adapter.
           ObjectsError: another replica may have it, and that cannot be found out.
           TextWork: what has to be asked of others first is to be done elsewhere.
         """
@@ -103,6 +117,11 @@ class Router:
             if is_known:
                 raise
             raise ObjectsError("the store of shared sessions must answer in time, and did not") from error
+        if session.adapter != adapter:
+            held, asked = (each or "no adapter" for each in (session.adapter, adapter))
+            raise InvalidRequestError(
+                f"model must name the adapter that session {session_id!r} has, {held}; got {asked}"
+            )
         if session.is_busy:
             raise SessionBusyError(f"session {session_id!r} still answers; it must have ended before the next turn")
         if state is not None and session.conversation.chain != state:
@@ -126,39 +145,58 @@ class Router:
             )
         return Found(session, list(messages[num_known:]), reached)
 
-    def by_history(self, tenant: str, messages: Sequence[Message], texts: Texts, *, may_drop: bool = True) -> Found:
+    def by_history(
+        self,
+        tenant: str,
+        messages: Sequence[Message],
+        texts: Texts,
+        adapter: str | None = None,
+        *,
+        may_drop: bool = True,
+    ) -> Found:
         """A conversation that stands where a history ends, and what of it is new: it is found, forked or begun.
 
         Args:
           tenant: whose request it is.
           messages: the whole history, oldest first, with its contexts.
           texts: has their names, or raises `TextWork` where that is much to hash.
+          adapter: the name of that it is held with; None: with none.
           may_drop: whether it may be one that tokens have left.
         """
         # Behind an earlier reply more than one turn would come at once: that begins anew, cut as a whole history is.
         replies = (number for number, each in enumerate(messages[:-1], 1) if each["role"] == "assistant")
         num_known = max(replies, default=0)
-        chain = _chains_of(messages, texts)[num_known - 1] if num_known else ""
+        first = _first_chain(self._engine, adapter)
+        chain = _chains_of(messages, texts, first)[num_known - 1] if num_known else ""
         name = self._states.get((tenant, chain))
         session = None if name is None else self._at(tenant, name, chain, may_drop)
         if session is None and chain and self._engine.elsewhere is not None:
             session = self._elsewhere(tenant, chain, texts)
         if session is not None:
             return Found(session, list(messages[num_known:]), _BY_HISTORY if session.session_id == name else "")
-        return Found(self.begin(tenant), list(messages), "")
+        return Found(self.begin(tenant, adapter=adapter), list(messages), "")
 
     def begin(
-        self, tenant: str, session_id: str | None = None, *, system: str | None = None, ttl_s: float | None = None
+        self,
+        tenant: str,
+        session_id: str | None = None,
+        *,
+        system: str | None = None,
+        ttl_s: float | None = None,
+        adapter: str | None = None,
     ) -> Session:
-        """A new conversation; its name is made up if not given.
+        """A new conversation, held with an adapter or with none; its name is made up if not given.
 
         Raises:
+          UnknownAdapterError: the adapter is not loaded.
           InvalidRequestError: there is one of that name.
         """
         name, session = engine_name(tenant, session_id or uuid.uuid4().hex), None
         if session_id is None or self.look(tenant, session_id) is None:
             with contextlib.suppress(TenantError):
-                session = self._engine.session(session_id=name, system=system, tenant=tenant, ttl_s=ttl_s)
+                session = self._engine.session(
+                    session_id=name, system=system, tenant=tenant, ttl_s=ttl_s, adapter=adapter
+                )
         if session is None:
             raise InvalidRequestError(f"session_id must be a name that is not taken, got {session_id!r}")
         self.use(session)
@@ -320,14 +358,28 @@ def _published(engine: Engine, tenant: str, chain: str) -> Manifest | None:
     return None
 
 
-def _chains_of(messages: Sequence[Message], texts: Texts) -> list[str]:
-    """The chain behind each message; raises `TextWork` where there is much to hash."""
+def _first_chain(engine: Engine, adapter: str | None) -> str:
+    """The chain of a conversation with an adapter, or with none, before anything is said.
+
+    Raises:
+      UnknownAdapterError: it is not loaded.
+    """
+    if adapter is None:
+        return ""
+    weights = [each.fingerprint for each in engine.adapters if each.name == adapter]
+    if not weights:
+        raise UnknownAdapterError(f"the adapter must be one that is loaded, got {adapter!r}")
+    return first_chain(adapter, *weights)
+
+
+def _chains_of(messages: Sequence[Message], texts: Texts, first: str = "") -> list[str]:
+    """The chain behind each message, behind the chain `first`; raises `TextWork` where there is much to hash."""
     size = sum(num_chars([each["content"], *(each.get("context") or ())]) for each in messages) // _HASHED_CHARS
-    return texts.get(size + len(messages) * MESSAGE_CHARS, _chains, messages)
+    return texts.get(size + len(messages) * MESSAGE_CHARS, _chains, messages, first)
 
 
-def _chains(messages: Sequence[Message]) -> list[str]:
-    return list(itertools.accumulate(messages, lambda chain, message: chain_of([message], chain), initial=""))[1:]
+def _chains(messages: Sequence[Message], first: str) -> list[str]:
+    return list(itertools.accumulate(messages, lambda chain, message: chain_of([message], chain), initial=first))[1:]
 
 
 def unknown_session(session_id: str) -> UnknownSessionError:
@@ -347,5 +399,5 @@ def client_name(tenant: str, name: str) -> str:
 
 def _num_known(conversation: Conversation, messages: Sequence[Message], texts: Texts) -> int:
     """How many of the first messages are all that was said in a conversation; 0 where none are."""
-    chains = _chains_of(messages[:-1], texts)
+    chains = _chains_of(messages[:-1], texts, conversation.first_chain)
     return chains.index(conversation.chain) + 1 if conversation.chain in chains else 0

@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Iterat
 from typing import Any, Literal, TypeVar
 
 from ca_jax.engine import Engine
+from ca_jax.models.adapters import read_adapter
 from ca_jax.server.bodies import ChatRequest, CompletionRequest
 from ca_jax.server.config import ServerConfig
 from ca_jax.server.engine_loop import EngineLoop, Feed
@@ -52,7 +53,9 @@ class Service:
         """The name that clients give."""
         self.metrics = RequestMetrics(self.model_name)
         """Where requests are counted."""
-        self._model = engine.model
+        self.max_adapters = engine.config.max_adapters
+        """Most adapters that may be loaded at a time."""
+        self._engine = engine
         self._model = engine.model
         self.tokenizer = engine.model.tokenizer
         """Of the model; None where it has none."""
@@ -83,11 +86,52 @@ class Service:
             for name in reversed(known):  # Those used last stay known for longest.
                 await self.loop.call(functools.partial(self.router.learn, tenant.domain, name))
 
-    def check_model(self, model: str) -> None:
-        """Raises ApiError where a request is for another model."""
-        if model != self.model_name:
-            message = f"the model {model!r} does not exist here; it must be {self.model_name!r}"
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters that are loaded, oldest first."""
+        return tuple(adapter.name for adapter in self._engine.adapters)
+
+    def model_of(self, adapter: str | None) -> str:
+        """The name that clients give for the model with an adapter, or with none."""
+        return self.model_name if adapter is None else f"{self.model_name}:{adapter}"
+
+    def adapter_of(self, model: str) -> str | None:
+        """The adapter that a request's model names; None: the model alone. Raises ApiError where it is another one."""
+        known = {self.model_of(adapter): adapter for adapter in (None, *self.adapters)}
+        if model not in known:
+            must = " or ".join(map(repr, known))
+            message = f"the model {model!r} does not exist here; it must be {must}"
             raise ApiError(404, message, code="model_not_found", param="model")
+        return known[model]
+
+    async def load_adapter(self, tenant: Tenant, name: str, path: str) -> None:
+        """Loads an adapter. Its files are read on a thread for texts, and the engine takes it between two steps.
+
+        Raises:
+          ApiError: as of `looking`.
+          TimeoutError: it took too long.
+          CaJaxError: as of `Engine.load_adapter`.
+        """
+        with self.looking(tenant):
+            async with self.deadline(None):
+                read = functools.partial(read_adapter, path, name, self._model.config)
+                adapter = await asyncio.get_running_loop().run_in_executor(self._text_threads, read)
+                await self.loop.call(lambda engine: engine.load_adapter(name, adapter))
+
+    async def unload_adapter(self, tenant: Tenant, name: str) -> None:
+        """Unloads an adapter that nothing uses; raises what `ask` and `Engine.unload_adapter` do.
+
+        Where no turn runs with it, conversations that are open with it are let go of: they are open for the server's
+        sake, and go on from the store once it is loaded again.
+        """
+
+        def unload(engine: Engine) -> None:
+            held = [session for session in engine.sessions if session.adapter == name]
+            if not any(session.is_busy for session in held):
+                self.router.let_go(held)
+            engine.unload_adapter(name)
+
+        await self.ask(tenant, unload)
 
     @contextlib.contextmanager
     def admitted(self, tenant: Tenant, num_answers: int, priority: int | None = None) -> Iterator[None]:
@@ -162,15 +206,16 @@ class Service:
         Raises:
           CaJaxError: the conversation cannot go on like that.
         """
-        messages, texts = request.history(), Texts()
+        messages, texts, adapter = request.history(), Texts(), self.adapter_of(request.model)
         num_chunks = self._checked_chunks([chunk for each in messages for chunk in each.get("context", ())], "context")
 
         def submit(engine: Engine) -> list[Job]:
             if request.session_id is not None:
-                found = self.router.by_id(tenant.domain, request.session_id, messages, texts, request.session_state)
+                state = request.session_state
+                found = self.router.by_id(tenant.domain, request.session_id, messages, texts, state, adapter)
             else:
                 may_drop = request.truncation != "disabled"
-                found = self.router.by_history(tenant.domain, messages, texts, may_drop=may_drop)
+                found = self.router.by_history(tenant.domain, messages, texts, adapter, may_drop=may_drop)
             begun = [] if found.reached else [found.session]
             if request.store is False:
                 sessions = [engine.fork(found.session, is_kept=False) for _ in range(request.num_choices)]
@@ -224,7 +269,7 @@ class Service:
         """The answers to plain prompts, otherwise as `chat`. What is stored of each is found by others' prefixes."""
         prompts = [prompt for prompt in request.prompts() for _ in range(request.num_choices)]
         sessions: list[Session] = []
-        texts = Texts()
+        texts, adapter = Texts(), self.adapter_of(request.model)
 
         def tokenise() -> list[list[int]]:
             return [prompt_ids(self._model, prompt) for prompt in prompts]
@@ -235,7 +280,7 @@ class Service:
             with self._all_or_none(engine, jobs, sessions):
                 for index, ids in enumerate(tokenised):
                     sampling = request.sampling(index, _COMPLETION_TOKENS)
-                    sessions.append(self.router.begin(tenant.domain))
+                    sessions.append(self.router.begin(tenant.domain, adapter=adapter))
                     jobs.append(sessions[-1].submit(ids, sampling=sampling, priority=request.priority or 0))
             return jobs
 

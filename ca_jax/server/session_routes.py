@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 from pydantic import Field
 
 from ca_jax.engine import Engine
+from ca_jax.errors import UnknownAdapterError
 from ca_jax.server.bodies import Discard, NewChunks, NewSession, SessionChange
 from ca_jax.server.errors import OBJECT, ApiError, responses
 from ca_jax.server.router import client_name, engine_name, unknown_session
@@ -96,10 +97,13 @@ async def list_sessions(
 
 @ROUTES.post("/sessions", status_code=201, **_SPARSE, responses=responses(400, 401, 408, 413, 429, 503))
 async def new_session(body: NewSession, service: TheService, tenant: TheTenant) -> ListedSession:
-    """Begins a conversation of a name, with a system message."""
+    """Begins a conversation of a name, with a system message, held with an adapter where its model names one."""
+    adapter = None if body.model is None else service.adapter_of(body.model)
 
     def begin(engine: Engine) -> ListedSession:
-        session = service.router.begin(tenant.domain, body.session_id, system=body.system, ttl_s=body.ttl_s)
+        session = service.router.begin(
+            tenant.domain, body.session_id, system=body.system, ttl_s=body.ttl_s, adapter=adapter
+        )
         return ListedSession(**_fields(engine, tenant, session.session_id, session.conversation))
 
     return await service.ask(tenant, begin)
@@ -148,10 +152,13 @@ async def discard_tokens(session_id: str, body: Discard, service: TheService, te
 async def delete_session(session_id: str, service: TheService, tenant: TheTenant) -> JSONResponse:
     """Forgets a conversation and its KV, in every tier. A turn of it that runs is cancelled."""
 
-    def delete(_: Engine) -> None:
-        session = service.router.find(tenant.domain, session_id)
-        session.close()
-        service.router.forget(tenant.domain, session.session_id)
+    def delete(engine: Engine) -> None:
+        name = engine_name(tenant.domain, session_id)
+        try:
+            service.router.find(tenant.domain, session_id).close()
+        except UnknownAdapterError:  # It cannot be opened now, and need not be.
+            engine.stored.drop(name, tenant=tenant.domain)
+        service.router.forget(tenant.domain, name)
 
     await service.ask(tenant, delete)
     return JSONResponse({"id": session_id, "object": "session.deleted", "deleted": True})

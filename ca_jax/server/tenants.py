@@ -46,6 +46,8 @@ class Tenant:
     """Most sessions that it may pin in the store; None: no limit."""
     metrics: bool = False
     """Whether its keys read `/metrics`, which counts what all tenants do."""
+    adapters: bool = False
+    """Whether its keys load and unload adapters, which all tenants may use then."""
 
     @property
     def domain(self) -> str:
@@ -53,7 +55,7 @@ class Tenant:
         return f"{self.name}.{hashlib.sha256(self.salt.encode()).hexdigest()[:16]}" if self.salt else self.name
 
 
-EVERYBODY = Tenant(best_priority=_BEST_PRIORITY, max_pinned=None, metrics=True)
+EVERYBODY = Tenant(best_priority=_BEST_PRIORITY, max_pinned=None, metrics=True, adapters=True)
 """Whose requests are where keys are not asked for: nobody is there to be protected from."""
 
 
@@ -122,6 +124,7 @@ class Tenants:
             [prometheus]
             keys = ["..."]
             metrics = true               # may read /metrics
+            adapters = true              # may load and unload adapters
 
         Raises:
           ValueError: the file is not like that; the message says where.

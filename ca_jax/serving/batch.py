@@ -31,7 +31,7 @@ from ca_jax.errors import ProcessesError
 from ca_jax.kv import costs
 from ca_jax.kv.layer_loader import LoadError
 from ca_jax.kv.load import History
-from ca_jax.kv.save import TurnSaver
+from ca_jax.kv.save import TurnSaver, owner_of
 from ca_jax.kv.session_kv import SessionKV
 from ca_jax.recompute.recomputer import RecomputedHistory
 from ca_jax.serving.scheduler import Scheduler
@@ -70,7 +70,7 @@ class Prefilling:
         """Begins to load what of the job's history is stored. If that raises, `release` lets go of what was begun."""
         job = self.job
         if job.chunk is not None:
-            self.saver = self._kv.chunks.begin_saving(job.chunk, job.tenant)
+            self.saver = self._kv.chunks.begin_saving(job.chunk, job.tenant, job.adapter.fingerprint)
         elif job.session is not None:
             history = self._history = self._kv.histories.open(job, job.session)
             if history.resident is not None:
@@ -300,6 +300,7 @@ class Batch:
         with self._ending(job):
             begun = self._prefilling[job] = Prefilling(job, self._runner, self._kv, self._truncator, self._runtime)
             self._runner.pool.begin(begun.prefill.slot, job.most_tokens)
+            self._runner.adapters.set_row(begun.prefill.slot, job.adapter.slot)
             self._runner.sampler.set_slot(begun.prefill.slot, job.params, job.prompt_ids, job.stop_ids)
             begun.begin()
 
@@ -369,17 +370,12 @@ class Batch:
         self._accept(job, drawn, rows[prefilling.prefill.slot])
 
     def _pass_tokens(self, prefill: Prefill, num_jobs: int) -> int:
-        """How many tokens of prompts the next pass takes: fewer where jobs that decode would wait too long for it.
-
-        Where nobody said how long that is, a prompt of more than one pass makes them wait twice as long as they do.
-        """
-        most = self._runner.chunk_tokens - num_jobs
-        rates = self._kv.meter.rates
-        shares = len(prefill.tokens) > self._runner.chunk_tokens and self._decode_s > 0
+        """How many tokens of prompts the next pass takes: fewer where jobs that decode would wait too long for it."""
+        most, rates = self._runner.chunk_tokens - num_jobs, self._kv.meter.rates
+        shares = self._decode_s > 0 and len(prefill.tokens) > self._runner.chunk_tokens
         if num_jobs and (shares or self._max_tpot_ms is not None):
-            if rates is not None:
-                longest_s = 2 * self._decode_s if self._max_tpot_ms is None else self._max_tpot_ms / 1e3
-                budget_s = longest_s - self._decode_s
+            if rates is not None:  # Where nobody says how long that is: twice as long as they otherwise do.
+                budget_s = self._decode_s if self._max_tpot_ms is None else self._max_tpot_ms / 1e3 - self._decode_s
                 sizes = [size - num_jobs for size in self._runner.token_buckets if size > num_jobs]
                 most = costs.largest_pass(rates, prefill.start, sizes, budget_s)
             [most] = least(self._processes, "tokens of a pass", [most])
@@ -494,7 +490,7 @@ class Batch:
             if keeps_pages and job.session is not None and job.session.is_kept and self._keeps_pages:
                 session, tokens = job.session, np.fromiter(job.token_ids[:-1], np.int32)
                 state = (session.conversation.lineage, session.conversation.num_slid)
-                self._kv.resident.keep(session.key, job.slot, tokens, state, session.tenant)
+                self._kv.resident.keep(session.key, job.slot, tokens, state, owner_of(session).domain)
             else:
                 self._runner.pool.end(job.slot)
         self._scheduler.remove(job)

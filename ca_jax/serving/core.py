@@ -20,6 +20,7 @@ import jax
 from ca_jax import backend
 from ca_jax.config import EngineConfig
 from ca_jax.device import warmup
+from ca_jax.device.adapters import AdapterSizes, array_bytes
 from ca_jax.device.pages import PoolSize
 from ca_jax.device.processes import Processes, check_alike
 from ca_jax.device.runner import Runner, RunnerSizes
@@ -35,6 +36,7 @@ from ca_jax.pretrained import Layout, LoadedModel, Progress
 from ca_jax.recompute import recomputer
 from ca_jax.recompute.drift import Drift
 from ca_jax.recompute.plan import blend_plan
+from ca_jax.serving.adapters import LoadedAdapters
 from ca_jax.serving.batch import Batch
 from ca_jax.serving.prompts import TurnBuilder
 from ca_jax.serving.scheduler import Scheduler
@@ -96,6 +98,7 @@ class EngineCore:
             chunk_tokens=config.max_num_batched_tokens,
             with_attention=overflow is not None and overflow.token_discarder.needs_attention,
             packs_kv=config.kv_rest_dtype == "int8",
+            adapters=adapter_sizes(config),
         )
         self.runner = Runner(model.config, model.params, sizes, timeline=timeline, sharding=model.sharding)
         check_buffers(config, layout, self.runner)
@@ -108,7 +111,8 @@ class EngineCore:
         weights = model.fingerprint if is_steady else f"{model.fingerprint} window {window}"
         self.kv = SessionKV(layout, self.runner, runtime, fingerprint=weights, store_wrapper=store_wrapper)
         self.truncator = Truncator(overflow, drift, self.kv, self.runner, self.metrics)
-        self.turns = TurnBuilder(model, config, window, self.kv, self.truncator, processes)
+        self.adapters = LoadedAdapters(self.runner, processes)
+        self.turns = TurnBuilder(model, config, window, self.kv, self.truncator, processes, self.adapters)
         self.batch = Batch(self.scheduler, self.runner, self.kv, self.truncator, runtime)
         self._processes = processes
         self._warming: Background | None = None
@@ -191,12 +195,19 @@ def layout_of(config: EngineConfig) -> Layout:
     )
 
 
+def adapter_sizes(config: EngineConfig) -> AdapterSizes:
+    """The room for adapters that a config asks for."""
+    return AdapterSizes(config.max_adapters, config.max_adapter_rank)
+
+
 def _pool_size(model: LoadedModel, config: EngineConfig, window: int) -> PoolSize:
     """As `pool_size`, on the devices there are: by itself it takes no more than a share of what the weights leave."""
     most_bytes = device_memory_bytes()
     if most_bytes is not None:
         num_devices = 1 if model.sharding is None else model.sharding.mesh.size
-        most_bytes = (most_bytes - bytes_per_device(model.params)) * num_devices // backend.here().pool_share
+        taken_bytes = bytes_per_device(model.params)
+        taken_bytes += array_bytes(model.config, adapter_sizes(config), model.dtype, model.sharding)
+        most_bytes = (most_bytes - taken_bytes) * num_devices // backend.here().pool_share
     return pool_size(model.config, model.dtype, config, window, most_bytes)
 
 

@@ -7,15 +7,17 @@ Not here: their turns (batch), what is stored of others (stored_sessions).
 
 from __future__ import annotations
 
+import math
 import threading
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from ca_jax.device.processes import Processes, from_first
-from ca_jax.errors import SessionMovedError, TenantError
+from ca_jax.errors import InvalidRequestError, SessionBusyError, SessionMovedError, TenantError
 from ca_jax.kv.session_kv import SessionKV
 from ca_jax.kv.shared_sessions import SharedSessions
+from ca_jax.serving.adapters import LoadedAdapters
 from ca_jax.serving.batch import Batch
 from ca_jax.session import Session
 from ca_jax.storage.objects.manifest import Manifest
@@ -29,8 +31,16 @@ class OpenSessions:
       make: gives a session of the engine, by its name and conversation and what else `Session` takes.
     """
 
-    def __init__(self, make: Callable[..., Session], kv: SessionKV, batch: Batch, processes: Processes) -> None:
+    def __init__(
+        self,
+        make: Callable[..., Session],
+        kv: SessionKV,
+        batch: Batch,
+        processes: Processes,
+        adapters: LoadedAdapters,
+    ) -> None:
         self._make, self._kv, self._batch, self._processes = make, kv, batch, processes
+        self._adapters = adapters
         self._sessions: dict[str, Session] = {}
 
     def __iter__(self) -> Iterator[Session]:
@@ -40,6 +50,34 @@ class OpenSessions:
         """The one of that name, of whatever tenant."""
         return self._sessions.get(session_id)
 
+    def ask(
+        self, session_id: str | None, system: str | None, tenant: str, ttl_s: float | None, adapter: str | None
+    ) -> Session:
+        """Begins one, or finds it; see `Engine.session`."""
+        if ttl_s is not None and not (math.isfinite(ttl_s) and ttl_s >= 0):
+            raise InvalidRequestError(f"ttl_s must be a number of seconds >= 0, got {ttl_s}")
+        session = None if session_id is None else self.find(session_id, tenant, ttl_s)
+        if session is None:
+            messages = [] if system is None else [{"role": "system", "content": system}]
+            return self.open(session_id, self._adapters.begin(messages, adapter), tenant, ttl_s)
+        if system is not None:
+            raise InvalidRequestError(f"session {session_id!r} has begun: a system message must come first")
+        if adapter not in (None, session.adapter):
+            held = "no adapter" if session.adapter is None else f"adapter {session.adapter!r}"
+            raise InvalidRequestError(f"session {session_id!r} must go on with {held}, got adapter {adapter!r}")
+        return session
+
+    def fork(self, session: Session, num_tokens: int | None, session_id: str | None, is_kept: bool) -> Session:
+        """Begins one that goes on behind the first tokens of another; see `Engine.fork`."""
+        most = len(session.token_ids)
+        num_tokens = most if num_tokens is None else num_tokens
+        if not 0 <= num_tokens <= most:
+            raise InvalidRequestError(f"a fork must be behind 0..{most} tokens, got {num_tokens}")
+        if session_id is not None and self.find(session_id, session.tenant) is not None:
+            raise InvalidRequestError(f"session_id must be a name that is not taken, got {session_id!r}")
+        begun = session.conversation.forked(num_tokens)
+        return self.open(session_id, begun, session.tenant, session.ttl_s, is_kept)
+
     def find(self, session_id: str, tenant: str, ttl_s: float | None = None) -> Session | None:
         """The one of that name, opened if it was kept; None if there is none.
 
@@ -47,6 +85,7 @@ class OpenSessions:
 
         Raises:
           TenantError: it is another tenant's.
+          UnknownAdapterError: its adapter is not loaded.
         """
         session = self._sessions.get(session_id)
         if session is not None and session.tenant != tenant:
@@ -72,10 +111,11 @@ class OpenSessions:
         return session
 
     def new(self, session_id: str | None, begun: Conversation, tenant: str = "", **options: Any) -> Session:
-        """One that is not found by its name, which is made up if not given."""
+        """One that is not found by its name, which is made up if not given. Raises what `LoadedAdapters.of` does."""
+        self._adapters.of(begun)
         name = session_id or from_first(self._processes, "a session's name", uuid.uuid4().hex)
         session = self._make(name, begun, tenant=tenant, **options)
-        session.key = self._kv.key(name, tenant)
+        session.key = self._kv.key(name, tenant, begun.adapter_weights)
         return session
 
     def remove(self, session: Session) -> None:
@@ -86,6 +126,26 @@ class OpenSessions:
         """Ends those that other replicas own by now, and drops what is here of them."""
         for key in self._kv.take_lost():
             self.lose(key)
+
+    def release(self, session: Session) -> None:
+        """Closes one and leaves what is stored of it; see `Engine.release`."""
+        if session.is_busy:
+            raise SessionBusyError(f"session {session.session_id!r} still answers; it must be idle to be let go of")
+        session.end()
+        self.remove(session)
+        self._kv.closed(session.key)
+
+    def forget(self, session: Session) -> None:
+        """Drops one, of which no turn runs, and its KV."""
+        self.remove(session)
+        self._kv.forget(session.key)
+
+    def truncate(self, session: Session, num_tokens: int, left: Conversation | None) -> None:
+        """Forgets one's KV behind its first tokens; see `Engine.truncate_stored`."""
+        self._kv.truncate(session, num_tokens, left)
+        if left is not None:
+            session.resume(left)
+        self._kv.conversations.note(session.key, session)  # SSD may have forgotten it with its KV.
 
     def lose(self, key: str) -> None:
         """Ends a conversation here, and drops what is here of it: it is another replica's, or may be."""

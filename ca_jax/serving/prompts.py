@@ -24,10 +24,11 @@ from ca_jax.kv.session_kv import SessionKV
 from ca_jax.models.chat_template import ChatTemplate
 from ca_jax.models.tokenizer import Tokenizer
 from ca_jax.pretrained import LoadedModel, check_token_ids
+from ca_jax.serving.adapters import LoadedAdapters
 from ca_jax.serving.truncator import Truncator
 from ca_jax.session import Job, Session
 from ca_jax.turns.conversations import Conversation, Message, as_messages, chain_of, padded
-from ca_jax.turns.requests import SamplingParams, TurnRequest
+from ca_jax.turns.requests import NO_ADAPTER, SamplingParams, TurnRequest, UsedAdapter
 from ca_jax.turns.text import MESSAGE_CHARS, ChunkSpan, TextOutput, Texts, chunk_text, num_chars
 
 
@@ -155,6 +156,21 @@ def prompt_ids(model: LoadedModel, prompt: str | Sequence[int]) -> list[int]:
     return _checked(model, "a prompt", ids)
 
 
+def params_of_each(
+    prompts: Sequence[object], params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[SamplingParams]:
+    """Sampling parameters of each prompt, where one may be given for all, or none.
+
+    Raises:
+      InvalidRequestError: there is not one for each.
+    """
+    params = SamplingParams() if params is None else params
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    if len(each) != len(prompts):
+        raise InvalidRequestError(f"there must be one params for each of {len(prompts)} prompts, got {len(each)}")
+    return each
+
+
 def _checked(model: LoadedModel, what: str, ids: list[int]) -> list[int]:
     if not ids:
         raise EmptyMessageError(f"{what} must have at least one token, got an empty one")
@@ -222,6 +238,7 @@ class TurnBuilder:
         kv: SessionKV,
         truncator: Truncator,
         processes: Processes,
+        adapters: LoadedAdapters,
     ) -> None:
         self._model = model
         self._config = config
@@ -230,11 +247,13 @@ class TurnBuilder:
         self._kv = kv
         self._truncator = truncator
         self._processes = processes
+        self._adapters = adapters
 
     def job(self, ids: list[int], params: SamplingParams, session: Session | None = None, priority: int = 0) -> Job:
         """A job with a prompt.
 
         Raises:
+          UnknownAdapterError: the session's adapter is not loaded.
           InvalidRequestError: a `logit_bias` outside the vocabulary.
           ContextWindowError: the prompt leaves no room for a token of its answer.
         """
@@ -249,6 +268,7 @@ class TurnBuilder:
             stop_ids=frozenset(stops),
             session=session,
             priority=priority,
+            adapter=NO_ADAPTER if session is None else self._adapters.of(session.conversation),
         )
 
     def turn(self, session: Session, request: TurnRequest, texts: Texts) -> Job:
@@ -258,7 +278,8 @@ class TurnBuilder:
           TextWork: more text is to be made token ids than is done at once.
           InvalidRequestError, EmptyMessageError, ContextWindowError: see `Session.send`.
         """
-        self._check_bias(request.params)  # Before any token leaves.
+        self._adapters.of(session.conversation)  # Before any token leaves.
+        self._check_bias(request.params)
         said, given_ids = messages_or_ids(self._model, request.new, request.context)
         may_drop = request.truncation == "auto" and self._config.overflow is not None
         begun, history = session.conversation, None
@@ -293,8 +314,9 @@ class TurnBuilder:
             job.attention = padded(held.attention, len(held.token_ids))
         job.context_tokens = sum(map(len, chunks))
         if self._config.blend.reuses_chunks:
+            weights = job.adapter.fingerprint
             job.spans = tuple(
-                ChunkSpan(self._kv.chunks.key(ids, session.tenant), len(held.token_ids) + start, len(ids))
+                ChunkSpan(self._kv.chunks.key(ids, session.tenant, weights), len(held.token_ids) + start, len(ids))
                 for ids, (start, _) in zip(chunks, turn.chunks, strict=True)
             )
         return job
@@ -302,9 +324,8 @@ class TurnBuilder:
     def missing_chunks(self, job: Job, session: Session) -> list[Job]:
         """The jobs that compute the chunks of a turn of which nothing is stored; none of one that keeps nothing."""
         spans = job.spans if session.is_kept else ()
-        return self._chunk_jobs(
-            [job.prompt_ids[each.start : each.stop] for each in spans], session.tenant, job.priority
-        )
+        each = [job.prompt_ids[span.start : span.stop] for span in spans]
+        return self._chunk_jobs(each, session.tenant, job.priority, job.adapter)
 
     def chunks(self, chunks: Sequence[str | Sequence[int]], tenant: str, tier: costs.Tier | None) -> list[Job]:
         """The jobs of those chunks that are not stored; see `Engine.precompute`."""
@@ -318,14 +339,16 @@ class TurnBuilder:
                 kv.keep_on_ssd(job.chunk.key)
         return jobs
 
-    def _chunk_jobs(self, chunks: list[list[int]], tenant: str, priority: int = 0) -> list[Job]:
+    def _chunk_jobs(
+        self, chunks: list[list[int]], tenant: str, priority: int = 0, adapter: UsedAdapter = NO_ADAPTER
+    ) -> list[Job]:
         """The jobs that compute chunks, but for those where that is not needed, or that would not be kept."""
         kv, jobs = self._kv.chunks, []
         for ids in chunks:
-            span = ChunkSpan(kv.key(ids, tenant), 0, len(ids))
+            span = ChunkSpan(kv.key(ids, tenant, adapter.fingerprint), 0, len(ids))
             if from_first(self._processes, "a chunk", not kv.is_kept(span) and kv.has_room(len(ids))):
                 job = self.job(ids, SamplingParams(), priority=priority)
-                job.chunk, job.tenant = span, tenant
+                job.chunk, job.tenant, job.adapter = span, tenant, adapter
                 kv.coming(job)
                 jobs.append(job)
         return jobs
@@ -397,6 +420,8 @@ class TurnBuilder:
             chain=chain,
             states=[(chain, num_tokens)],
             generation=begun.generation,
+            adapter=begun.adapter,
+            adapter_weights=begun.adapter_weights,
         )
         return history, said[num_messages - num_before :]
 

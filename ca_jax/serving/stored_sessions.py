@@ -54,12 +54,12 @@ class StoredSessions:
           UnknownSessionError: none has the name `after`.
         """
         with self._lock:
-            owned = ((key, owner.session_id) for key, owner in self._owned() if owner.tenant == tenant)
-            others = (each for each in owned if each[1] not in opened)
-            names = itertools.chain(((None, name) for name in opened), others)
-            if after is not None and not any(name == after for _, name in names):
+            owned = ((key, owner) for key, owner in self._owned() if owner.tenant == tenant)
+            others = ((key, owner.session_id, owner.variant) for key, owner in owned if owner.session_id not in opened)
+            names = itertools.chain(((None, name, "") for name in opened), others)
+            if after is not None and not any(name == after for _, name, _ in names):
                 raise UnknownSessionError(f"after must be the name of a session, got {after!r}")
-            own = (name for key, name in names if key is None or self._kv.key(name, tenant) == key)  # No chunk.
+            own = (name for key, name, of in names if key is None or self._kv.key(name, tenant, of) == key)  # No chunk.
             return tuple(itertools.islice(own, limit))
 
     def pinned(self, *, tenant: str = "") -> set[str]:
@@ -69,7 +69,7 @@ class StoredSessions:
 
     def is_own(self, info: EntryInfo | Noted) -> bool:
         """Whether an entry is a session that this engine goes on with: no chunk, and stored with the same weights."""
-        return self._kv.key(info.session_id, info.tenant) == info.key
+        return self._kv.key(info.session_id, info.tenant, info.variant) == info.key
 
     def find(self, session_id: str, *, tenant: str = "") -> EntryInfo | None:
         """What is stored of one session; None if nothing is, or it is another tenant's or of other weights."""
@@ -107,7 +107,7 @@ class StoredSessions:
           TenantError: it is another tenant's.
         """
         with self._lock:
-            return self._kv.conversations.recall(self._kv.key(session_id, tenant), session_id, tenant)
+            return self._kv.conversations.recall(self._kv.known_key(session_id, tenant), session_id, tenant)
 
     def pin(self, session_id: str, *, tenant: str = "") -> None:
         """Keeps a session in the store, over restarts too: no eviction and no expiry, until `unpin` or `drop`.

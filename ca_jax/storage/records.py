@@ -8,9 +8,11 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import re
 import time
 from collections.abc import Callable
 
+from ca_jax.errors import check
 from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
 
 
@@ -142,12 +144,26 @@ class Note(bytes):
         return note
 
 
+_DOMAIN = re.compile(r"(.*)\+([0-9a-f]{64})", re.DOTALL)
+
+
+def domain_of(tenant: str, variant: str = "") -> str:
+    """Names the sessions that may share KV: a tenant's, of one variant. Without one it is the tenant's name."""
+    return f"{tenant}+{variant}" if variant else tenant
+
+
+def split_domain(domain: str) -> tuple[str, str]:
+    """Tenant and variant of what `domain_of` gave."""
+    found = _DOMAIN.fullmatch(domain)
+    return (domain, "") if found is None else (found[1], found[2])
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Owner:
     """Whose a session is, told once, when its first save is prepared.
 
     Raises:
-      ValueError: a time to live that is negative or not finite.
+      ValueError: a time to live that is negative or not finite, or a tenant named like a variant of another.
     """
 
     tenant: str = ""
@@ -156,9 +172,19 @@ class Owner:
     """The name its owner knows it by."""
     ttl_s: float | None = None
     """How long it lives after its last use, seconds; None: as the config says."""
+    variant: str = ""
+    """Fingerprint, 64 hex digits, of what its KV is computed with besides the weights that the store is of: an adapter.
+    Empty: of nothing. KV of two variants is never shared, whoever pays for it."""
 
     def __post_init__(self) -> None:
         check_ttl(self.ttl_s)
+        is_own = split_domain(self.tenant) == (self.tenant, "")  # Or it would be another's domain.
+        check(is_own, "a tenant's name", "one that does not end in + and 64 hex digits", self.tenant)
+
+    @property
+    def domain(self) -> str:
+        """Names whose KV it may share; see `domain_of`."""
+        return domain_of(self.tenant, self.variant)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -195,6 +221,8 @@ class EntryInfo:
     """When it was last looked up, loaded or saved; seconds of the store's clock."""
     ttl_s: float | None
     """How long it lives after its last use, seconds; None: while room lasts."""
+    variant: str = ""
+    """As `Owner.variant`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

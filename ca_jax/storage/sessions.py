@@ -97,9 +97,9 @@ class Entry:
     @classmethod
     def of(cls, record: SessionRecord) -> Entry:
         """Of a session that an earlier process published."""
-        owner = Owner(tenant=record.tenant, session_id=record.session_id, ttl_s=record.ttl_s)
+        named = {name: getattr(record, name) for name in ("tenant", "session_id", "ttl_s", "variant")}
         used = {name: getattr(record, name) for name in ("key", "created_s", "last_used_s", "ttl_s", "pinned")}
-        return cls(owner=owner, ssd=record, **used)
+        return cls(owner=Owner(**named), ssd=record, **used)
 
     @property
     def num_tokens(self) -> int:
@@ -203,8 +203,8 @@ class SessionIndex:
         """The entries of that session id, of whatever tenant."""
         return tuple(self._entries[key] for key in sorted(self._by_name.get(session_id, ())))
 
-    def find_prefix(self, tenant: str, token_ids: npt.ArrayLike, *, in_dram: bool = False) -> str | None:
-        """The tenant's session that begins with the same tokens for longest, at least a block of them. Not a use.
+    def find_prefix(self, domain: str, token_ids: npt.ArrayLike, *, in_dram: bool = False) -> str | None:
+        """The domain's session that begins with the same tokens for longest, at least a block of them. Not a use.
 
         In DRAM each token counts, on SSD each full block: what one there has of the next block is less than a fetch is
         worth. Of equals the one in DRAM. Less than a block is not found: nothing of it could be shared, and computing
@@ -214,7 +214,7 @@ class SessionIndex:
         Costs what the prompt is long, however many sessions begin like it. Reads no file.
 
         Args:
-          tenant: whose sessions; others' are never found.
+          domain: whose sessions, see `Owner.domain`; others' are never found.
           token_ids: `[T]`, T > 0.
           in_dram: look there alone.
 
@@ -222,21 +222,21 @@ class SessionIndex:
           Its key; None where there is none.
         """
         wanted = as_token_ids(token_ids)
-        num_tokens, near = self._prefixes.find(tenant, as_units(wanted))
+        num_tokens, near = self._prefixes.find(domain, as_units(wanted))
         if not in_dram and len(self.on_ssd):
-            num_blocks, far = self._far_prefixes.find(tenant, prefix_hashes(wanted, self._block_tokens))
+            num_blocks, far = self._far_prefixes.find(domain, prefix_hashes(wanted, self._block_tokens))
             if num_blocks * self._block_tokens > num_tokens:
                 return far
         return near or None
 
     def plain_prefix(self, key: str) -> PlainPrefix | None:
-        """What of a session's tokens any session of its tenant may use; None of one that is not stored. Not a use."""
+        """What of a session's tokens any session of its domain may use; None of one that is not stored. Not a use."""
         entry = self._entries.get(key)
         if entry is None:
             return None
         num_plain = entry.lineage.plain_tokens(entry.num_tokens)
         on_ssd = b"" if entry.ssd is None else entry.ssd.prefixes
-        return PlainPrefix(entry.owner.tenant, entry.token_ids[:num_plain], on_ssd)
+        return PlainPrefix(entry.owner.domain, entry.token_ids[:num_plain], on_ssd)
 
     def adopt(self, entries: Sequence[Entry]) -> None:
         """Adds the sessions that an earlier process left, the least recently used first: faster than one by one."""
@@ -389,14 +389,14 @@ class SessionIndex:
         if entry is None or not entry.num_tokens:
             return None
         num_plain = entry.lineage.plain_tokens(entry.num_tokens)
-        return entry.owner.tenant, entry.token_ids, num_plain
+        return entry.owner.domain, entry.token_ids, num_plain
 
     def _published_on_ssd(self, key: str) -> Published | None:
         entry = self._entries.get(key)
         if entry is None or entry.ssd is None or entry.num_reserved_tokens:  # Otherwise it would be fetched.
             return None
         prefixes = entry.ssd.prefixes
-        return entry.owner.tenant, prefixes, len(prefixes) // HASH_BYTES
+        return entry.owner.domain, prefixes, len(prefixes) // HASH_BYTES
 
     def _put(self, orders: TierOrders[Entry], entry: Entry, belongs: bool, held: bool = False) -> None:
         if belongs != (entry.key in orders):

@@ -401,6 +401,7 @@ class SsdIndex:
         return SessionRecord(
             key=entry.key,
             tenant=entry.owner.tenant,
+            variant=entry.owner.variant,
             session_id=entry.owner.session_id,
             block_ids=np.array(block_ids, np.int64),
             places=entry.places,

@@ -401,6 +401,7 @@ class AttentionStore:
             created_s=entry.created_s,
             last_used_s=entry.last_used_s,
             ttl_s=entry.ttl_s,
+            variant=entry.owner.variant,
         )
 
     @property

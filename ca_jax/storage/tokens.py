@@ -322,14 +322,14 @@ class SsdCopy:
 
 
 Published = tuple[str, np.ndarray | bytes, int]
-"""What a session has to share: its tenant; token ids, int32 `[T]`, or hashes of blocks, joined, another object whenever
-they are others; and how many of these units, from the first on, others may have the KV of."""
+"""What a session has to share: its domain (`Owner.domain`); token ids, int32 `[T]`, or hashes of blocks, joined,
+another object whenever they are others; and how many of these units, from the first on, others may have the KV of."""
 
 
 class _Indexed(NamedTuple):
     """An item of the sorted list."""
 
-    tenant: str
+    domain: str
     sequence: bytes
     key: str
     units: np.ndarray | bytes
@@ -339,8 +339,8 @@ class _Indexed(NamedTuple):
 class PlainPrefix:
     """The leading tokens of a session whose KV has seen no token that was dropped."""
 
-    tenant: str
-    """Whose sessions may use it."""
+    domain: str
+    """Whose sessions may use it: a tenant's, of one variant."""
     token_ids: np.ndarray
     """Of those in DRAM, int32 `[T]`; not to be written to."""
     ssd_hashes: bytes
@@ -391,24 +391,24 @@ class PrefixIndex:
         self._max_changed = _MAX_CHANGED
         self._catch_up()
 
-    def find(self, tenant: str, wanted: bytes) -> tuple[int, str]:
-        """Finds the tenant's session that agrees with a sequence for longest, at least for `min_units`.
+    def find(self, domain: str, wanted: bytes) -> tuple[int, str]:
+        """Finds the domain's session that agrees with a sequence for longest, at least for `min_units`.
 
         Args:
-          tenant: whose sessions; others' are never found.
+          domain: whose sessions; others' are never found.
           wanted: the sequence's units.
 
         Returns:
           How many units agree, and its key; 0 and an empty one where there is none.
         """
         self._catch_up()
-        place, sequence = (tenant, wanted), np.frombuffer(wanted, np.uint8)
+        place, sequence = (domain, wanted), np.frombuffer(wanted, np.uint8)
         around = (self._sorted.irange(maximum=place, reverse=True), self._sorted.irange(minimum=place))
         neighbours = [item for item in (next(items, None) for items in around) if item is not None]
         found = [
             (num_common(np.frombuffer(item.sequence, np.uint8), sequence) // self._unit_bytes, item.key)
             for item in neighbours
-            if item.tenant == tenant
+            if item.domain == domain
         ]
         return max([agreeing for agreeing in found if agreeing[0] >= self._min_units], default=(0, ""))
 
@@ -417,7 +417,7 @@ class PrefixIndex:
         added: list[_Indexed] = []
         for key in changed:
             now, known = self._published(key), self._indexed.get(key)
-            tenant, units, num_units = now or ("", b"", 0)
+            domain, units, num_units = now or ("", b"", 0)
             if known is not None:
                 if now is not None and units is known.units and num_units * self._unit_bytes == len(known.sequence):
                     continue
@@ -425,7 +425,7 @@ class PrefixIndex:
                 del self._indexed[key]
             if now is not None and num_units >= self._min_units:
                 sequence = (units if isinstance(units, bytes) else as_units(units))[: num_units * self._unit_bytes]
-                self._indexed[key] = _Indexed(tenant, sequence, key, units)
+                self._indexed[key] = _Indexed(domain, sequence, key, units)
                 added.append(self._indexed[key])
         self._sorted.update(added)  # Of few it adds one by one; with many it sorts all.
 

@@ -275,14 +275,14 @@ class Transfers:
           source: session id of the one that has it.
           key: session id of the new one, of which nothing is stored.
           token_ids: `[T]`, T > 0, the tokens whose KV is wanted.
-          owner: whose the new session is: the source's tenant, since prefixes never cross tenants.
+          owner: whose the new session is: of the source's domain, since prefixes never cross domains.
           num_dropped: tokens that the new session has dropped, as `EntryInfo.num_dropped` counts them.
 
         Returns:
           How many tokens it has now; 0 where none agree, or where they are less than a block and no room can be made.
 
         Raises:
-          ValueError: something is stored under `key`, the source is another tenant's, or `token_ids` is empty or not a
+          ValueError: something is stored under `key`, the source is another domain's, or `token_ids` is empty or not a
             list of int32.
         """
         token_ids = as_token_ids(token_ids)
@@ -293,8 +293,8 @@ class Transfers:
         if from_entry is None:
             return 0
         entry = entry or self._new_entry(key, owner)
-        if entry.owner.tenant != from_entry.owner.tenant:
-            raise ValueError(f"the source must be of tenant {entry.owner.tenant!r}, got another's")
+        if entry.owner.domain != from_entry.owner.domain:
+            raise ValueError(f"the source must be of domain {entry.owner.domain!r}, got another's")
         num_tokens = from_entry.lineage.plain_tokens(num_common(from_entry.token_ids, token_ids))
         num_shared, num_rows = divmod(num_tokens, self._layout.block_tokens)
         entry.block_ids = from_entry.block_ids[:num_shared]

@@ -23,9 +23,11 @@ lists of token ids, that stand in front of its content and are part of it."""
 OTHERWISE = "otherwise"
 """In `Conversation.cut_by`: the messages alone do not say which tokens left."""
 _FORMAT = 6
+_ADAPTED_FORMAT = 7  # Of one that has an adapter, which a release that knows none must not go on with.
 _CHAINED_FORMAT = 5  # The first whose chain names contexts too.
-_READABLE = (3, 4, 5, _FORMAT)  # What was written before additions is one without any.
+_READABLE = (3, 4, 5, _FORMAT, _ADAPTED_FORMAT)  # What was written before additions is one without any.
 _PACKED = {"token_ids": "<i4", "attention": "<f4"}  # Fields that are lists of numbers.
+_OF_ADAPTER = ("adapter", "adapter_weights")  # Fields that are left out where there is none.
 _GROWING = ("token_ids", "messages", "turn_starts", "states")  # Fields that a turn only adds to.
 
 
@@ -64,11 +66,21 @@ class Conversation:
     """The rule by which tokens left, where that and the messages say which; "" where none left, else `OTHERWISE`."""
     reached: str = ""
     """How a server's clients have gone on with it: by `name`, or by `history`. Empty: in neither way yet."""
+    adapter: str = ""
+    """Name of the adapter that it is held with, for good; empty: none."""
+    adapter_weights: str = ""
+    """That adapter's fingerprint."""
 
     @classmethod
-    def begin(cls, messages: Sequence[Message] = ()) -> Conversation:
+    def begin(cls, messages: Sequence[Message] = (), *, adapter: str = "", adapter_weights: str = "") -> Conversation:
         """One that has no turn yet, with messages that stand in front of the first: a system message, say."""
-        return cls(token_ids=[], messages=list(messages), turn_starts=[], chain=chain_of(messages))
+        empty = cls(token_ids=[], messages=[], turn_starts=[], adapter=adapter, adapter_weights=adapter_weights)
+        return dataclasses.replace(empty, messages=list(messages), chain=chain_of(messages, empty.first_chain))
+
+    @property
+    def first_chain(self) -> str:
+        """Its chain before anything was said."""
+        return first_chain(self.adapter, self.adapter_weights)
 
     @property
     def kv_lineage(self) -> int:
@@ -129,7 +141,7 @@ class Conversation:
         elif states and states[-1][1] == num_tokens:
             chain = states[-1][0]
         elif not num_tokens and not self.num_dropped:
-            chain = chain_of(messages)
+            chain = chain_of(messages, self.first_chain)
         return dataclasses.replace(
             self.with_kv_of(num_tokens),
             token_ids=self.token_ids[:num_tokens],
@@ -192,6 +204,8 @@ class Conversation:
             chain=self.chain,
             cut_by=by if self.cut_by in ("", by) else OTHERWISE,
             reached=self.reached,
+            adapter=self.adapter,
+            adapter_weights=self.adapter_weights,
             generation=self.generation + 1,
             turn_starts=turn_starts,
             num_dropped=self.num_dropped + int(everything.sum()),
@@ -227,7 +241,10 @@ class Conversation:
         fields |= {name: fields[name][num:] for name, num in num_before.items()}
         for name, dtype in _PACKED.items():
             fields[name] = base64.b64encode(np.array(fields[name], dtype).tobytes()).decode("ascii")
-        return json.dumps({"format": _FORMAT, "behind": num_before, **fields}).encode()
+        if not self.adapter:
+            fields = {name: value for name, value in fields.items() if name not in _OF_ADAPTER}
+        format_ = _ADAPTED_FORMAT if self.adapter else _FORMAT
+        return json.dumps({"format": format_, "behind": num_before, **fields}).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Conversation:
@@ -252,6 +269,7 @@ class Conversation:
             plain: dict[str, Any] = {name: fields[name] for name in _PACKED}
             plain |= {name: int(fields[name]) for name in ("lineage", "num_dropped", "num_slid", "num_to_repair")}
             plain |= {name: str(fields[name]) for name in ("chain", "cut_by", "reached")}
+            plain |= {name: str(fields[name]) for name in _OF_ADAPTER if fields["format"] == _ADAPTED_FORMAT}
             return cls(
                 messages=messages,
                 turn_starts=[(int(tokens), int(messages)) for tokens, messages in fields["turn_starts"]],
@@ -297,6 +315,11 @@ def chain_of(messages: Sequence[Message], chain: str = "") -> str:
         said = json.dumps([chain, message["role"], message["content"], *context])
         chain = hashlib.sha256(said.encode()).hexdigest()[:32]
     return chain
+
+
+def first_chain(adapter: str = "", adapter_weights: str = "") -> str:
+    """The chain of a conversation before anything is said: empty, but where it is held with an adapter."""
+    return chain_of([{"role": "", "content": f"adapter {adapter_weights} {adapter}"}]) if adapter else ""
 
 
 def _message(read: Mapping[str, Any]) -> Message:

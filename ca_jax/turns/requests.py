@@ -193,3 +193,16 @@ class TurnRequest:
     priority: int = 0  # Jobs of lower values go first.
     context: Sequence[str | Sequence[int]] | None = None  # Chunks of text that stand in front of the last message.
     truncation: Truncation = "auto"  # Whether tokens of the conversation may leave for it.
+
+
+@dataclasses.dataclass(frozen=True)
+class UsedAdapter:
+    """The adapter that a turn is computed with."""
+
+    name: str = ""  # Empty: none.
+    fingerprint: str = ""  # Of its weights.
+    slot: int = -1  # Where these are on the device.
+
+
+NO_ADAPTER = UsedAdapter()
+"""Of turns that are computed with the model alone."""

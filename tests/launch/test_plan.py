@@ -11,6 +11,7 @@ from ca_jax.device.transfer import params_to_device
 from ca_jax.kv.layout import pool_size, staging_bytes
 from ca_jax.launch.plan import make_plan
 from ca_jax.models.presets import PRESETS
+from ca_jax.serving.core import adapter_sizes
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.tiers.dram import DramTier
@@ -78,14 +79,17 @@ def test_what_is_whole_on_each_device_counts_on_each():
         assert two.parts[part] == one.parts[part]
 
 
-def test_a_runner_of_that_config_takes_what_is_planned():
+@pytest.mark.parametrize("max_adapters", [0, 3])
+def test_a_runner_of_that_config_takes_what_is_planned(max_adapters):
     config = tiny.tiny_config()
-    engine = EngineConfig(context_window=256, max_batch_size=3, overflow=None)
+    engine = EngineConfig(context_window=256, max_batch_size=3, overflow=None, max_adapters=max_adapters)
     planned = make_plan(config, engine, dtype="float32", device_bytes=2 * GIB)
     params = params_to_device(tiny.tiny_params(config))
     pool = pool_size(config, "float32", engine, planned.window)
-    runner = Runner(config, params, RunnerSizes(pool=pool, chunk_tokens=engine.max_num_batched_tokens))
-    assert planned.parts["the weights"] == planned.total_weight_bytes == runner.param_bytes
+    sizes = RunnerSizes(pool=pool, chunk_tokens=engine.max_num_batched_tokens, adapters=adapter_sizes(engine))
+    runner = Runner(config, params, sizes)
+    of_adapters = 3 * max_adapters * 16 * (7 * 64 + 3 * 128 + 2 * 64 + 2 * 32) * 4  # Inputs and outputs, in 3 layers.
+    assert planned.parts["the weights"] == planned.total_weight_bytes + of_adapters == runner.param_bytes
     assert planned.parts["the pool of KV"] == runner.pool.num_bytes == 3 * 256 * planned.token_bytes
     layout = KVLayout.uniform(num_layers=3, num_kv_heads=2, head_dim=16, dtype="float32", block_tokens=128)
     assert planned.parts["the read buffer"] == staging_bytes(layout, engine, history_buckets(256)[-1])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ca_jax.models.families import FAMILIES
-from tests import families_kit, on_mesh, test_engine_families
+from tests import families_kit, families_on_mesh, test_engine_families
 from tests.models import test_gguf_families
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -36,7 +36,7 @@ def families_of(cases):
 RUN = {
     "test_logits_and_greedy_tokens_equal_those_of_transformers": families_of(families_kit.CASES),
     "test_three_turns_and_an_overflow": families_of(test_engine_families.NAMES),
-    "test_every_family_on_a_mesh": {name.split("-")[0] for name in on_mesh.FAMILIES},
+    "test_every_family_on_a_mesh": {name.split("-")[0] for name in families_on_mesh.FAMILIES},
     "test_logits_and_greedy_tokens_equal_those_of_llama_cpp": families_of(test_gguf_families.METADATA),
 }
 """Which families each test runs."""

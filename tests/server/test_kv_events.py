@@ -224,7 +224,7 @@ def stored(server: sk.Running) -> set[Prefix]:
     with server.engine._lock:
         store = server.engine._kv.store
         found = [store.plain_prefix(each.key) for each in store.list()]
-        sets = (prefixes(each.tenant, each.token_ids.tolist(), len(each.token_ids), kit.BLOCK_TOKENS) for each in found)
+        sets = (prefixes(each.domain, each.token_ids.tolist(), len(each.token_ids), kit.BLOCK_TOKENS) for each in found)
         return set().union(*sets)
 
 

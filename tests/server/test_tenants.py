@@ -64,7 +64,7 @@ def test_a_key_says_whose_a_request_is(tenants):
         ("[a", "it must be TOML"),
         ("[a]\n", "at least one tenant with a key"),
         ('["a/b"]\nkeys = ["12345678"]', "a tenant's name must be"),
-        ('[a]\nkey = ["12345678"]', "tenant a: fields must be of best_priority, keys, .*, salt; got key"),
+        ('[a]\nkey = ["12345678"]', "tenant a: fields must be of adapters, best_priority, keys, .*, salt; got key"),
         ('[a]\nkeys = "12345678"', "tenant a: keys must be a valid list$"),
         ('[a]\nkeys = ["12345678", "short"]', "tenant a: keys number 2 must have at least 8 characters$"),
         ('[a]\nkeys_sha256 = ["12345678"]', "keys_sha256 number 1 must match pattern .*64"),

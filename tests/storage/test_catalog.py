@@ -113,6 +113,17 @@ def test_what_was_published_and_changed_is_there_after_a_restart(tmp_path):
         assert catalog.integrity_check() == ()
 
 
+def test_a_variant_is_part_of_the_tenant_in_the_table_and_a_row_without_one_is_as_before(catalog):
+    plain, adapted = session(1, range(9)), session(2, range(9), first_block=5, variant="0f" * 32)
+    for each in (plain, adapted):
+        catalog.publish(*each)
+    assert [catalog.load(key_of(key))[0].variant for key in (1, 2)] == ["", "0f" * 32]
+    assert [catalog.load(key_of(key))[0].tenant for key in (1, 2)] == ["tenant", "tenant"]
+    with contextlib.closing(sqlite3.connect(catalog.directory / catalog_file.CATALOG_NAME)) as db:
+        tenants = [tenant for (tenant,) in db.execute("SELECT tenant FROM sessions ORDER BY key")]
+    assert tenants == ["tenant", f"tenant+{'0f' * 32}"]
+
+
 def test_a_cut_session_is_found_by_what_has_seen_no_dropped_token(catalog):
     record, token_ids, _ = session(1, range(18))
     sums = np.arange(5 * 3, dtype=np.uint32).reshape(5, 3)

@@ -168,6 +168,13 @@ def test_a_log_that_breaks_begins_anew_after_a_while(tmp_path, caplog):
     assert opened(tmp_path).list() == (Noted("k2", "a", "one"),)
 
 
+def test_a_note_is_of_the_variant_that_its_owner_is_of(tmp_path):
+    log, owner = opened(tmp_path), Owner(tenant="a", session_id="one", variant="0f" * 32)
+    log.put("k1", owner, b"with an adapter")
+    log.put("k2", OWNER, b"without")
+    assert opened(tmp_path).list() == (Noted("k1", "a", "one", "0f" * 32), Noted("k2", "a", "one"))
+
+
 def test_names_may_be_any_text_and_the_file_is_its_owners(tmp_path):
     log = opened(tmp_path)
     owner = Owner(tenant="\ud800 \0", session_id="\udfff' --")

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -72,11 +73,12 @@ def test_a_session_that_comes_to_share_more_or_less_of_the_same_tokens_is_found_
         assert index.find("x", as_units(tokens)) == (num_units, "a")
 
 
+OWNERS = {"x": Owner(tenant="x"), "y": Owner(tenant="y"), "z": Owner(tenant="x", variant="0f" * 32)}
 TOKENS_ON_SSD = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 
 
 @given(
-    sessions=st.lists(st.tuples(TOKENS_ON_SSD, st.sampled_from("xy"), st.none() | st.integers(0, 9), st.booleans())),
+    sessions=st.lists(st.tuples(TOKENS_ON_SSD, st.sampled_from("xyz"), st.none() | st.integers(0, 9), st.booleans())),
     wanted=st.lists(st.integers(0, 1), max_size=9),
 )
 def test_in_both_tiers_it_is_the_longest_that_a_scan_finds_on_ssd_by_whole_blocks(sessions, wanted):
@@ -86,7 +88,7 @@ def test_in_both_tiers_it_is_the_longest_that_a_scan_finds_on_ssd_by_whole_block
         for number, (tokens, tenant, num_plain, in_dram) in enumerate(sessions):
             lineage = Lineage(0 if num_plain is None else 1, num_plain)
             plain = tokens[: lineage.plain_tokens(len(tokens))]
-            entry = Entry(key=str(number), owner=Owner(tenant=tenant), created_s=0.0, last_used_s=0.0)
+            entry = Entry(key=str(number), owner=OWNERS[tenant], created_s=0.0, last_used_s=0.0)
             entry.ssd = SsdCopy(
                 places=TokenPlaces.dense(len(tokens)),
                 block_ids=np.arange(5),
@@ -124,3 +126,10 @@ def test_a_cut_keeps_hashes_of_blocks_before_it_alone():
     kept = np.arange(12) != 9
     cut, _ = copy.keep(kept, Lineage().after(~kept, 12), 4)
     assert cut.prefixes == prefixes[:16]
+
+
+def test_no_tenant_is_named_like_a_variant_of_another():
+    variant = "0f" * 32
+    assert Owner(tenant="bob", variant=variant).domain != Owner(tenant="bob").domain
+    with pytest.raises(ValueError, match="tenant's name must be one that does not end in"):
+        Owner(tenant=f"bob+{variant}")

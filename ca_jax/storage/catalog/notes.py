@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from ca_jax.storage.catalog.file import CatalogVersionError, opened, transaction
-from ca_jax.storage.records import Owner
+from ca_jax.storage.records import Owner, split_domain
 
 _LOG = logging.getLogger(__name__)
 LOG_NAME = "notes.sqlite"
@@ -62,6 +62,8 @@ class Noted:
     key: str
     tenant: str
     session_id: str
+    variant: str = ""
+    """As `Owner.variant`; in the table it is part of the tenant's name."""
 
 
 class NoteLog:
@@ -135,7 +137,7 @@ class NoteLog:
             if self._db is None and time.monotonic() >= self._next_try_s:
                 self._begin_anew()
             if self._db is not None:
-                row = (key, _as_blob(owner.session_id), _as_blob(owner.tenant), note, owner.ttl_s, self._clock())
+                row = (key, _as_blob(owner.session_id), _as_blob(owner.domain), note, owner.ttl_s, self._clock())
                 try:
                     with transaction(self._db):
                         if not behind:
@@ -145,7 +147,7 @@ class NoteLog:
                     _LOG.warning("an open session is not noted now: %s", error)
                     return False
                 self._unlist(key)
-                self._list(Noted(key, owner.tenant, owner.session_id))
+                self._list(Noted(key, owner.tenant, owner.session_id, owner.variant))
                 self._give_back()
         return key in self._noted
 
@@ -207,8 +209,9 @@ class NoteLog:
     def _forget_old(self) -> None:
         """Forgets the notes whose time is over, and takes in whose the others are."""
         last = "SELECT key, session_id, tenant, max(id), written_s + ttl_s FROM parts GROUP BY key ORDER BY max(id)"
-        for key, session_id, tenant, _, until_s in self._all(last):
-            self._list(Noted(key, _as_text(tenant), _as_text(session_id)))
+        for key, session_id, domain, _, until_s in self._all(last):
+            tenant, variant = split_domain(_as_text(domain))
+            self._list(Noted(key, tenant, _as_text(session_id), variant))
             if until_s is not None and until_s < self._clock():
                 self.remove(key)
         self._give_back(above_pages=0, num_pages=0)

@@ -18,7 +18,7 @@ import numpy as np
 
 from ca_jax.storage.catalog.file import CatalogError
 from ca_jax.storage.layout import KVLayout
-from ca_jax.storage.records import check_ttl
+from ca_jax.storage.records import check_ttl, domain_of, split_domain
 from ca_jax.storage.tokens import Lineage, SsdCopy, TokenPlaces, prefix_hashes
 
 
@@ -90,6 +90,9 @@ class SessionRecord(SsdCopy):
     """How long it lives after its last use, seconds; None for ever."""
     generation: int = 0
     """How many times it was published or cut; the catalog counts."""
+    variant: str = ""
+    """As `Owner.variant`. In the table it is part of the tenant's name (`domain_of`): for a release that knows no
+    variants such sessions are another tenant's."""
 
     def prefixes_of(self, token_ids: np.ndarray, layout: KVLayout) -> bytes:
         """`prefixes` as these tokens, int32 `[num_tokens]`, have them."""
@@ -185,8 +188,8 @@ class Contents:
 
 def session_to_row(record: SessionRecord) -> tuple[Any, ...]:
     """Values of `SESSION_COLUMNS`."""
-    lineage = record.lineage
-    named = (record.key, record.tenant, record.session_id, lineage.num_dropped, lineage.num_plain, record.generation)
+    lineage, domain = record.lineage, domain_of(record.tenant, record.variant)
+    named = (record.key, domain, record.session_id, lineage.num_dropped, lineage.num_plain, record.generation)
     blobs = (record.block_ids.astype("<i8").tobytes(), record.places.to_bytes(), record.prefixes)
     mutable = (record.num_tokens, record.created_s, record.last_used_s, int(record.pinned), record.ttl_s)
     return (*named, *blobs, *mutable, _checksum(named, blobs))
@@ -198,7 +201,7 @@ def session_from_row(row: Sequence[Any]) -> SessionRecord:
     Raises:
       DamagedRecordError: it is another.
     """
-    key, tenant, session_id, num_dropped, num_plain, generation, table, runs, prefixes = row[:_NUM_CHECKED]
+    key, domain, session_id, num_dropped, num_plain, generation, table, runs, prefixes = row[:_NUM_CHECKED]
     num_tokens, created_s, used_s, pinned, ttl_s, checksum = row[_NUM_CHECKED:]
     try:
         if checksum != _checksum(row[:_NUM_NAMED], row[_NUM_NAMED:_NUM_CHECKED]):
@@ -206,9 +209,11 @@ def session_from_row(row: Sequence[Any]) -> SessionRecord:
         places = TokenPlaces.from_bytes(runs)
         if num_tokens != places.num_tokens:
             raise ValueError(f"num_tokens must be {places.num_tokens}, got {num_tokens}")
+        tenant, variant = split_domain(domain)
         return SessionRecord(
             key=key,
             tenant=tenant,
+            variant=variant,
             session_id=session_id,
             block_ids=np.frombuffer(table, "<i8"),
             places=places,

@@ -1,0 +1,89 @@
+"""Every family on a mesh of eight virtual devices, against one. `tests/test_mesh.py` starts the process."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import flax.traverse_util
+import jax
+import numpy as np
+import pytest
+
+from ca_jax.device.transfer import params_to_device
+from ca_jax.models.config import RopeConfig
+from ca_jax.models.transformer import Transformer
+from ca_jax.models.weights import parameter_slots
+from tests.on_mesh import SHORT, config_of, engine_of, expect_greedy, model_of, talk
+
+BEHIND = {"norms_before": False, "norms_behind": True, "qk_norm": True, "qk_norm_is_whole": True}
+SOFTMAX = {"num_experts": 4, "num_experts_per_token": 2, "normalizes_shares": False}
+SIGMOID = {"num_experts": 6, "num_experts_per_token": 2, "routing": "sigmoid", "choice_bias": True}
+DENSE_FIRST = {"dense_layers": (0,), "dense_mlp_dim": 40, "num_expert_groups": 3, "num_chosen_groups": 2}
+LATENT = {"num_kv_heads": 1, "head_dim": 28, "latent_dim": 20, "nope_dim": 12, "value_dim": 10}
+LATENT |= {"rope": RopeConfig(rotary_dim=8)}
+UNBIASED = {"norm": "layer", "norm_bias": False, "is_parallel": True, "shares_norm": True}
+LONGROPE = RopeConfig(scaling="longrope", short_factors=(1.0,) * 4, long_factors=(1.0, 2.0, 3.0, 4.0))
+GELU = {"norm": "layer", "mlp": "gelu", "is_parallel": True}
+GEMMA = {
+    **{"norms_behind": True, "mlp": "geglu_tanh", "tie_embeddings": True, "sliding_window": 40, "full_layers": (1,)},
+    **{"norm_offset": 1.0, "embed_scale": 32**0.5, "attention_scale": 0.3},
+}
+GPT_OSS = {
+    **{"mlp": "swiglu_clipped", "mlp_bias": True, "router_bias": True, "has_sinks": True},
+    **{"sliding_window": 40, "full_layers": (1,)},
+}
+FAMILIES = {
+    "mixtral": {"num_experts": 4, "num_experts_per_token": 2, "num_kv_heads": 4},
+    "qwen3": {"qkv_bias": True, "qk_norm": True, "sliding_window": 40, "full_layers": (0,)},
+    "falcon-7b": {**GELU, "num_kv_heads": 1, "shares_norm": True},
+    "gpt_neox": {**GELU, "qkv_bias": True, "out_bias": True, "mlp_bias": True, "rope": RopeConfig(rotary_dim=4)},
+    "olmo3": {**BEHIND, "sliding_window": 40, "full_layers": (0,), "local_rope": RopeConfig(theta=100.0)},
+    "glm4_moe": {**SIGMOID, **DENSE_FIRST, "shared_mlp_dim": 24, "num_kv_heads": 4, "rope": RopeConfig(rotary_dim=4)},
+    "cohere2": {**UNBIASED, "sliding_window": 40, "full_layers": (1,), "nope_layers": (1,), "logit_scale": 0.5},
+    "gemma2": {**GEMMA, "score_cap": 3.0, "logit_cap": 8.0},
+    "gemma3": {**GEMMA, "qk_norm": True, "local_rope": RopeConfig(theta=300.0)},
+    "gpt_oss": {**GPT_OSS, "num_experts": 4, "num_experts_per_token": 2, "qkv_bias": True, "out_bias": True},
+    "llama": {"num_kv_heads": 4},
+    "deepseek_v3": {**SIGMOID, **DENSE_FIRST, **LATENT, "shared_mlp_dim": 24, "query_rank": 24},
+    "deepseek_v2": {**SOFTMAX, **LATENT, "num_group_shares": 1, "num_expert_groups": 2},
+    "mistral4": {**SOFTMAX, **LATENT, "query_beta": 0.3, "query_span": 16},
+    "qwen2_moe": {**SOFTMAX, "qkv_bias": True, "shared_mlp_dim": 24, "gates_shared": True},
+    "qwen3_moe": {**SOFTMAX, "qk_norm": True, "dense_layers": (1,)},
+    "minimax_m2": {**SIGMOID, "qk_norm": True, "qk_norm_is_whole": True, "rope": RopeConfig(rotary_dim=4)},
+    "smollm3": {"nope_layers": (1,)},
+    "granite": {"embed_scale": 3.0, "residual_scale": 0.7, "attention_scale": 0.2, "logit_scale": 0.5},
+    "ministral3": {"query_beta": 0.3, "query_span": 16},
+    "olmo2": BEHIND,
+    "phi3": {"rope": LONGROPE},
+    "mistral": {"sliding_window": 40},
+    "qwen2": {"qkv_bias": True, "sliding_window": 40, "full_layers": (0,)},
+    "falcon-40b": {**GELU, "num_kv_heads": 2},
+}
+HAVE_NOTHING_ELSE = (
+    *("llama", "mistral", "qwen2", "falcon-40b", "qwen2_moe", "qwen3_moe", "minimax_m2", "smollm3", "granite"),
+    *("ministral3", "olmo2", "phi3", "deepseek_v2", "mistral4"),
+)
+"""All that these have, others before them have too."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in HAVE_NOTHING_ELSE else []) for name in FAMILIES],
+)
+def test_every_family_on_a_mesh(name):
+    config = config_of(**FAMILIES[name])
+    rng, leaves = np.random.default_rng(0), {}
+    for slot in parameter_slots(config):
+        shape = slot.shape
+        numbers = rng.standard_normal(shape).astype(np.float32)
+        is_norm, is_bias = slot.key.endswith("norm.scale"), len(shape) < 2 or slot.key.startswith("attn.b")
+        scale = 0.2 if is_norm or is_bias else 2 / np.sqrt(shape[-2] if len(shape) == 2 else 32)
+        leaves["params", *slot.path] = np.float32(is_norm and 1 - config.norm_offset) + numbers * np.float32(scale)
+    params = params_to_device(flax.traverse_util.unflatten_dict(leaves))
+    model = dataclasses.replace(model_of(), config=config, model=Transformer(config), params=params)
+    with engine_of(2, 2, model) as engine:
+        expect_greedy(talk(engine, SHORT), model, SHORT)
+        assert engine.sessions[0].usage.num_cached_tokens > 0
+        matrices = [leaf for leaf in jax.tree.leaves(engine.model.params) if leaf.ndim > 1]
+        num_divided = sum(leaf.addressable_shards[0].data.shape != leaf.shape for leaf in matrices)
+        assert num_divided >= 2 + 4 * config.num_layers  # Of one KV head keys and values are whole.
