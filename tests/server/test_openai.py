@@ -224,7 +224,7 @@ def test_penalties_and_biases_reach_the_draw(chat):
     assert len(set(penalised)) > len(set(plain))
 
 
-def test_plain_completions(complete):
+def test_plain_completions(complete, server):
     with kit.small_engine(store=kit.STORE_OFF) as engine:
         [one, two] = (each.text for each in engine.generate(["once upon", "a time"], SamplingParams(max_tokens=16)))
     assert complete("once upon").choices[0].text == one
@@ -241,6 +241,7 @@ def test_plain_completions(complete):
     assert told.text_offset == [0, 1, 2]
     assert [max(top, key=top.get) for top in told.top_logprobs] == told.tokens
     longer = complete("once upon a time there was a conversation " * 4)
+    server.engine.wait_for_saves()
     again = complete("once upon a time there was a conversation " * 4 + "that went on")
     assert longer.usage.prompt_tokens_details.cached_tokens < 16
     assert again.usage.prompt_tokens_details.cached_tokens > 100, "what others began with is found"
