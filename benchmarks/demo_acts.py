@@ -189,7 +189,8 @@ def serve_with_and_without(
     with CompileCounter() as compiles:
         enable_compile_cache(engine_config.compile_cache_dir)
         with progress_bars(console) as progress:
-            loaded = load_model(model, dtype=engine_config.dtype, progress=progress)
+            kinds = {name: getattr(engine_config, name) for name in ("dtype", "weight_dtype")}
+            loaded = load_model(model, **kinds, progress=progress)
         with Engine(loaded, engine_config) as engine:
             _get_ready(engine, console, max_history_tokens=0, max_new_tokens=1)
             console.rule("reuse: history is loaded, the message is prefilled")

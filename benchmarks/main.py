@@ -130,13 +130,15 @@ def run_suite(
     return {**about, "peer": peer_name, "startup": startup}
 
 
-def model_loader(model: str, preset: str | None, *, dtype: str | None, seed: int) -> Callable[[Progress], LoadedModel]:
+def model_loader(
+    model: str, preset: str | None, *, dtype: str | None, weight_dtype: str = "model", seed: int
+) -> Callable[[Progress], LoadedModel]:
     """What gives the model to measure: of a preset, random weights of that seed; else as `load_model`."""
 
     def load(progress: Progress) -> LoadedModel:
         if preset is not None:
             return random_model(preset, dtype=dtype, seed=seed)
-        return load_model(model, dtype=dtype, progress=progress)
+        return load_model(model, dtype=dtype, weight_dtype=weight_dtype, progress=progress)
 
     return load
 
@@ -172,7 +174,13 @@ def main(_: Sequence[str]) -> None:
     report = run_suite(
         suite,
         config,
-        load=model_loader(FLAGS.model, FLAGS.model_preset, dtype=FLAGS.dtype, seed=FLAGS.seed or 0),
+        load=model_loader(
+            FLAGS.model,
+            FLAGS.model_preset,
+            dtype=FLAGS.dtype,
+            weight_dtype=FLAGS.weight_dtype or "model",
+            seed=FLAGS.seed or 0,
+        ),
         command=command_line("bench"),
         peer_name=FLAGS.peer,
         recorder=recorder,

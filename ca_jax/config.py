@@ -119,8 +119,7 @@ class EngineConfig:
     loaded. With `kv_rest_dtype="int8"` none are kept, since what is loaded is rounded."""
     max_tpot_ms: float | None = None
     """Most milliseconds between two tokens of a decoding job for the sake of others' prefill: passes are shortened to
-    what measured rates say fits. None: prompts of more than `max_num_batched_tokens` make them wait twice as long as
-    they otherwise do; shorter ones are done in one pass."""
+    what measured rates say fits. None: passes of `max_num_batched_tokens`."""
     read_buffer: int | str = "auto"
     """Layers of a history that are loaded ahead of the one that computes, from before its job begins: a number, `all`,
     `auto` (where `read_buffer_gib` is set the paper's `S_buf` from measured rates, else all), or `off` (first all are

@@ -45,6 +45,8 @@ class LoadedModel(Checkpoint):
     """The linen module."""
     load_s: float = 0.0
     """Seconds it took to load."""
+    weight_dtype: str = "model"
+    """What its weights were rounded to, as `load_model` says."""
     sharding: ModelSharding | None = None
     """Of the parameters; None: they are on one device."""
 
@@ -146,7 +148,13 @@ def load_model(
         known_by = hashlib.sha256(f"{checkpoint.fingerprint} {weight_dtype}".encode()).hexdigest()
         checkpoint = dataclasses.replace(checkpoint, fingerprint=known_by)
     load_s = time.perf_counter() - started_s
-    return LoadedModel(**vars(checkpoint), model=Transformer(checkpoint.config), load_s=load_s, sharding=sharding)
+    return LoadedModel(
+        **vars(checkpoint),
+        model=Transformer(checkpoint.config),
+        load_s=load_s,
+        sharding=sharding,
+        weight_dtype=weight_dtype,
+    )
 
 
 def random_model(preset: str, *, dtype: str | None = None, seed: int = 0, layout: Layout | None = None) -> LoadedModel:

@@ -14,8 +14,6 @@ from pathlib import Path
 import pytest
 
 from ca_jax.engine import Engine
-from ca_jax.kv.costs import RateMeter
-from ca_jax.serving.batch import Batch
 from ca_jax.session import Answer, Session
 from ca_jax.storage.config import GIB, StoreConfig
 from tests import engine_kit as kit
@@ -132,34 +130,3 @@ def test_any_conversations_in_any_order_answer_as_one_at_a_time(seed, tmp_path):
         if engine.config.overflow.method == "tt":  # What else is left of a cut may waste a block of the store.
             overlap_kit.assert_nothing_is_held(engine)
         assert (engine.metrics.failed_loads, engine.metrics.failed_saves) == (0, 0)
-
-
-@pytest.mark.parametrize(("num_tokens", "passes"), [(60, [60]), (90, [15] * 6)])
-def test_passes_of_a_long_prompt_take_as_long_as_a_decode_step_while_others_decode(monkeypatch, num_tokens, passes):
-    """A prompt of one pass is done in it. Of passes that are compiled one of 16 tokens is the longest for 20 ms."""
-    monkeypatch.setattr(RateMeter, "rates", overlap_kit.rates_of(load_token_s=1e-3, token_s=1e-3))
-    monkeypatch.setattr(Batch, "_decode_s", property(lambda self: 0.02, lambda self, value: None), raising=False)
-    with kit.small_engine() as engine:
-        found, run = [], engine._runner.run_pass
-        monkeypatch.setattr(
-            engine._runner, "run_pass", lambda parts, jobs: (found.append(parts[0].num_tokens), run(parts, jobs))[1]
-        )
-        decoding = engine.session().send_ids(kit.prompt(8), max_tokens=60)
-        next(decoding)
-        found.clear()
-        ids = kit.prompt(num_tokens, seed=1)
-        assert kit.say(engine.session(), ids, 4) == kit.greedy_answer(ids, 4)
-        assert found == passes
-        assert len(decoding.job.output_ids) > len(passes), "they go on meanwhile"
-        decoding.close()
-
-
-def test_a_long_prompt_alone_takes_whole_passes(monkeypatch):
-    monkeypatch.setattr(RateMeter, "rates", overlap_kit.rates_of(load_token_s=1e-3, token_s=1e-3))
-    with kit.small_engine() as engine:
-        found, run = [], engine._runner.run_pass
-        monkeypatch.setattr(
-            engine._runner, "run_pass", lambda parts, jobs: (found.append(parts[0].num_tokens), run(parts, jobs))[1]
-        )
-        kit.say(engine.session(), kit.prompt(90), 4)
-        assert found == [64, 26]

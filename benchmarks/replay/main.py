@@ -344,9 +344,10 @@ def main(_: Sequence[str]) -> None:
     if plot_out is not None:
         require_matplotlib()
     enable_compile_cache(config.engine.compile_cache_dir)
+    kinds = {name: getattr(config.engine, name) for name in ("dtype", "weight_dtype")}
     run(
         config,
-        lambda progress: load_model(FLAGS.model, dtype=config.engine.dtype, progress=progress),
+        lambda progress: load_model(FLAGS.model, **kinds, progress=progress),
         console,
         command=command_line("replay"),
         json_out=json_out,

@@ -372,10 +372,9 @@ class Batch:
     def _pass_tokens(self, prefill: Prefill, num_jobs: int) -> int:
         """How many tokens of prompts the next pass takes: fewer where jobs that decode would wait too long for it."""
         most, rates = self._runner.chunk_tokens - num_jobs, self._kv.meter.rates
-        shares = self._decode_s > 0 and len(prefill.tokens) > self._runner.chunk_tokens
-        if num_jobs and (shares or self._max_tpot_ms is not None):
-            if rates is not None:  # Where nobody says how long that is: twice as long as they otherwise do.
-                budget_s = self._decode_s if self._max_tpot_ms is None else self._max_tpot_ms / 1e3 - self._decode_s
+        if num_jobs and self._max_tpot_ms is not None:
+            if rates is not None:
+                budget_s = self._max_tpot_ms / 1e3 - self._decode_s
                 sizes = [size - num_jobs for size in self._runner.token_buckets if size > num_jobs]
                 most = costs.largest_pass(rates, prefill.start, sizes, budget_s)
             [most] = least(self._processes, "tokens of a pass", [most])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import ca_jax
+from benchmarks.main import model_loader
 from ca_jax.models import cpu_kernels
 from ca_jax.models.checkpoint import load_checkpoint
 from ca_jax.models.weights import parameter_slots
@@ -58,9 +59,21 @@ def test_decoding_reads_eight_bits_and_says_what_plain_arithmetic_does(tmp_path)
     packed = cpu_kernels.pack_params(config, model.params["params"])
     sizes = {leaf.nbytes for leaf in jax.tree.leaves(packed["layer_0"]["mlp"]["down"])}
     assert sizes == {96 * 64 // 512 * cpu_kernels.KINDS["q8"]}
-    with kit.small_engine(model) as engine:
+    with kit.small_engine(model, weight_dtype="int8") as engine:
         ids = kit.prompt(20)
         assert kit.say(engine.session(), ids) == kit.greedy_answer(ids, 12, model)
+
+
+def test_benchmarks_load_what_their_flag_says(tmp_path):
+    config = tiny.tiny_config()
+    tiny.write_tiny_hf(tmp_path, config, tiny.tiny_params(config))
+    loaded = model_loader(str(tmp_path), None, dtype="float32", weight_dtype="int8", seed=0)(lambda *_: None)
+    assert loaded.fingerprint == ca_jax.load_model(str(tmp_path), dtype="float32", weight_dtype="int8").fingerprint
+
+
+def test_an_engine_that_wants_them_takes_no_others():
+    with pytest.raises(ValueError, match="weight_dtype of a loaded model must be int8, as the engine's, got 'model'"):
+        kit.small_engine(kit.tiny_model(), weight_dtype="int8")
 
 
 def test_int8_goes_with_float32(tmp_path):
