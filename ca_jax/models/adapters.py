@@ -30,7 +30,7 @@ import safetensors
 from ca_jax.errors import AdapterError, UnsupportedArchitectureError
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.families import FAMILIES
-from ca_jax.models.huggingface import read_plain_tensors
+from ca_jax.models.huggingface import read_json, read_plain_tensors
 from ca_jax.models.sharding import Axes
 from ca_jax.models.weights import Slot, parameter_slots
 
@@ -172,12 +172,7 @@ def read_adapter(path: str | Path, name: str, config: ModelConfig) -> Adapter:
 
 def _described(path: Path) -> dict[str, Any]:
     """What an adapter's config says, once it says nothing that is not served."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise AdapterError(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise AdapterError(f"{path}: contents must be a JSON object, got {type(found).__name__}")
+    found = read_json(path, error=AdapterError)
     for field, value in {"peft_type": None, **found}.items():
         wanted = _SERVED.get(field, _NOTHING)
         if field not in (*_READ, *_UNREAD) and value not in wanted:

@@ -19,6 +19,7 @@ import safetensors
 import tokenizers
 
 from ca_jax.errors import (
+    CaJaxError,
     CheckpointError,
     UnknownModelError,
     UnsupportedArchitectureError,
@@ -50,7 +51,7 @@ def open_directory(directory: Path, name: str) -> weights.Source:
 
     The model is to be called `name`. Raises what `load_checkpoint` does.
     """
-    described = _read_json(directory / "config.json")
+    described = read_json(directory / "config.json")
     try:
         config = config_from_hf(described)
     except (UnsupportedArchitectureError, UnsupportedQuantizationError, CheckpointError) as error:
@@ -108,7 +109,7 @@ def weight_files(directory: Path) -> list[Path]:
     """
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     if index.exists():
-        files = sorted({directory / shard for shard in _read_json(index).get("weight_map", {}).values()})
+        files = sorted({directory / shard for shard in read_json(index).get("weight_map", {}).values()})
     else:
         files = [single]
     missing = [path.name for path in files if not path.is_file()]
@@ -218,7 +219,7 @@ def _load_tokenizer(directory: Path, described: Mapping[str, Any]) -> Tokenizer 
     if not path.exists():
         return None
     backend = read_backend(path)
-    options = _read_json(directory / "tokenizer_config.json", optional=True)
+    options = read_json(directory / "tokenizer_config.json", optional=True)
     bos, eos = (_special_token(backend, options, described, role) for role in ("bos", "eos"))
     bos_id, eos_id = (None if text is None else backend.token_to_id(text) for text in (bos, eos))
     adds_bos = options.get("add_bos_token")
@@ -255,7 +256,7 @@ def _chat_template_source(directory: Path, options: Mapping[str, Any]) -> str | 
 
 def _stop_token_ids(directory: Path, described: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[int, ...]:
     ids: list[int | None] = []
-    for options in (_read_json(directory / "generation_config.json", optional=True), described):
+    for options in (read_json(directory / "generation_config.json", optional=True), described):
         found = options.get("eos_token_id")
         ids += found if isinstance(found, list) else [found]
     if tokenizer is not None:
@@ -263,15 +264,16 @@ def _stop_token_ids(directory: Path, described: Mapping[str, Any], tokenizer: To
     return tuple(sorted({i for i in ids if i is not None}))
 
 
-def _read_json(path: Path, optional: bool = False) -> dict[str, Any]:
+def read_json(path: Path, optional: bool = False, error: type[CaJaxError] = CheckpointError) -> dict[str, Any]:
+    """The object that a file of JSON holds; an `optional` one that is not there is empty. Raises such an error."""
     if optional and not path.exists():
         return {}
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from error
+    except (OSError, ValueError) as found:
+        raise error(f"{path}: cannot be read as JSON: {found}") from found
     if not isinstance(contents, dict):
-        raise CheckpointError(f"{path}: contents must be a JSON object, got {type(contents).__name__}")
+        raise error(f"{path}: contents must be a JSON object, got {type(contents).__name__}")
     return contents
 
 
@@ -294,7 +296,7 @@ def snapshot(repo_id: str) -> Path:
         pass  # Not in the cache, or not all of it.
     try:
         # Metadata first: a model that is not served is refused before its weights are fetched.
-        config_from_hf(_read_json(Path(download(allow_patterns=_HUB_METADATA)) / "config.json"))
+        config_from_hf(read_json(Path(download(allow_patterns=_HUB_METADATA)) / "config.json"))
         return Path(download(allow_patterns=everything))
     except (CheckpointError, UnsupportedArchitectureError, UnsupportedQuantizationError) as error:
         raise type(error)(f"{repo_id}: {error}") from error
