@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pytest
 
+from ca_jax.config import BlendConfig
 from tests import engine_kit as kit
 from tests import families_kit
 from tests import overflow_kit as ok
@@ -76,3 +77,17 @@ def test_three_turns_and_an_overflow(name):
                 assert both.session.token_ids == prompt_ids + pair.their_answer(prompt_ids, max_tokens)
         assert both.session.num_dropped == 3 * WINDOW // 4, "before the last two prompts, and in the last answer"
         both.expect_stored_kv()
+
+
+BLENDED = ("deepseek_v3", "gemma3_scaled_rope", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[11:]))
+
+
+@pytest.mark.parametrize("name", BLENDED)
+def test_chunks_that_are_blended_and_computed_anew_whole_answer_as_without_a_store(name):
+    pair = families_kit.pair(name)
+    with kit.small_engine(pair.model, context_window=WINDOW, blend=BlendConfig(recompute_ratio=1.0)) as engine:
+        session, chunks = engine.session(), [families_kit.prompt(40, seed=1), families_kit.prompt(33, seed=2)]
+        kit.drain(session.send_ids(families_kit.prompt(9, seed=3), context=chunks, max_tokens=6))
+        prompt, answer = session.token_ids[:-6], session.token_ids[-6:]
+        assert session.usage.recompute_ratio == 1.0
+        assert answer == pair.their_answer(prompt, 6)

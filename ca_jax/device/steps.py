@@ -45,7 +45,7 @@ KV_HEADS: Axes = (None, None, "kv_heads", None)
 ROWS: Axes = ("batch",)
 """Of what has a row for each job, or a part for each part of them."""
 HEADS: Axes = ("heads",)
-"""Of what has a number for each query head."""
+"""Of arrays with one number for each query head."""
 TOKEN_HEADS: Axes = ("batch", None, "heads", None)
 """Of queries `[D, T, N, H]`."""
 TOKEN_KV: Axes = ("batch", None, "kv_heads", None)

@@ -95,7 +95,7 @@ class Place:
     @property
     def num_input_axes(self) -> int:
         """How many of the matrix's axes are inputs."""
-        return 2 if self.slot.key == "attn.wo" else 1
+        return self.slot.num_inputs or 0
 
     def arrays(self, num_slots: int, rank: int) -> tuple[tuple[tuple[int, ...], Axes], tuple[tuple[int, ...], Axes]]:
         """Shape and names of axes of A and of B."""

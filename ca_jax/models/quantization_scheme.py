@@ -61,7 +61,7 @@ def _check(found: Mapping[str, Any], key: str, holds: bool, wanted: str, value: 
 
 
 def _require(found: Mapping[str, Any], **wanted: tuple[Any, ...]) -> None:
-    """Refuses a config with an entry that is none of those wanted; a missing entry is the first of them."""
+    """Refuses a config in which an entry has an unwanted value. An entry that is missing has the first wanted one."""
     for key, values in wanted.items():
         value = found.get(key, values[0])
         value = value.lower() if isinstance(value, str) else value

@@ -77,7 +77,7 @@ class EngineCore:
         self.metrics = EngineMetrics(model_load_s=model.load_s)
         _check_alike(model, config, processes)
         wanted, found = config.weight_dtype, model.weight_dtype
-        check(wanted in ("model", found), "weight_dtype of a loaded model", f"{wanted}, as the engine's", found)
+        check(wanted in ("model", found), "weight_dtype of the loaded model", f"{wanted}, as the config says", found)
         self.window = window = config.context_window or min(model.config.steady_positions, DEFAULT_WINDOW_TOKENS)
         most, num_layers, check_layers = model.config.max_positions, model.config.num_layers, config.blend.check_layers
         check(window <= most, "context_window", f"at most the model's {most} tokens", window)

@@ -174,7 +174,7 @@ class Owner:
     """How long it lives after its last use, seconds; None: as the config says."""
     variant: str = ""
     """Fingerprint, 64 hex digits, of what its KV is computed with besides the weights that the store is of: an adapter.
-    Empty: of nothing. KV of two variants is never shared, whoever pays for it."""
+    Empty: there is none. KV of two variants is never shared, not even within a tenant."""
 
     def __post_init__(self) -> None:
         check_ttl(self.ttl_s)

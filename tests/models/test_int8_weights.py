@@ -72,7 +72,9 @@ def test_benchmarks_load_what_their_flag_says(tmp_path):
 
 
 def test_an_engine_that_wants_them_takes_no_others():
-    with pytest.raises(ValueError, match="weight_dtype of a loaded model must be int8, as the engine's, got 'model'"):
+    with pytest.raises(
+        ValueError, match="weight_dtype of the loaded model must be int8, as the config says, got 'model'"
+    ):
         kit.small_engine(kit.tiny_model(), weight_dtype="int8")
 
 

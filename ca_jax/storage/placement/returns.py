@@ -139,6 +139,7 @@ class _Turn:
 
     @property
     def group(self) -> int:
+        """Of sessions with as many turns, the longest ones together."""
         return min(self.number, NUM_GROUPS) - 1
 
 
