@@ -22,8 +22,8 @@ from pathlib import Path
 from benchmarks.harness import BenchError
 from ca_jax.models.checkpoint import PRESETS
 
-PACKAGES = {"ca_jax": "ca_jax", "llama.cpp": "xllamacpp", "vllm": "vllm"}
-"""The servers that there are, and the package that each is started from."""
+PACKAGES = {"ca_jax": ("ca_jax",), "llama.cpp": ("xllamacpp",), "vllm": ("vllm",), "transformers": ("torch", "openai")}
+"""The servers that there are, and the packages without which each cannot be started."""
 
 _READY_S = 600.0  # Model load and warm-up.
 _STOP_S = 30.0
@@ -59,8 +59,13 @@ class Sizes:
 
 
 def is_installed(system: str) -> bool:
-    """Whether the package of a server is there."""
-    return importlib.util.find_spec(PACKAGES[system]) is not None
+    """Whether what a server is started from is there."""
+    return all(importlib.util.find_spec(package) for package in PACKAGES[system])
+
+
+def named(system: str, model: str) -> str:
+    """What a server wants to read as a request's model."""
+    return _of_transformers(model_file(model)) if system == "transformers" else model
 
 
 @contextlib.contextmanager
@@ -147,9 +152,17 @@ def _command(system: str, model: str, sizes: Sizes, port: int) -> list[str]:
     if system == "llama.cpp":
         numbers = map(str, (port, sizes.slots, sizes.context_window, sizes.threads))
         return [sys.executable, "-c", _LLAMA_CPP, str(path), *numbers]
+    if system == "transformers":
+        flags = (_of_transformers(path), "--continuous-batching", "--device=cpu", "--dtype=float32")
+        return [sys.executable, "-m", "transformers.cli.transformers", "serve", *flags, f"--port={port}"]
     limits = (f"--max-num-seqs={sizes.slots}", f"--max-model-len={sizes.context_window}", "--enable-prefix-caching")
     address = ("--host=127.0.0.1", f"--port={port}", f"--served-model-name={model}")
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={path}", *address, *limits]
+
+
+def _of_transformers(path: Path) -> str:
+    """A model as `transformers serve` names it: a GGUF file is one of its folder's."""
+    return f"{path.parent}:{path.name}" if path.is_file() else str(path)
 
 
 def _becomes_ready(process: subprocess.Popen[bytes], url: str) -> bool:
