@@ -29,7 +29,7 @@ import numpy as np
 
 from benchmarks import conversations, harness
 from benchmarks.harness import BenchError, Config, Row, Run, Sample
-from benchmarks.servers import PACKAGES, Sizes, is_installed, named
+from benchmarks.servers import PACKAGES, Sizes, is_installed
 from benchmarks.servers import serving as served
 from ca_jax.launch.flags import DEFAULT_MODEL
 from ca_jax.simulate.traces.sharegpt import load_sharegpt
@@ -224,7 +224,7 @@ class _Load:
 
     def _send(self, number: int, messages: Sequence[dict[str, str]]) -> tuple[_Turn, str]:
         body = {
-            "model": named(self.system, self.config.model),
+            "model": self.config.model,
             "messages": messages,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -233,6 +233,7 @@ class _Load:
         }
         # All servers do the same work: no answer ends before it is as long as asked for.
         if self.system == "transformers":
+            del body["model"]  # It serves one, and knows that by the path.
             body["generation_config"] = json.dumps({"eos_token_id": None, "do_sample": False})
         else:
             body["ignore_eos"] = True

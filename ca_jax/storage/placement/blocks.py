@@ -107,7 +107,7 @@ class ChargedBlocks:
         charged = np.bincount(of_block[holders > 0], minlength=len(tables))
         for (tenant, _), num_blocks in zip(tables, charged.tolist(), strict=True):
             self._charge(tenant, num_blocks)
-        self.num_free -= np.count_nonzero(holders)
+        self.num_free -= int(np.count_nonzero(holders))
         self._first_unused = len(holders)
         self._returned = np.flatnonzero(holders == 0).tolist()  # Ascending, and so a heap.
 
