@@ -20,18 +20,18 @@ import numpy as np
 import numpy.typing as npt
 
 from ca_jax import backend
-from ca_jax.device import steps
+from ca_jax.device import state_steps, steps
 from ca_jax.device.adapters import AdapterSizes, AdapterSlots
 from ca_jax.device.buckets import batch_buckets, history_buckets, pad_to, token_buckets
 from ca_jax.device.pages import PagePool, PoolSize
-from ca_jax.device.passes import Decoded, Passed, PassPart, Prefill, Received
+from ca_jax.device.passes import Decoded, Flight, Passed, PassPart, Prefill, Received, Step
 from ca_jax.device.sampler import Draw, Sampler
+from ca_jax.device.states import StatePool
 from ca_jax.device.transfer import params_to_device, to_device, to_host
 from ca_jax.models.adapters import Adapter
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.cpu_kernels import pack_params
 from ca_jax.models.kv import SCALE_BYTES
-from ca_jax.models.paged_attention import Rows
 from ca_jax.models.sharding import ModelSharding, bytes_per_device, replicated
 from ca_jax.session import Job
 from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
@@ -55,43 +55,6 @@ class RunnerSizes:
     """Whether KV is kept in int8."""
     adapters: AdapterSizes = dataclasses.field(default_factory=AdapterSizes)
     """Room for adapters."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Flight:
-    """A decode step that has been dispatched."""
-
-    batch: tuple[tuple[int, int, int], ...]  # Slot, job, and tokens before the one that is computed.
-    slots: list[int | None]  # By row.
-    lengths: np.ndarray
-    num_gone: np.ndarray
-    found: tuple[jax.Array, jax.Array]  # Logits, and the likeliest tokens.
-    draw: Draw | None  # None: it depends on the last step's tokens.
-    kv: jax.Array
-    received: jax.Array | None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """How the tokens of a step lie on the device."""
-
-    rows: Rows
-    slots: list[int | None]  # By row.
-    tokens: np.ndarray  # i32 [D, T'].
-    num_tokens: int  # T, of each part.
-    part: dict[int, int]  # By slot, which part it is in.
-    first: dict[int, int]  # By slot, the first of its tokens there.
-    last: dict[int, int]  # The last.
-    adapters: jax.Array | None  # Slots of adapters, i32 [D, T'].
-
-    def behind(self, count: int, num_tokens: int) -> _Step:
-        """The same with so many others before a part's tokens, of so many in all."""
-        first, last = ({slot: at + count for slot, at in each.items()} for each in (self.first, self.last))
-        return dataclasses.replace(self, num_tokens=num_tokens, first=first, last=last)
-
-    def kv_row(self, slot: int) -> int:
-        """Which of all tokens, as their KV is handed out, is a slot's first."""
-        return self.part[slot] * self.num_tokens + self.first[slot]
 
 
 class Runner:
@@ -150,13 +113,18 @@ class Runner:
         """A layer of each kind."""
         self.pool = PagePool(config, self.dtype, sizes.pool, sharding)
         """The pages of all contexts."""
+        self.states = StatePool(config, self.dtype, self._num_slots)
+        """Where rows stand in layers that keep states."""
+        self._place = {layer: at for at, layer in enumerate(config.kv_layers)}  # Of a layer in pages and in the store.
+        recurrent = () if config.recurrence is None else config.recurrence.layers
+        self._state_place = {layer: at for at, layer in enumerate(recurrent)}
         num_places = max(self.history_buckets[-1], sizes.pool.most_pages * sizes.pool.page_tokens)
         self.read_tokens = min(_READ_TOKENS, self.pool.size.most_pages * self.pool.size.page_tokens)
         """KV of so many tokens is read from pages at a time."""
         self.tables = steps.rotation_tables(config, num_places, self.window, sharding)
         """Rotations of all places, of each of `config.ropes`."""
         self.sampler = Sampler(self._num_slots, config.vocab_size, sharding)
-        self._ahead: _Flight | None = None  # A step that was dispatched before it was asked for.
+        self._ahead: Flight | None = None  # A step that was dispatched before it was asked for.
 
     def put_adapter(self, slot: int, adapter: Adapter | None) -> None:
         """Has a slot hold an adapter, or none, from the next step on. Steps that were dispatched are not changed."""
@@ -217,8 +185,12 @@ class Runner:
         received: list[jax.Array] = []
         for i in range(self.config.num_layers):
             with self._timeline.annotate("engine", f"dispatch {i}", layer=i):
+                if i in self._state_place:
+                    [x] = self._layer(i, x, step)
+                    continue
+                at = self._place[i]
                 for part in parts:
-                    self._bring(part, i)
+                    self._bring(part, at)
                 if not jobs and all(part.error is not None for part in parts):
                     break
                 if joined is not None:
@@ -228,10 +200,11 @@ class Runner:
                     decoded.append(first)
                     received += seen
                 for part in parts:
-                    part.take(i, kv, step.kv_row(part.prefill.slot))
+                    part.take(at, kv, step.kv_row(part.prefill.slot))
+        self.states.stands({slot: start + len(new) for slot, (start, new) in spans.items()})
         return self._passed(parts, jobs, step, x, decoded, received)
 
-    def _laid_out(self, spans: Mapping[int, tuple[int, Sequence[int]]]) -> _Step:
+    def _laid_out(self, spans: Mapping[int, tuple[int, Sequence[int]]]) -> Step:
         """How a step lies: by slot the place of the first token, and the tokens."""
         slots = self._placed(spans, self._num_slots // self._num_parts)
         tokens = np.zeros((self._num_parts, self.step_tokens), np.int32)
@@ -247,7 +220,7 @@ class Runner:
         of_part = {slot: self.pool.size.part_of(slot) for slot in spans}
         at = {slot: (of_part[slot], first[slot], len(new)) for slot, (_, new) in spans.items()}
         adapters = None if self.adapters.are_off else self.to_device(self.adapters.of_tokens(tokens.shape, at))
-        return _Step(rows, slots, tokens, num_tokens, of_part, first, last, adapters)
+        return Step(rows, slots, tokens, num_tokens, of_part, first, last, adapters, self.states.cells(slots))
 
     def _bring(self, part: PassPart, layer: int) -> None:
         """Puts a layer of a part's history into its pages."""
@@ -261,14 +234,23 @@ class Runner:
         except Exception as error:
             part.error = error
 
-    def _layer(self, layer: int, x: jax.Array, step: _Step) -> list[jax.Array]:
-        """Dispatches a layer of a pass: `x`, new KV, that of first tokens and, if it is measured, what was received."""
+    def _layer(self, layer: int, x: jax.Array, step: Step) -> list[jax.Array]:
+        """Dispatches a layer of a pass: `x`, new KV, that of first tokens and, if it is measured, what was received.
+
+        Of one that keeps states `x` alone.
+        """
         kind = self.config.kind_of(layer)
-        x, kv, first, self.pool.buffers[layer], *received = steps.layer_step(
+        if kind.is_recurrent:
+            at = self._state_place[layer]
+            of_layer = self.layers[layer], x, self.states.buffers[at], step.cells, step.rows, step.num_tokens, kind
+            x, self.states.buffers[at] = state_steps.layer_step(self.config, *of_layer)
+            return [x]
+        at = self._place[layer]
+        x, kv, first, self.pool.buffers[at], *received = steps.layer_step(
             self.config,
             self.layers[layer],
             x,
-            self.pool.buffers[layer],
+            self.pool.buffers[at],
             step.rows,
             self.tables[kind.rope],
             step.num_tokens,
@@ -285,7 +267,7 @@ class Runner:
         self,
         parts: Sequence[PassPart],
         jobs: Sequence[Job],
-        step: _Step,
+        step: Step,
         x: jax.Array,
         decoded: list[jax.Array],
         received: list[jax.Array],
@@ -344,6 +326,7 @@ class Runner:
             lengths = np.fromiter((0 if job is None else job.num_tokens - 1 for job in running), np.int32)
             num_gone = np.fromiter((0 if job is None else job.num_gone for job in running), np.int32)
             flight = self._dispatch(batch, slots, self.to_device(tokens), lengths, num_gone)
+        self.states.stands({slot: length + 1 for slot, _, length in batch})
         draw = flight.draw or self._draw(flight.found, flight.slots, flight.lengths + flight.num_gone + 1)
         if run_ahead:
             ahead = tuple((slot, job_id, length + 1) for slot, job_id, length in batch)
@@ -360,8 +343,9 @@ class Runner:
         return self._ahead is not None and self._ahead.batch == _batch_of(jobs)
 
     def remake_if_broken(self) -> bool:
-        """Makes anew, empty, what a call that broke has taken of pages or sampler; whether one had."""
-        return self.pool.remake_if_broken() | self.sampler.forget_if_broken()
+        """Makes anew, empty, what a call that broke has taken of pages, states or sampler; whether one had."""
+        is_broken = self.pool.remake_if_broken() | self.states.remake_if_broken()
+        return is_broken | self.sampler.forget_if_broken()
 
     def _dispatch(
         self,
@@ -372,27 +356,33 @@ class Runner:
         num_gone: np.ndarray,
         *,
         draws: bool = True,
-    ) -> _Flight:
+    ) -> Flight:
         spans: list[tuple[int, int, int] | None] = []
         for slot, length in zip(slots, map(int, lengths), strict=True):
             if slot is not None:
                 self.pool.make_room(slot, length + 1, length)
             spans.append(None if slot is None else (slot, length, 1))
-        logits, likeliest, kv, self.pool.buffers, received = steps.decode(
-            self.config,
-            self.params,
-            self.pool.buffers,
-            tokens,
-            self.pool.rows(spans, len(spans) // self._num_parts),
-            self.tables,
-            with_attention=self.with_attention,
-            packs=self.packs_kv,
-            sharding=self.sharding,
-            adapters=None if self.adapters.are_off else self.to_device(self.adapters.of_rows(slots)),
-        )
+        rows, received = self.pool.rows(spans, len(spans) // self._num_parts), None
+        if self.states.are_none:
+            logits, likeliest, kv, self.pool.buffers, received = steps.decode(
+                self.config,
+                self.params,
+                self.pool.buffers,
+                tokens,
+                rows,
+                self.tables,
+                with_attention=self.with_attention,
+                packs=self.packs_kv,
+                sharding=self.sharding,
+                adapters=None if self.adapters.are_off else self.to_device(self.adapters.of_rows(slots)),
+            )
+        else:
+            cells, packs = self.states.cells(slots), self.packs_kv
+            given = self.config, self.params, self.pool.buffers, self.states.buffers, cells, tokens, rows, self.tables
+            logits, likeliest, kv, self.pool.buffers, self.states.buffers = state_steps.decode(*given, packs=packs)
         found = logits, likeliest
         draw = self._draw(found, slots, lengths + num_gone + 1) if draws else None
-        return _Flight(batch, slots, lengths, num_gone, found, draw, kv, received)
+        return Flight(batch, slots, lengths, num_gone, found, draw, kv, received)
 
     def _draw(self, found: tuple[jax.Array, jax.Array], slots: Sequence[int | None], places: npt.ArrayLike) -> Draw:
         """By how many tokens there were: the same number must not come again when some have left."""
@@ -445,12 +435,12 @@ class Runner:
         self.pool.end(0)
         return samples
 
-    def _timed(self, step: _Step) -> float:
+    def _timed(self, step: Step) -> float:
         """Seconds of all layers and the head, from one layer of each kind."""
         kinds = [self.config.kind_of(layer) for layer in range(self.config.num_layers)]
         seconds, x = 0.0, self.embed(step.tokens)
         for layer in self.kinds:
-            jax.block_until_ready((x, self.pool.buffers[layer]))
+            jax.block_until_ready((x, self.pool.buffers, self.states.buffers))
             started_s = time.perf_counter()
             x, *_ = self._layer(layer, x, step)
             x.block_until_ready()
@@ -473,7 +463,7 @@ class Runner:
         size = self.read_tokens
         row = self.pool.size.part_of(slot) * size
         for start in range(0, num_tokens, size):
-            layers = [self.pool.read(slot, i, start, size, packs=self.packs_kv) for i in range(self.config.num_layers)]
+            layers = [self.pool.read(slot, i, start, size, packs=self.packs_kv) for i in range(len(self.pool.buffers))]
             yield slice(start, min(start + size, num_tokens)), row, layers
 
     def loaded_shape(self, num_tokens: int) -> jax.ShapeDtypeStruct:
