@@ -130,8 +130,8 @@ class _Run:
         if session is None:
             return
         answer = session.send_ids(self.prompt(), max_tokens=20)
-        for _ in range(int(self.rng.integers(0, 4))):
-            next(answer, None)
+        for _ in range(int(self.rng.integers(0, 8))):
+            self.engine.step()
         answer.close()
 
     def forget_kv(self) -> None:

@@ -46,7 +46,7 @@ class StatePool:
         return bytes_per_device(self.buffers)
 
     def cells(self, rows: Sequence[int | None]) -> Cells | None:
-        """Where the rows of a step stand, and where they will; of rows None is padding. None: no layer keeps a state."""
+        """Where rows of a step, or padding, stand, and where they will; None: no layer keeps a state."""
         if self.are_none:
             return None
         read = [0 if row is None else self._cell(row) for row in rows]

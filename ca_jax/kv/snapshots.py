@@ -125,7 +125,7 @@ class StatePart(Part):
         staged = Staged(self.form)
         for array, place in zip(self.arrays, staged.arrays, strict=True):
             np.copyto(place, host_view(array))
-        return all([ticket.write(layer, rows) for layer, rows in enumerate(staged.rows)])
+        return all(ticket.write(layer, rows) for layer, rows in enumerate(staged.rows))
 
 
 class Snapshot:
@@ -144,14 +144,20 @@ class Snapshot:
         self._store, self._ticket = store, ticket
         self._staged = Staged(form)
         self._reads: list[Any] = []
+        self._failure: Exception | None = None
 
     def begin(self) -> None:
-        """Begins to copy it out of the store. Does not wait."""
-        self._reads = [self._ticket.read(layer, rows) for layer, rows in enumerate(self._staged.rows)]
+        """Begins to copy it out of the store. Does not wait; what breaks is told by `restore`."""
+        try:
+            self._reads = [self._ticket.read(layer, rows) for layer, rows in enumerate(self._staged.rows)]
+        except Exception as error:
+            self._failure = error
 
     def restore(self, states: StatePool, row: int) -> LoadError | None:
         """Has a row of the pool stand where it does; what broke, if it could not be read. Waits for the copy."""
         try:
+            if self._failure is not None:
+                raise self._failure
             for read in self._reads:
                 read.result()
         except Exception as error:

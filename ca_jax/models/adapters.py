@@ -109,7 +109,8 @@ def places_of(config: ModelConfig) -> tuple[Place, ...]:
     """The matrices of a model that adapters may add to, in the order of its parameters.
 
     Raises:
-      UnsupportedArchitectureError: the family's files hold several of them in one, or it has experts, latents or states.
+      UnsupportedArchitectureError: the family's files hold several of them in one, or it has experts, latents or
+        states.
     """
     names, found = FAMILIES[config.architecture].hf_names(config), []
     parts = {"latent attention": config.latent_dim, "experts": config.num_experts, "states": config.num_states}

@@ -73,6 +73,7 @@ class EngineCore:
     ) -> None:
         if config.special_tokens_in_content and model.tokenizer is not None:
             model = dataclasses.replace(model, tokenizer=model.tokenizer.reading_content())
+        _check_states(model, config)
         self.model = model = model.laid_out(layout_of(config))
         self.metrics = EngineMetrics(model_load_s=model.load_s)
         _check_alike(model, config, processes)
@@ -84,7 +85,6 @@ class EngineCore:
         check(
             check_layers <= num_layers, "blend check_layers", f"at most the model's {num_layers} layers", check_layers
         )
-        _check_states(model, config)
         layout, overflow, drift = kv_layout(model, config), config.overflow, None
         if overflow is not None:
             overflow.check_window(window)
