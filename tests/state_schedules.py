@@ -66,10 +66,13 @@ class _Run:
 
     def step(self) -> None:
         names = ("turns", "rewind", "fork", "restart", "give_up", "forget_kv", "close", "settle")
-        name = self.rng.choice(names, p=[0.5, 0.12, 0.08, 0.1, 0.06, 0.03, 0.03, 0.08])
+        name = self.rng.choice(names, p=[0.46, 0.13, 0.08, 0.08, 0.13, 0.03, 0.03, 0.06])
         getattr(self, name)()
 
-    def prompt(self, most: int = 40) -> list[int]:
+    def prompt(self) -> list[int]:
+        most = (
+            3 if self.rng.random() < 0.4 else 40
+        )  # What a few tokens are answered with hangs most on what was before.
         return self.rng.integers(0, VOCAB_SIZE, int(self.rng.integers(1, most))).tolist()
 
     def begin(self, session_id: str | None = None) -> Session:

@@ -161,8 +161,10 @@ def test_a_snapshot_is_used_behind_its_own_tokens_alone(monkeypatch):
         assert turn(session, 4) == end - 1
 
 
-def test_what_was_said_of_an_answer_that_is_given_up_is_a_turns_end():
-    model = model_of("qwen3_next")
+@pytest.mark.parametrize("name", FAMILIES[:2])
+def test_what_was_said_of_an_answer_that_is_given_up_is_a_turns_end(name):
+    """A step that was dispatched ahead is thrown away: what is kept is behind the answer's last token but one."""
+    model = model_of(name)
     with engine_of(model) as engine:
         session = engine.session()
         turn(session, 20)
@@ -171,7 +173,25 @@ def test_what_was_said_of_an_answer_that_is_given_up_is_a_turns_end():
             engine.step()
         answer.close()
         end = len(session.token_ids)
+        engine.wait_for_saves()
+        found = kept_state(engine, session)
+        ids = np.array([session.token_ids[:-1]])
+        run = jax.jit(model.model.apply)
+        _, cache = run(model.params, ids, np.arange(end - 1)[None])
+        for part, of_part in zip(zip(*cache.states, strict=True), found, strict=True):
+            np.testing.assert_allclose(np.concatenate(part), of_part, atol=kit.ATOL, rtol=0)
         assert turn(session, 4) == end - 1
+
+
+def kept_state(engine, session) -> list[np.ndarray]:
+    """The latest snapshot of a session, `[l, *shape]` of its layers."""
+    ids = np.array(session.token_ids, np.int32)
+    snapshot = engine._kv.snapshots.open(session.key, session.conversation, ids, len(ids) - 1)
+    assert snapshot.num_tokens == len(ids) - 1
+    for read in snapshot._reads:
+        read.result()
+    snapshot.give_up()
+    return snapshot._staged.arrays
 
 
 @pytest.mark.parametrize("is_resident", [False, True])

@@ -119,9 +119,11 @@ def decode(
             at = i - len(new_kv)
             x, new_states[at] = through_layer(config, layer_params, x, new_states[at], cells, rows, kind, one_each=True)
             continue
-        at, options = len(new_kv), {"one_each": True, "with_attention": False, "sharding": None}
+        at = len(new_kv)
         of_layer = layer_params, x, new_pages[at], rows, tables[kind.rope], kind, 0
-        x, (kv, _, new_pages[at]) = steps.through_layer(config, *of_layer, **options)
+        x, (kv, _, new_pages[at]) = steps.through_layer(
+            config, *of_layer, one_each=True, with_attention=False, sharding=None
+        )
         new_kv.append(kv)
     logits = steps.logits_of(config, params, x.reshape(-1, 1, x.shape[-1]), None, steps.ROWS)
     return logits, greedy(logits), steps.stack_layers(new_kv, packs), new_pages, new_states

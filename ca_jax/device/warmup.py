@@ -116,8 +116,8 @@ def functions_of(shapes: Shapes, max_new: int) -> list[Compile]:
     def layer(layer: int, num_tokens: int) -> None:
         x, rows, kind = shapes.embedded(width), shapes.rows(num_slots, width), config.kind_of(layer)
         if kind.is_recurrent:
-            of_layer = shapes.layers[layer], x, shapes.states[0], shapes.cells(num_slots), rows, num_tokens, kind
-            shapes.compiled(state_steps.layer_step, config, *of_layer)
+            of_states = shapes.states[0], shapes.cells(num_slots)
+            shapes.compiled(state_steps.layer_step, config, shapes.layers[layer], x, *of_states, rows, num_tokens, kind)
             return
         pages = shapes.pages[config.kv_layers.index(layer)]
         of_layer = shapes.layers[layer], x, pages, rows, shapes.tables[kind.rope]

@@ -64,9 +64,9 @@ class Staged:
         layout, start = form.layout, 0
         memory = host_array((form.num_tokens * layout.token_bytes,), np.uint8)
         for layer in range(layout.num_layers):
-            shape = layout.layer_shape(layer, form.num_tokens)
-            stop = start + math.prod(shape) * layout.numpy_dtype.itemsize
-            self.rows.append(memory[start:stop].view(layout.numpy_dtype).reshape(shape))
+            of_layer = layout.layer_shape(layer, form.num_tokens)
+            stop = start + math.prod(of_layer) * layout.numpy_dtype.itemsize
+            self.rows.append(memory[start:stop].view(layout.numpy_dtype).reshape(of_layer))
             start = stop
         for start, shape, dtype in form.places():
             stop = start + math.prod(shape) * dtype.itemsize

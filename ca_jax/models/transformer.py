@@ -188,7 +188,8 @@ class Layer(nn.Module):
             return x + (out if c.residual_scale == 1 else out * jnp.asarray(c.residual_scale, out.dtype))
 
         normed = self.attn_norm(x) if c.norms_before else x
-        out, carry = (self.mixer if self.kind.is_recurrent else self.attn)(normed, attend_fn)
+        mixer: Any = self.mixer if self.kind.is_recurrent else self.attn
+        out, carry = mixer(normed, attend_fn)
         if c.norms_behind:
             out = self.attn_post_norm(out)
         summed = add(x, out)
@@ -283,7 +284,8 @@ class Transformer(nn.Module):
         if history is not None:
             history_rotations = [rotate_at(each, positions=jnp.arange(history.capacity)) for each in c.ropes]
         x = self.embed(tokens)
-        new_layers, states = [], list(self._states(history, batch_size, x.dtype))
+        new_layers: list[LayerKV] = []
+        states = list(self._states(history, batch_size, x.dtype))
         for i, layer in enumerate(self.layers):
             kind = c.kind_of(i)
             if kind.is_recurrent:

@@ -123,7 +123,8 @@ def _queries(config: ModelConfig) -> dict[str, Fused]:
 def _next_names(config: ModelConfig) -> Names:
     """Those of Qwen3-Next: what a key head's queries, keys, values and gates are made by lies together."""
     shared = {f"shared.w_{part}": f"{LAYER}mlp.shared_expert.{part}_proj.weight" for part in ("gate", "up", "down")}
-    names = {**NAMES, **shared, "shared.w_share": LAYER + "mlp.shared_expert_gate.weight", **_queries(config)}
+    names: dict[str, str | Fused] = {**NAMES, **shared, **_queries(config)}
+    names["shared.w_share"] = LAYER + "mlp.shared_expert_gate.weight"
     r = config.recurrence
     if r is None:
         return names
