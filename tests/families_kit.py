@@ -84,6 +84,13 @@ _MLA = {"kv_lora_rank": 20, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_h
 _MLA |= {"num_key_value_heads": 4}
 _MLA_YARN = _rope("yarn", **_ORIGINAL, mscale=1.0, mscale_all_dim=0.8)
 _MISTRAL4_YARN = _rope("yarn", **_ORIGINAL, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.3)
+_LFM2 = {**_LLAMA, "num_hidden_layers": 4, "block_multiple_of": 16}
+_LFM2 |= {"layer_types": ["conv", "full_attention", "conv", "conv"]}
+_DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12}
+_DELTA |= {"head_dim": 16, "num_hidden_layers": 4}
+_NEXT = {**_LLAMA, **_DELTA, **_QWEN_MOE, "shared_expert_intermediate_size": 20}
+_NEXT_MIXED = {"mlp_only_layers": [2], "linear_conv_kernel_dim": 2, "norm_topk_prob": False}
+_NEXT_MIXED |= {"layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"]}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {**_LLAMA, "num_key_value_heads": 4}),
@@ -132,6 +139,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("GptOss", {**_GPT_OSS, **_SHORT_YARN}),
     "gpt_oss_plain_rope": ("GptOss", {**_GPT_OSS, **_rope("default"), "sliding_window": 1}),
     "neox_sequential": ("GPTNeoX", {**_NEOX, **_NOT_PARALLEL, **_rope("default", partial_rotary_factor=0.5)}),
+    "lfm2": ("Lfm2", _LFM2),
+    "lfm2_biased": ("Lfm2", {**_LFM2, "conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False}),
+    "qwen3_next": ("Qwen3Next", _NEXT),
+    "qwen3_next_mixed": ("Qwen3Next", {**_NEXT, **_NEXT_MIXED}),
+    "qwen3_5": ("Qwen3_5", {**_LLAMA, **_DELTA}),
 }
 """Each architecture and each rope scaling: what `transformers` calls it, and its config."""
 
@@ -178,7 +190,7 @@ def make(name: str, directory: Path, seed: int = 0, **changes: Any) -> Any:
     config._experts_implementation = "eager"  # The other one needs sizes that are multiples of 4.
     model = of_kind(config).eval()
     generator = torch.Generator().manual_seed(seed)
-    scale = 0.0 if kind.startswith("Gemma") else 1.0  # Of norms, as files hold it.
+    scale = 0.0 if kind.startswith(("Gemma", "Qwen3Next", "Qwen3_5")) else 1.0  # Of norms, as files hold it.
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             numbers = torch.randn(parameter.shape, generator=generator)

@@ -26,7 +26,7 @@ def make_pages(
     config: ModelConfig, num_pages: int, page_tokens: int, dtype: str, sharding: ModelSharding | None = None
 ) -> list[jax.Array]:
     """Per layer `[P, 2, K, page, H]`, all zeros, in buffers of their own."""
-    shapes = map(config.kv_shape, range(config.num_layers))
+    shapes = map(config.kv_shape, config.kv_layers)
     pages = [(num_pages, parts, num_kv, page_tokens, width) for parts, num_kv, width in shapes]
     return [constrain(jnp.zeros(shape, dtype), sharding, PAGES) for shape in pages]
 

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from ca_jax.device.sampler import Draw
+from ca_jax.device.state_steps import Cells
 from ca_jax.device.transfer import to_host
 from ca_jax.models.paged_attention import Rows
 
@@ -199,6 +200,8 @@ class Step:
     """By slot, the last."""
     adapters: jax.Array | None
     """Slots of adapters, i32 `[D, T']`."""
+    cells: Cells | None
+    """Where rows stand in layers that keep states; None: there are no such layers."""
 
     def behind(self, count: int, num_tokens: int) -> Step:
         """The same with so many others before a part's tokens, of so many in all."""

@@ -20,12 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ca_jax import backend
-from ca_jax.device import steps
+from ca_jax.device import state_steps, steps
 from ca_jax.device.adapters import AdapterSizes, AdapterSlots
 from ca_jax.device.buckets import batch_buckets, history_buckets, pad_to, token_buckets
 from ca_jax.device.pages import PagePool, PoolSize
 from ca_jax.device.passes import Decoded, Flight, Passed, PassPart, Prefill, Received, Step
 from ca_jax.device.sampler import Draw, Sampler
+from ca_jax.device.states import StatePool
 from ca_jax.device.transfer import params_to_device, to_device, to_host
 from ca_jax.models.adapters import Adapter
 from ca_jax.models.config import ModelConfig
@@ -105,7 +106,8 @@ class Runner:
         self._num_parts = sizes.pool.num_parts
         is_coarse = backend.here().coarse_steps or self.window > _FINE_WINDOW
         self.token_buckets = token_buckets(sizes.chunk_tokens, coarse=is_coarse)
-        self.whole_tokens = max((size for size in self.token_buckets if size <= backend.here().whole_tokens), default=0)
+        most = 0 if config.num_states else backend.here().whole_tokens
+        self.whole_tokens = max((size for size in self.token_buckets if size <= most), default=0)
         """Most tokens of a pass that is one function."""
         self.history_buckets = history_buckets(self.window)
         self.batch_buckets = batch_buckets(self._num_slots // self._num_parts, backend.here().least_rows)
@@ -114,6 +116,11 @@ class Runner:
         """A layer of each kind."""
         self.pool = PagePool(config, self.dtype, sizes.pool, sharding)
         """The pages of all contexts."""
+        self.states = StatePool(config, self.dtype, self._num_slots)
+        """Where rows stand in layers that keep states."""
+        self._place = {layer: at for at, layer in enumerate(config.kv_layers)}  # Of a layer in pages and in the store.
+        recurrent = () if config.recurrence is None else config.recurrence.layers
+        self._state_place = {layer: at for at, layer in enumerate(recurrent)}
         num_places = max(self.history_buckets[-1], sizes.pool.most_pages * sizes.pool.page_tokens)
         self.read_tokens = min(_READ_TOKENS, self.pool.size.most_pages * self.pool.size.page_tokens)
         """KV of so many tokens is read from pages at a time."""
@@ -184,8 +191,12 @@ class Runner:
         received: list[jax.Array] = []
         for i in range(self.config.num_layers):
             with self._timeline.annotate("engine", f"dispatch {i}", layer=i):
+                if i in self._state_place:
+                    [x] = self._layer(i, x, step)
+                    continue
+                at = self._place[i]
                 for part in parts:
-                    self._bring(part, i)
+                    self._bring(part, at)
                 if not jobs and all(part.error is not None for part in parts):
                     break
                 if joined is not None:
@@ -195,7 +206,8 @@ class Runner:
                     decoded.append(first)
                     received += seen
                 for part in parts:
-                    part.take(i, kv, step.kv_row(part.prefill.slot))
+                    part.take(at, kv, step.kv_row(part.prefill.slot))
+        self.states.stands({slot: start + len(new) for slot, (start, new) in spans.items()})
         of_jobs = steps.stack_layers(decoded, self.packs_kv, self.sharding) if jobs else None
         return self._passed(parts, jobs, step, x, of_jobs, sum(received[1:], received[0]) if received else None)
 
@@ -237,7 +249,7 @@ class Runner:
         of_part = {slot: self.pool.size.part_of(slot) for slot in spans}
         at = {slot: (of_part[slot], first[slot], len(new)) for slot, (_, new) in spans.items()}
         adapters = None if self.adapters.are_off else self.to_device(self.adapters.of_tokens(tokens.shape, at))
-        return Step(rows, slots, tokens, num_tokens, of_part, first, last, adapters)
+        return Step(rows, slots, tokens, num_tokens, of_part, first, last, adapters, self.states.cells(slots))
 
     def _bring(self, part: PassPart, layer: int) -> None:
         """Puts a layer of a part's history into its pages."""
@@ -252,13 +264,22 @@ class Runner:
             part.error = error
 
     def _layer(self, layer: int, x: jax.Array, step: Step) -> list[jax.Array]:
-        """Dispatches a layer of a pass: `x`, new KV, that of first tokens and, if it is measured, what was received."""
+        """Dispatches a layer of a pass: `x`, new KV, that of first tokens and, if it is measured, what was received.
+
+        Of one that keeps states `x` alone.
+        """
         kind = self.config.kind_of(layer)
-        x, kv, first, self.pool.buffers[layer], *received = steps.layer_step(
+        if kind.is_recurrent:
+            at = self._state_place[layer]
+            of_layer = self.layers[layer], x, self.states.buffers[at], step.cells, step.rows, step.num_tokens, kind
+            x, self.states.buffers[at] = state_steps.layer_step(self.config, *of_layer)
+            return [x]
+        at = self._place[layer]
+        x, kv, first, self.pool.buffers[at], *received = steps.layer_step(
             self.config,
             self.layers[layer],
             x,
-            self.pool.buffers[layer],
+            self.pool.buffers[at],
             step.rows,
             self.tables[kind.rope],
             step.num_tokens,
@@ -332,6 +353,7 @@ class Runner:
             lengths = np.fromiter((0 if job is None else job.num_tokens - 1 for job in running), np.int32)
             num_gone = np.fromiter((0 if job is None else job.num_gone for job in running), np.int32)
             flight = self._dispatch(batch, slots, self.to_device(tokens), lengths, num_gone)
+        self.states.stands({slot: length + 1 for slot, _, length in batch})
         draw = flight.draw or self._draw(flight.found, flight.slots, flight.lengths + flight.num_gone + 1)
         if run_ahead:
             ahead = tuple((slot, job_id, length + 1) for slot, job_id, length in batch)
@@ -348,8 +370,9 @@ class Runner:
         return self._ahead is not None and self._ahead.batch == _batch_of(jobs)
 
     def remake_if_broken(self) -> bool:
-        """Makes anew, empty, what a call that broke has taken of pages or sampler; whether one had."""
-        return self.pool.remake_if_broken() | self.sampler.forget_if_broken()
+        """Makes anew, empty, what a call that broke has taken of pages, states or sampler; whether one had."""
+        is_broken = self.pool.remake_if_broken() | self.states.remake_if_broken()
+        return is_broken | self.sampler.forget_if_broken()
 
     def _dispatch(
         self,
@@ -366,18 +389,24 @@ class Runner:
             if slot is not None:
                 self.pool.make_room(slot, length + 1, length)
             spans.append(None if slot is None else (slot, length, 1))
-        logits, likeliest, kv, self.pool.buffers, received = steps.decode(
-            self.config,
-            self.params,
-            self.pool.buffers,
-            tokens,
-            self.pool.rows(spans, len(spans) // self._num_parts),
-            self.tables,
-            with_attention=self.with_attention,
-            packs=self.packs_kv,
-            sharding=self.sharding,
-            adapters=None if self.adapters.are_off else self.to_device(self.adapters.of_rows(slots)),
-        )
+        rows, received = self.pool.rows(spans, len(spans) // self._num_parts), None
+        if self.states.are_none:
+            logits, likeliest, kv, self.pool.buffers, received = steps.decode(
+                self.config,
+                self.params,
+                self.pool.buffers,
+                tokens,
+                rows,
+                self.tables,
+                with_attention=self.with_attention,
+                packs=self.packs_kv,
+                sharding=self.sharding,
+                adapters=None if self.adapters.are_off else self.to_device(self.adapters.of_rows(slots)),
+            )
+        else:
+            cells, packs = self.states.cells(slots), self.packs_kv
+            given = self.config, self.params, self.pool.buffers, self.states.buffers, cells, tokens, rows, self.tables
+            logits, likeliest, kv, self.pool.buffers, self.states.buffers = state_steps.decode(*given, packs=packs)
         found = logits, likeliest
         draw = self._draw(found, slots, lengths + num_gone + 1) if draws else None
         return Flight(batch, slots, lengths, num_gone, found, draw, kv, received)
@@ -438,7 +467,7 @@ class Runner:
         kinds = [self.config.kind_of(layer) for layer in range(self.config.num_layers)]
         seconds, x = 0.0, self.embed(step.tokens)
         for layer in self.kinds:
-            jax.block_until_ready((x, self.pool.buffers[layer]))
+            jax.block_until_ready((x, self.pool.buffers, self.states.buffers))
             started_s = time.perf_counter()
             x, *_ = self._layer(layer, x, step)
             x.block_until_ready()
@@ -461,7 +490,7 @@ class Runner:
         size = self.read_tokens
         row = self.pool.size.part_of(slot) * size
         for start in range(0, num_tokens, size):
-            layers = [self.pool.read(slot, i, start, size, packs=self.packs_kv) for i in range(self.config.num_layers)]
+            layers = [self.pool.read(slot, i, start, size, packs=self.packs_kv) for i in range(len(self.pool.buffers))]
             yield slice(start, min(start + size, num_tokens)), row, layers
 
     def loaded_shape(self, num_tokens: int) -> jax.ShapeDtypeStruct:

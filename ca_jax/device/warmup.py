@@ -19,9 +19,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from ca_jax.device import page_steps, steps
+from ca_jax.device import page_steps, state_steps, steps
 from ca_jax.device.buckets import pad_to
 from ca_jax.device.runner import Runner
+from ca_jax.device.state_steps import Cells
 from ca_jax.models.paged_attention import Rows
 
 _LOG = logging.getLogger(__name__)
@@ -45,7 +46,9 @@ class Shapes:
         self.outer = self.of(runner.outer)
         """The other parameters."""
         self.pages = self.of(runner.pool.buffers)
-        """Of each layer."""
+        """Of each layer that has any."""
+        self.states = self.of(runner.states.buffers)
+        """Of each layer that keeps one."""
         self.tables = self.of(runner.tables)
         """Rotations of all places, of each of `config.ropes`."""
         self.num_parts, self.most_pages = runner.pool.size.num_parts, runner.pool.size.most_pages
@@ -66,6 +69,10 @@ class Shapes:
         """`Rows` of so many, and places for tokens of each part."""
         table, starts = self.small(num_rows, self.most_pages), self.small(num_rows + self.num_parts)
         return Rows(table, starts, self.small(self.num_parts * num_tokens))  # type: ignore[arg-type]
+
+    def cells(self, num_rows: int) -> Cells:
+        """Cells of so many rows."""
+        return Cells(self.small(num_rows), self.small(num_rows))  # type: ignore[arg-type]
 
     def adapters(self, *shape: int) -> jax.ShapeDtypeStruct | None:
         """Of slots of adapters; None where there is no room for any."""
@@ -108,7 +115,12 @@ def functions_of(shapes: Shapes, max_new: int) -> list[Compile]:
 
     def layer(layer: int, num_tokens: int) -> None:
         x, rows, kind = shapes.embedded(width), shapes.rows(num_slots, width), config.kind_of(layer)
-        of_layer = shapes.layers[layer], x, shapes.pages[layer], rows, shapes.tables[kind.rope]
+        if kind.is_recurrent:
+            of_states = shapes.states[0], shapes.cells(num_slots)
+            shapes.compiled(state_steps.layer_step, config, shapes.layers[layer], x, *of_states, rows, num_tokens, kind)
+            return
+        pages = shapes.pages[config.kv_layers.index(layer)]
+        of_layer = shapes.layers[layer], x, pages, rows, shapes.tables[kind.rope]
         given = config, *of_layer, num_tokens, kind, each_part
         adapters = shapes.adapters(shapes.num_parts, width)
         given_out = shapes.compiled(steps.layer_step, *given, packs=runner.packs_kv, adapters=adapters, **attention)
@@ -121,12 +133,17 @@ def functions_of(shapes: Shapes, max_new: int) -> list[Compile]:
         shapes.compiled(steps.model_step, *given, packs=runner.packs_kv, adapters=adapters, **attention)
 
     def stack() -> None:
-        of_each = [first[runner.kinds[0]]] * config.num_layers
+        of_each = [next(iter(first.values()))] * len(config.kv_layers)
         shapes.compiled(steps.stack_layers, of_each, runner.packs_kv, sharding)
 
     def decode(size: int) -> None:
         num_rows = size * shapes.num_parts
         tokens, rows = shapes.small(num_rows), shapes.rows(num_rows, size)
+        if config.num_states:
+            of_states = shapes.states, shapes.cells(num_rows), tokens, rows, shapes.tables
+            given_out = config, shapes.params, shapes.pages, *of_states
+            shapes.compiled(state_steps.decode, *given_out, packs=runner.packs_kv)
+            return
         given = config, shapes.params, shapes.pages, tokens, rows, shapes.tables
         adapters = shapes.adapters(num_rows)
         shapes.compiled(steps.decode, *given, packs=runner.packs_kv, adapters=adapters, **attention)
@@ -142,6 +159,10 @@ def functions_of(shapes: Shapes, max_new: int) -> list[Compile]:
         kv = runner.loaded_shape(size)
         shapes.compiled(page_steps.fill_pages, shapes.pages[0], kv, table, scalar, scalar, scalar, sharding)
 
+    def turn_end() -> None:
+        state = shapes.compiled(state_steps.read_state, shapes.states, scalar)
+        shapes.compiled(state_steps.write_state, shapes.states, scalar, state)
+
     def read() -> None:
         given = shapes.pages[0], table, scalar, runner.read_tokens, runner.packs_kv, sharding
         shapes.compiled(page_steps.read_pages, *given)
@@ -152,6 +173,7 @@ def functions_of(shapes: Shapes, max_new: int) -> list[Compile]:
     found += [partial(layer, kind, size) for size in sizes for kind in runner.kinds]
     found += [partial(step, size) for size in runner.batch_buckets for step in (decode, draw)]
     found += [partial(whole, size) for size in sizes if size <= runner.whole_tokens]
+    found += [turn_end] if config.num_states else []
     return [*found, stack, *(partial(fill, size) for size in runner.history_buckets[1:]), read]
 
 

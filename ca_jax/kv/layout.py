@@ -29,8 +29,8 @@ def rest_layout(model: ModelConfig, dtype: str, config: EngineConfig) -> KVLayou
     """The shape of the blocks that an engine of that config keeps KV in, of a model that computes it in `dtype`."""
     is_packed = config.kv_rest_dtype == "int8"
     layers_of: dict[tuple[tuple[int, int, int], int | None], list[int]] = {}
-    for layer in range(model.num_layers):
-        layers_of.setdefault((model.kv_shape(layer), model.window_of(layer)), []).append(layer)
+    for at, layer in enumerate(model.kv_layers):
+        layers_of.setdefault((model.kv_shape(layer), model.window_of(layer)), []).append(at)
     groups = tuple(
         LayerGroup(
             layers=tuple(layers),
@@ -88,7 +88,7 @@ def pool_size(
 def pool_bytes(model: ModelConfig, dtype: str, size: PoolSize, sharding: ModelSharding | None) -> int:
     """Bytes of a pool on each device."""
     numbers = 0
-    for parts, num_kv, width in map(model.kv_shape, range(model.num_layers)):
+    for parts, num_kv, width in map(model.kv_shape, model.kv_layers):
         shape: tuple[int, ...] = (size.num_pages * size.num_parts, parts, num_kv, size.page_tokens, width)
         numbers += math.prod(shape if sharding is None else sharding.pages.shard_shape(shape))
     return numbers * resolve_dtype(dtype).itemsize
@@ -142,7 +142,7 @@ def check_buffers(config: EngineConfig, layout: KVLayout, runner: Runner) -> Non
         max_tokens=runner.history_buckets[-1],
         num_parts=num_parts,
         param_bytes=runner.param_bytes,
-        pool_bytes=runner.pool.num_bytes,
+        pool_bytes=runner.pool.num_bytes + runner.states.num_bytes,
     )
     if sum(wanted.values()) > capacity:
         parts = ", ".join(f"{num_bytes / GIB:.2f} for {name}" for name, num_bytes in wanted.items())

@@ -8,7 +8,6 @@ Not here: staging and copies (layer_loader), arithmetic (costs), what is stored 
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import time
@@ -17,7 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 import numpy as np
 
-from ca_jax.device.pages import Holding
 from ca_jax.device.processes import from_first, least
 from ca_jax.device.runner import Runner
 from ca_jax.device.runtime import Runtime
@@ -25,11 +23,13 @@ from ca_jax.device.transfer import to_device
 from ca_jax.kv import costs
 from ca_jax.kv.chunk_kv import ChunkKV, FusedTicket
 from ca_jax.kv.costs import RateMeter
-from ca_jax.kv.layer_loader import LayerLoad, LayerLoader
+from ca_jax.kv.history import History
+from ca_jax.kv.layer_loader import LayerLoader
 from ca_jax.kv.layout import kept_window
 from ca_jax.kv.resident import ResidentPages
 from ca_jax.kv.save import owner_of
 from ca_jax.kv.shared_load import SharedLoad
+from ca_jax.kv.snapshots import Snapshots
 from ca_jax.models.kv import KVCache, LayerKV
 from ca_jax.session import Job, Session
 from ca_jax.storage.config import GIB
@@ -45,67 +45,6 @@ _RATIO_STEP = 0.05
 _SLACK_LAYERS = 1  # Behind what S_buf says, which leaves out that a first layer has nothing to hide behind.
 
 
-@dataclasses.dataclass(eq=False)
-class History:
-    """What of a turn's history is loaded."""
-
-    key: str
-    """Of its session, in the store."""
-    load: LayerLoad | None
-    """On its way; None where nothing is loaded."""
-    source: LayerLoad | SharedLoad | None
-    """What its prefill takes layers from."""
-    num_stored: int
-    """Tokens whose KV is stored, and need not be saved again."""
-    num_slid: int
-    """First tokens of the conversation that no layer looks back to, of which nothing is stored."""
-    predicted_s: float | None
-    """What prefilling over it is predicted to take; None without rates."""
-    chunks: tuple[ChunkSpan, ...] = ()
-    """Chunks that are loaded, each to its place. Between them is room for what is not."""
-    missed_chunks: int = 0
-    """Chunks of its context that are not."""
-    num_resident: int = 0
-    """Tokens whose KV is on the device still, so that nothing is loaded."""
-    resident: Holding | None = None
-    """The pages of those, until a row has them."""
-
-    @property
-    def tickets(self) -> tuple[LoadTicket, ...]:
-        """Open loads of the store."""
-        return () if self.load is None else tuple(ticket for ticket, _ in self.load.ticket.parts)
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Of all that is loaded, and of its session."""
-        return (self.key, *(ticket.key for ticket in self.tickets))
-
-    @property
-    def broken(self) -> set[str]:
-        """Keys of what of it could not be read, where more than one was."""
-        return self.load.ticket.broken if self.load is not None and len(self.tickets) > 1 else set()
-
-    @property
-    def num_places(self) -> int:
-        """Places that need not be computed: the first ones of the context."""
-        return self.num_resident if self.load is None else self.load.ticket.num_tokens
-
-    @property
-    def num_loaded(self) -> int:
-        """Tokens whose KV is loaded, or there: the first ones, unless there are chunks."""
-        return self.num_resident + sum(ticket.num_tokens for ticket in self.tickets)
-
-    @property
-    def from_ssd(self) -> bool:
-        """Whether they were fetched from SSD for this load."""
-        return self.load is not None and self.load.ticket.from_ssd
-
-    @property
-    def tier(self) -> str:
-        """Where they were: `device`, `ssd` or `dram`."""
-        return "device" if self.num_resident else "ssd" if self.from_ssd else "dram"
-
-
 class Histories:
     """Loads of stored histories. Belongs to the engine's thread."""
 
@@ -116,9 +55,11 @@ class Histories:
         runner: Runner,
         meter: RateMeter,
         chunks: ChunkKV,
+        snapshots: Snapshots,
         runtime: Runtime,
     ) -> None:
         self._chunks = chunks
+        self._snapshots = snapshots
         self.resident = ResidentPages(runner.pool, store.queue_position)
         """Contexts whose pages stay on the devices between turns."""
         self._processes = runtime.processes
@@ -212,6 +153,8 @@ class Histories:
         if history.resident is not None:
             self._runner.pool.release(history.resident)
             history.resident = None
+        if history.snapshot is not None:
+            history.snapshot.give_up()
         if history.load is not None:
             history.load.release()
             self._abort(history.tickets, reason)
@@ -295,6 +238,8 @@ class Histories:
             return False
         if self._store.residency(session.key) is not Residency.ABSENT:
             return False
+        if not (self._snapshots.are_none or session.conversation.states):
+            return False  # There is no turn's end to go on from.
         return len(job.prompt_ids) > 1 and (not job.context_tokens or self._config.blend.mode == "prefix")
 
     def _share_prefix(self, job: Job, session: Session) -> None:
@@ -307,6 +252,8 @@ class Histories:
         if source is not None:
             lineage = session.conversation.kv_lineage
             self._store.copy_prefix(source, session.key, job.prompt_ids[:-1], owner_of(session), num_dropped=lineage)
+            ids = packed_prompt(job)[:-1]
+            self._snapshots.share(source, session.key, session.conversation, ids, owner_of(session))
 
     def _open(self, job: Job, session: Session) -> History:
         """Begins to load as much of what is stored of a prompt as is worth it: its first tokens, and chunks behind.
@@ -321,13 +268,15 @@ class Histories:
         spans = self._worth_loading(job)
         own_ids = prompt_ids[: spans[0].start - num_slid] if spans else prompt_ids[:-1]
         held: list[LoadTicket | None] = [self._hold(own_ids, key, lineage)]
+        found, snapshot = 0 if held[0] is None else held[0].num_tokens, None
         try:
-            found = 0 if held[0] is None else held[0].num_tokens
-            holder = None if spans else self._holder(job, session, own_ids, found, shares=shares)
-            takes_all = num_slid or spans or holder is not None
-            wanted = found if takes_all else self._num_worth_loading(found, len(prompt_ids) - found)
+            snapshot = self._snapshots.open(key, kept, prompt_ids, found)
+            reach = found if self._snapshots.are_none else 0 if snapshot is None else snapshot.num_tokens
+            holder = None if spans else self._holder(job, session, own_ids, reach, shares=shares)
+            takes_all = num_slid or spans or holder is not None or snapshot is not None
+            wanted = reach if takes_all else self._num_worth_loading(reach, len(prompt_ids) - reach)
             held += [self._chunks.hold(span, job.prompt_ids[span.start : span.stop]) for span in spans]
-            counts = (found, wanted, int(holder is not None), *(int(ticket is not None) for ticket in held[1:]))
+            counts = (reach, wanted, int(holder is not None), *(int(ticket is not None) for ticket in held[1:]))
             num_stored, num_loaded, is_resident, *are_there = least(self._processes, "what is loaded", counts)
             if num_slid and num_stored < self._window - 1:
                 num_stored = num_loaded = num_slid = 0
@@ -341,10 +290,15 @@ class Histories:
             if held[0] is None and self._store.residency(key) is Residency.DRAM:
                 self._store.drop(key)  # Other tokens than these: what is saved now begins anew.
             if is_resident and holder is not None and held[0] is not None and num_stored:
-                return self._go_on(job, session, holder, held[0], num_slid)
-            self.resident.drop(key)
-            return self._begin(job, key, held, spans, num_loaded, num_slid)
+                history = self._go_on(job, session, holder, held[0], num_slid)
+            else:
+                self.resident.drop(key)
+                history = self._begin(job, key, held, spans, num_loaded, num_slid)
+            history.snapshot = snapshot
+            return history
         except Exception:
+            if snapshot is not None:
+                snapshot.give_up()
             self._abort(ticket for ticket in held if ticket is not None)
             raise
 

@@ -145,8 +145,12 @@ class TurnSaver:
             return
         tokens, steps, rows = zip(*self._decoded, strict=True)
         self._decoded = []
-        group = _Group(tokens, [Part.decoded(steps, rows)])
-        self._num_taken += len(tokens)
+        self.add_part(tokens, Part.decoded(steps, rows))
+
+    def add_part(self, token_ids: Sequence[int], part: Part) -> None:
+        """Submits the next tokens, all of which a part has."""
+        group = _Group(token_ids, [part])
+        self._num_taken += len(token_ids)
         if self._active:
             self._waiting.append(group)
             self.submit_held()

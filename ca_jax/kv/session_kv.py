@@ -30,6 +30,7 @@ from ca_jax.kv.layout import kept_window, staging_bytes
 from ca_jax.kv.load import Histories
 from ca_jax.kv.save import WriteBuffer, owner_of
 from ca_jax.kv.shared_sessions import SharedSessions
+from ca_jax.kv.snapshots import Snapshots, StateForm
 from ca_jax.session import Job, Session
 from ca_jax.storage.catalog.file import CatalogError
 from ca_jax.storage.catalog.notes import NoteLog, log_bytes
@@ -101,7 +102,11 @@ class SessionKV:
         self.write_buffer = WriteBuffer(self.store, self._saver, config, runtime.metrics)
         self._salt = hashlib.sha256(f"{weights}|{layout}|unrotated|".encode()).digest()
         self.chunks = ChunkKV(self.store, self.write_buffer, self._salt)
-        self.histories = Histories(self.store, self._loader, runner, self.meter, self.chunks, runtime)
+        form = StateForm.of(runner.config, runner.dtype, layout)
+        self.snapshots = Snapshots(self.store, self.write_buffer, form, self._salt)
+        """States of turns' ends, of models whose layers keep such."""
+        parts = self._loader, runner, self.meter, self.chunks, self.snapshots
+        self.histories = Histories(self.store, *parts, runtime)
         self.resident = self.histories.resident
         self.conversations = KeptConversations(self.store, log, processes, config.store.ttl_s, runtime.metrics)
         self.shared = self._open_shared(runtime)
@@ -147,7 +152,8 @@ class SessionKV:
         if self.shared is not None and session.is_kept:
             prompt_ids, num_here = np.array(job.prompt_ids[:-1], np.int32), self.store.num_readable(source)
             self.shared.bring(session.key, owner_of(session), session.conversation, prompt_ids, num_here)
-        loaded = tuple(dict.fromkeys((source, *distinct_keys(job.spans))))
+        states = self.snapshots.wanted(source, session.conversation)
+        loaded = tuple(dict.fromkeys((source, *states, *distinct_keys(job.spans))))
         self._queued[job] = session.key, loaded
         for key in loaded:
             self.store.enqueue((job, key), key, job.priority)
@@ -283,6 +289,7 @@ class SessionKV:
         self.histories.give_up_preloaded(key)
         self.write_buffer.give_up(key)
         self.store.drop(key)
+        self.snapshots.drop(key)
 
     def forget(self, key: str) -> None:
         """Forgets a session and its conversation, everywhere. No turn of it may run."""

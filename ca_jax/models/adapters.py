@@ -109,10 +109,12 @@ def places_of(config: ModelConfig) -> tuple[Place, ...]:
     """The matrices of a model that adapters may add to, in the order of its parameters.
 
     Raises:
-      UnsupportedArchitectureError: the family's files hold several of them in one, or it has experts or latents.
+      UnsupportedArchitectureError: the family's files hold several of them in one, or it has experts, latents or
+        states.
     """
     names, found = FAMILIES[config.architecture].hf_names(config), []
-    why = "latent attention" if config.latent_dim else "experts" if config.num_experts else ""
+    parts = {"latent attention": config.latent_dim, "experts": config.num_experts, "states": config.num_states}
+    why = next((part for part, count in parts.items() if count), "")
     for slot in parameter_slots(config):
         name = names[slot.key] if slot.key in TARGETS else None
         if name is not None and not isinstance(name, str):

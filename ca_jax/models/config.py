@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 from ca_jax.errors import UnsupportedArchitectureError, check
+from ca_jax.models.recurrence import RecurrenceConfig
 
 RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"]
 Norm = Literal["rms", "layer"]
@@ -97,6 +98,8 @@ class LayerKind(NamedTuple):
     """Which of `ModelConfig.ropes` turns its queries and keys."""
     has_experts: bool
     """Whether its feed-forward block is of experts."""
+    is_recurrent: bool = False
+    """Whether it keeps a state in place of KV."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -222,6 +225,10 @@ class ModelConfig:
     """How many groups are chosen from."""
     num_group_shares: int = dataclasses.field(default=2, metadata=_LATER)
     """By how many of its best shares, added up, a group is chosen."""
+    gates_heads: bool = dataclasses.field(default=False, metadata=_LATER)
+    """Whether what attention gives is multiplied by sigmoids of what the layer reads, before its output matrix."""
+    recurrence: RecurrenceConfig | None = dataclasses.field(default=None, metadata=_LATER)
+    """Layers that keep a state in place of KV; None: there are none."""
 
     def __post_init__(self) -> None:
         layers = ("full_layers", "nope_layers", "dense_layers")
@@ -264,6 +271,13 @@ class ModelConfig:
             check(has_none, "latent attention", "without biases, qk_norm and sinks", "some of them")
         is_gated = not self.num_experts or self.has_gate
         check(is_gated, "mlp of experts", "one that is gated", self.mlp)
+        if self.recurrence is not None:
+            recurrent = self.recurrence.layers
+            are_some = set(recurrent) < set(range(self.num_layers))
+            wanted = f"some and not all of the layers in [0, {self.num_layers})"
+            check(are_some, "recurrence layers", wanted, recurrent)
+            check(window is None, "sliding_window with a recurrence", "None", window)
+            check(not self.latent_dim, "latent_dim with a recurrence", "0", self.latent_dim)
         groups = (self.num_chosen_groups, self.num_expert_groups)
         check(0 < groups[0] <= groups[1], "num_chosen_groups", "in [1, num_expert_groups]", groups)
         check(self.num_experts % groups[1] == 0, "num_experts", f"a multiple of {groups[1]} groups", self.num_experts)
@@ -305,7 +319,22 @@ class ModelConfig:
     def kind_of(self, layer: int) -> LayerKind:
         """What a layer is, as far as layers of one model differ."""
         has_experts = self.num_experts > 0 and layer not in self.dense_layers
-        return LayerKind(self.window_of(layer), self.ropes.index(self._rope_of(layer)), has_experts)
+        rope = self.ropes.index(self._rope_of(layer))
+        return LayerKind(self.window_of(layer), rope, has_experts, is_recurrent=self.is_recurrent(layer))
+
+    def is_recurrent(self, layer: int) -> bool:
+        """Whether a layer keeps a state in place of KV."""
+        return self.recurrence is not None and layer in self.recurrence.layers
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """Layers that have KV, in the order in which pages and the store number them."""
+        return tuple(layer for layer in range(self.num_layers) if not self.is_recurrent(layer))
+
+    @property
+    def num_states(self) -> int:
+        """Layers that keep a state in place of KV."""
+        return 0 if self.recurrence is None else len(self.recurrence.layers)
 
     def _rope_of(self, layer: int) -> RopeConfig | None:
         if layer in self.nope_layers:
@@ -318,7 +347,7 @@ class ModelConfig:
 
     def kv_bytes_per_token(self, itemsize: int = 2) -> int:
         """Bytes of keys and values one token leaves in all layers, at `itemsize` bytes a number (2 for bf16)."""
-        return sum(math.prod(self.kv_shape(layer)) for layer in range(self.num_layers)) * itemsize
+        return sum(math.prod(self.kv_shape(layer)) for layer in self.kv_layers) * itemsize
 
     def described(self) -> dict[str, Any]:
         """The config as what JSON can hold."""
@@ -332,8 +361,10 @@ class ModelConfig:
           TypeError: an entry that is no field, or one that is missing.
           ValueError, UnsupportedArchitectureError: as for the constructors.
         """
-        ropes = {name: described.get(name) for name in ("rope", "local_rope")}
-        return cls(**{**described, **{name: RopeConfig(**each) for name, each in ropes.items() if each is not None}})
+        nested = {"rope": RopeConfig, "local_rope": RopeConfig, "recurrence": RecurrenceConfig}
+        found = {name: (kind, described.get(name)) for name, kind in nested.items()}
+        made = {name: kind(**each) for name, (kind, each) in found.items() if each is not None}
+        return cls(**{**described, **made})
 
 
 def _described(config: Any) -> dict[str, Any]:

@@ -168,8 +168,8 @@ def pack_params(config: ModelConfig, params: Mapping[str, Any]) -> dict[str, Any
     wanted: dict[tuple[str, ...], list[np.ndarray]] = {}
     for i in range(config.num_layers):
         layer = params[f"layer_{i}"]
-        attn, mlp = layer["attn"], layer["mlp"]
-        if not config.latent_dim:
+        attn, mlp = layer.get("attn"), layer["mlp"]
+        if attn is not None and not config.latent_dim:
             matrices = (host(attn[name]) for name in ("wq", "wk", "wv"))
             wanted[f"layer_{i}", "attn", "qkv"] = [each.reshape(config.embed_dim, -1) for each in matrices]
             wanted[f"layer_{i}", "attn", "out"] = [host(attn["wo"]).reshape(-1, config.embed_dim)]

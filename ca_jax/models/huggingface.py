@@ -41,6 +41,9 @@ _TYPES: dict[str, np.dtype] = {name: np.dtype(kind) for name, kind in (_PLAIN | 
 _TEXT_PREFIX = "language_model."
 """What names of the text model's tensors begin with, in models that read images too. Others are not read."""
 
+_DRAFTS_PREFIX = "mtp."
+"""What names of tensors begin with that draft and are not numbered as layers."""
+
 _HUB_METADATA = ("*.json", "*.jinja")
 _HUB_WEIGHTS = ("*.safetensors",)
 _HUB_IGNORED = ("original/*", "consolidated*")  # The same weights once more, in another format.
@@ -182,8 +185,9 @@ def _mapped(path: Path, ignored: tuple[str, ...]) -> Iterator[tuple[str, np.ndar
 
 def _drafts(name: str, family: Family, config: ModelConfig) -> bool:
     """Whether a tensor is of a layer behind the last one, and may be left out."""
-    layer = _OF_LAYER.search(name) if family.drafts_behind else None
-    return layer is not None and int(layer[1]) >= config.num_layers
+    layer = _OF_LAYER.search(name)
+    is_behind = layer is not None and int(layer[1]) >= config.num_layers
+    return family.drafts_behind and (is_behind or name.startswith(_DRAFTS_PREFIX))
 
 
 def _unread(path: Path, name: str, kind: str) -> UnsupportedQuantizationError:

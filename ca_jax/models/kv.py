@@ -51,6 +51,10 @@ def values_of(keys: jax.Array, values: jax.Array | None, rotary_dim: int) -> jax
     return keys[..., rotary_dim:] if values is None else values
 
 
+State = tuple[jax.Array, ...]
+"""What a layer keeps of rows in place of KV: `[n, *shape]`, shapes as `RecurrenceConfig.state_shapes` says."""
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
@@ -60,6 +64,8 @@ class KVCache:
     """L layers, oldest token first."""
     lengths: jax.Array
     """i32 `[B]`, tokens that count."""
+    states: tuple[State, ...] = ()
+    """Of layers that keep a state in place of KV, those behind each row's last token."""
 
     @property
     def capacity(self) -> int:
@@ -69,10 +75,17 @@ class KVCache:
 
 def empty(config: ModelConfig, batch_size: int, capacity: int, dtype=jnp.float32) -> KVCache:
     """A cache of `batch_size` rows with room for `capacity` tokens each, none of them used."""
-    shapes = map(config.kv_shape, range(config.num_layers))
+    shapes = map(config.kv_shape, config.kv_layers)
     zeros = [(parts, jnp.zeros((batch_size, capacity, *shape), dtype)) for parts, *shape in shapes]
     layers = tuple(LayerKV(each, each if parts > 1 else None) for parts, each in zeros)
-    return KVCache(layers, jnp.zeros((batch_size,), jnp.int32))
+    states = tuple(no_states(config, batch_size, dtype) for _ in range(config.num_states))
+    return KVCache(layers, jnp.zeros((batch_size,), jnp.int32), states)
+
+
+def no_states(config: ModelConfig, num_rows: int, dtype: jnp.dtype | str) -> State:
+    """What a layer that keeps a state holds of rows of no tokens; nothing where no layer of the model does."""
+    shapes = () if config.recurrence is None else config.recurrence.state_shapes(config.embed_dim)
+    return tuple(jnp.zeros((num_rows, *shape), of or dtype) for shape, of in shapes)
 
 
 def append(cache: KVCache, new: KVCache) -> KVCache:
@@ -88,15 +101,16 @@ def append(cache: KVCache, new: KVCache) -> KVCache:
         )
 
     layers = jax.tree.map(place, cache.layers, new.layers)
-    return KVCache(layers, cache.lengths + new.lengths)
+    return KVCache(layers, cache.lengths + new.lengths, new.states)
 
 
 def take(cache: KVCache, num_tokens: int) -> KVCache:
     """Keeps the oldest `num_tokens` of every row.
 
     Raises:
-      ValueError: `num_tokens` is negative or above the capacity.
+      ValueError: `num_tokens` is negative or above the capacity, or there are states, which nothing shortens.
     """
+    check(not cache.states, "a cache to take first tokens of", "without states", len(cache.states))
     check(0 <= num_tokens <= cache.capacity, "tokens to keep", f"0..{cache.capacity}", num_tokens)
     layers = jax.tree.map(lambda part: part[:, :num_tokens], cache.layers)
     return KVCache(layers, jnp.minimum(cache.lengths, num_tokens))
@@ -108,10 +122,11 @@ def drop_oldest(cache: KVCache, num_tokens: int) -> KVCache:
     Every row must hold at least that many tokens: a shorter row ends up empty.
 
     Raises:
-      ValueError: `num_tokens` is negative or above the capacity.
+      ValueError: `num_tokens` is negative or above the capacity, or there are states, of which nothing leaves.
 
     Source: CachedAttention (Gao et al., USENIX ATC 2024), section 3.4.
     """
+    check(not cache.states, "a cache to drop tokens of", "without states", len(cache.states))
     check(0 <= num_tokens <= cache.capacity, "tokens to drop", f"0..{cache.capacity}", num_tokens)
     layers = jax.tree.map(lambda part: part[:, num_tokens:], cache.layers)
     return KVCache(layers, jnp.maximum(cache.lengths - num_tokens, 0))

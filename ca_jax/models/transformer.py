@@ -24,8 +24,9 @@ from ca_jax.models import rope
 from ca_jax.models.attention import attend, matmul_precision
 from ca_jax.models.config import LayerKind, ModelConfig
 from ca_jax.models.feed_forward import MLP, Experts
-from ca_jax.models.kv import KVCache, LayerKV
+from ca_jax.models.kv import KVCache, LayerKV, State, no_states
 from ca_jax.models.parts import INIT, Norm, adapted, norm_of, packed_product, project
+from ca_jax.models.recurrent import RowStates, mixer_of
 from ca_jax.models.sharding import ModelSharding
 
 AttendFn = Callable[[jax.Array, LayerKV, jax.Array | None], tuple[jax.Array, Any]]
@@ -60,6 +61,8 @@ class Attention(nn.Module):
             self.k_norm = Norm(c.norm_eps, offset=c.norm_offset, num_axes=num_axes)
         if c.has_sinks:
             self.sinks = self.param("sinks", nn.initializers.zeros, heads[:1])
+        if c.gates_heads:
+            self.wg = self.param("wg", INIT, (c.embed_dim, *heads))
 
     def project(self, x: jax.Array) -> tuple[jax.Array, LayerKV]:
         """`x [B, T, F]` to unrotated queries `[B, T, N, H]` and KV `[B, T, K, H]`: nothing in them is of a position."""
@@ -84,6 +87,8 @@ class Attention(nn.Module):
         """`x [B, T, F]` to `[B, T, F]` and what `attend_fn` carries out."""
         sinks = self.sinks.astype(jnp.float32) if self.config.has_sinks else None
         heads, carry = attend_fn(*self.project(x), sinks)
+        if self.config.gates_heads:
+            heads = heads * nn.sigmoid(project(x, self.wg)).astype(heads.dtype)
         packed = packed_product(self, "out", heads.reshape(*heads.shape[:-2], -1), self.config.embed_dim)
         out = project(heads, self.wo, num_inputs=2) if packed is None else packed
         out = adapted(self, "wo", heads, out, num_inputs=2)
@@ -155,7 +160,10 @@ class Layer(nn.Module):
                 self.mlp_norm = norm_of(c)
         if c.norms_behind:
             self.attn_post_norm, self.mlp_post_norm = norm_of(c), norm_of(c)
-        self.attn = LatentAttention(c) if c.latent_dim else Attention(c)
+        if self.kind.is_recurrent:
+            self.mixer = mixer_of(c)
+        else:
+            self.attn = LatentAttention(c) if c.latent_dim else Attention(c)
         has_experts = self.kind.has_experts
         self.mlp = Experts(c, self.sharding) if has_experts else MLP(c, c.dense_mlp_dim or c.mlp_dim)
         if has_experts and c.shared_mlp_dim:
@@ -172,15 +180,16 @@ class Layer(nn.Module):
             out = out + self.shared(x)
         return self.mlp_post_norm(out) if self.config.norms_behind else out
 
-    def __call__(self, x: jax.Array, attend_fn: AttendFn) -> tuple[jax.Array, Any]:
-        """`x [B, T, F]` to `x [B, T, F]` and what `attend_fn` carries out."""
+    def __call__(self, x: jax.Array, attend_fn: AttendFn | RowStates) -> tuple[jax.Array, Any]:
+        """`x [B, T, F]` to `x [B, T, F]` and what `attend_fn` carries out; of a layer with states, those behind."""
         c = self.config
 
         def add(x: jax.Array, out: jax.Array) -> jax.Array:
             return x + (out if c.residual_scale == 1 else out * jnp.asarray(c.residual_scale, out.dtype))
 
         normed = self.attn_norm(x) if c.norms_before else x
-        out, carry = self.attn(normed, attend_fn)
+        mixer: Any = self.mixer if self.kind.is_recurrent else self.attn
+        out, carry = mixer(normed, attend_fn)
         if c.norms_behind:
             out = self.attn_post_norm(out)
         summed = add(x, out)
@@ -275,10 +284,15 @@ class Transformer(nn.Module):
         if history is not None:
             history_rotations = [rotate_at(each, positions=jnp.arange(history.capacity)) for each in c.ropes]
         x = self.embed(tokens)
-        new_layers = []
+        new_layers: list[LayerKV] = []
+        states = list(self._states(history, batch_size, x.dtype))
         for i, layer in enumerate(self.layers):
             kind = c.kind_of(i)
-            old = None if history is None else history.layers[i]
+            if kind.is_recurrent:
+                at, starts = i - len(new_layers), jnp.arange(batch_size + 1) * num_new
+                x, states[at] = layer(x, RowStates(states[at], starts))
+                continue
+            old = None if history is None else history.layers[len(new_layers)]
 
             def attend_fn(
                 q: jax.Array,
@@ -294,4 +308,14 @@ class Transformer(nn.Module):
 
             x, new = layer(x, attend_fn)
             new_layers.append(new)
-        return self.head(x), KVCache(tuple(new_layers), jnp.full((batch_size,), num_new, jnp.int32))
+        new_cache = KVCache(tuple(new_layers), jnp.full((batch_size,), num_new, jnp.int32), tuple(states))
+        return self.head(x), new_cache
+
+    def _states(self, history: KVCache | None, batch_size: int, dtype: Any) -> tuple[State, ...]:
+        """Where layers with a state stand behind a history."""
+        num_states = self.config.num_states
+        if history is None:
+            return tuple(no_states(self.config, batch_size, dtype) for _ in range(num_states))
+        if len(history.states) != num_states:
+            raise ValueError(f"a history must have the states of {num_states} layers, got {len(history.states)}")
+        return history.states

@@ -163,26 +163,38 @@ def parameter_slots(config: ModelConfig) -> Iterator[Slot]:
         yield slot("attn.wuk", layer, latent, heads, ("head_dim", c.nope_dim), num_inputs=1)
         yield slot("attn.wuv", layer, latent, heads, ("head_dim", c.value_dim), num_inputs=1)
 
-    inputs = (("q", heads), ("k", kv_heads), ("v", kv_heads))
+    def mixer(layer: int) -> Iterator[Slot]:
+        for each in () if c.recurrence is None else c.recurrence.parameters(c.embed_dim):
+            found = slot(
+                f"mixer.{each.name}", layer, *((None, size) for size in each.shape), num_inputs=each.num_inputs
+            )
+            yield dataclasses.replace(found, stored_shape=each.stored_shape or found.stored_shape)
+
+    def attention(layer: int) -> Iterator[Slot]:
+        inputs = (("q", heads), ("k", kv_heads), ("v", kv_heads))
+        if c.latent_dim:
+            yield from latent_attention(layer)
+        else:
+            yield from (slot(f"attn.w{name}", layer, embed, each, head_dim, num_inputs=1) for name, each in inputs)
+        if c.qkv_bias:
+            yield from (slot(f"attn.b{name}", layer, each, head_dim) for name, each in inputs)
+        if c.qk_norm:
+            of_heads = {"q": (heads,), "k": (kv_heads,)} if c.qk_norm_is_whole else {"q": (), "k": ()}
+            yield from (slot(f"attn.{name}_norm.scale", layer, *of_heads[name], (None, c.head_dim)) for name in "qk")
+        if c.gates_heads:
+            yield slot("attn.wg", layer, embed, heads, head_dim, num_inputs=1)
+        yield slot("attn.wo", layer, heads, ("head_dim", c.value_dim or c.head_dim), embed, num_inputs=2)
+        if c.out_bias:
+            yield slot("attn.bo", layer, embed)
+        if c.has_sinks:
+            yield slot("attn.sinks", layer, heads)
+
     yield slot("embed.embedding", None, vocab, embed)
     for i in range(c.num_layers):
         has_experts = c.kind_of(i).has_experts
         if c.norms_before:
             yield from norm("attn_norm", i)
-        if c.latent_dim:
-            yield from latent_attention(i)
-        else:
-            yield from (slot(f"attn.w{name}", i, embed, each, head_dim, num_inputs=1) for name, each in inputs)
-        if c.qkv_bias:
-            yield from (slot(f"attn.b{name}", i, each, head_dim) for name, each in inputs)
-        if c.qk_norm:
-            of_heads = {"q": (heads,), "k": (kv_heads,)} if c.qk_norm_is_whole else {"q": (), "k": ()}
-            yield from (slot(f"attn.{name}_norm.scale", i, *of_heads[name], (None, c.head_dim)) for name in "qk")
-        yield slot("attn.wo", i, heads, ("head_dim", c.value_dim or c.head_dim), embed, num_inputs=2)
-        if c.out_bias:
-            yield slot("attn.bo", i, embed)
-        if c.has_sinks:
-            yield slot("attn.sinks", i, heads)
+        yield from mixer(i) if c.is_recurrent(i) else attention(i)
         if c.norms_behind:
             yield from norm("attn_post_norm", i)
         if c.norms_before and not c.shares_norm:

@@ -29,8 +29,8 @@ from ca_jax.device.sampler import Draw
 from ca_jax.device.transfer import to_host_memory
 from ca_jax.errors import ProcessesError
 from ca_jax.kv import costs
+from ca_jax.kv.history import History
 from ca_jax.kv.layer_loader import LoadError
-from ca_jax.kv.load import History
 from ca_jax.kv.save import TurnSaver, owner_of
 from ca_jax.kv.session_kv import SessionKV
 from ca_jax.recompute.recomputer import RecomputedHistory
@@ -54,8 +54,7 @@ class Prefilling:
         self.prefill = Prefill(job.slot, job.prompt_ids, 0)
         self._runner = runner
         self._kv = kv
-        self._metrics = runtime.metrics
-        self._watch = runtime.watch
+        self._metrics, self._watch = runtime.metrics, runtime.watch
         self._truncator = truncator
         self._blend_config = runtime.config.blend
         self._processes = runtime.processes
@@ -99,10 +98,12 @@ class Prefilling:
     def part(self, num_tokens: int) -> PassPart:
         """Some of the tokens that are left, for a pass. Raises what breaks before that begins."""
         prefill, job = self.prefill, self.job
+        opened = None if prefill.num_done else self._history
         history: LayerSource | None = None
-        if self._history is not None and self._history.load is not None and not prefill.num_done:
-            self._history.load.begin()
-            history = self._mended or self._history.source
+        error = None if opened is None else opened.restore(self._runner.states, prefill.slot)
+        if opened is not None and opened.load is not None:
+            opened.load.begin()
+            history = self._mended or opened.source
         tokens = prefill.tokens[prefill.num_done : prefill.num_done + num_tokens]
         if self.saver is not None:
             self._kv.write_buffer.make_room(len(tokens))
@@ -110,7 +111,7 @@ class Prefilling:
         self._layer_since_s = time.perf_counter()
         is_last = len(tokens) == prefill.num_left and job.chunk is None
         behind = len(job.prompt_ids) + job.num_gone if is_last else None
-        part, mended = PassPart(prefill, len(tokens), history, self._take_layer, behind), self._mended
+        part, mended = PassPart(prefill, len(tokens), history, self._take_layer, behind, error=error), self._mended
         if history is not None and mended is not None:
             part.mend, part.joined = mended.mend, mended.join(tokens) if self.joins else None
         return part
@@ -235,12 +236,7 @@ class Batch:
     """Runs jobs. Belongs to the engine's thread."""
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        runner: Runner,
-        kv: SessionKV,
-        truncator: Truncator,
-        runtime: Runtime,
+        self, scheduler: Scheduler, runner: Runner, kv: SessionKV, truncator: Truncator, runtime: Runtime
     ) -> None:
         self._runtime = runtime
         self._processes = runtime.processes
@@ -249,8 +245,7 @@ class Batch:
         self._kv = kv
         self._max_tpot_ms = runtime.config.max_tpot_ms
         self._keeps_pages = runtime.config.keep_pages and runtime.config.kv_rest_dtype == "model"
-        self._metrics = runtime.metrics
-        self._timeline = runtime.timeline
+        self._metrics, self._timeline = runtime.metrics, runtime.timeline
         self._truncator = truncator
         self._savers: dict[Job, TurnSaver] = {}
         self._prefilling: dict[Job, Prefilling] = {}
@@ -437,6 +432,7 @@ class Batch:
 
     def _finish(self, job: Job, reason: FinishReason) -> None:
         job.show_rest(job.output.finish())
+        self._kv.snapshots.keep(job, self._runner.states)
         self._release(job, keeps_pages=bool(job.output_ids))
         job.finished_s = time.perf_counter()
         self._metrics.completion_tokens += len(job.output_ids)

@@ -73,6 +73,7 @@ class EngineCore:
     ) -> None:
         if config.special_tokens_in_content and model.tokenizer is not None:
             model = dataclasses.replace(model, tokenizer=model.tokenizer.reading_content())
+        _check_states(model, config)
         self.model = model = model.laid_out(layout_of(config))
         self.metrics = EngineMetrics(model_load_s=model.load_s)
         _check_alike(model, config, processes)
@@ -171,7 +172,7 @@ class EngineCore:
         key = kv.key("", "rates are measured with this")
         longest = min(_MEASURED_TOKENS, runner.history_buckets[-1])
         for num_tokens in (longest // 4, longest):
-            token_ids, layers = [0] * num_tokens, range(runner.config.num_layers)
+            token_ids, layers = [0] * num_tokens, range(len(runner.config.kv_layers))
             saver = kv.write_buffer.begin(TurnKV(key, Owner(), 0))
             saver.add_pass(token_ids, 0, (runner.empty_kv(num_tokens) for _ in layers))
             kv.write_buffer.end(saver)
@@ -242,6 +243,20 @@ def keep_going(engine: weakref.ref[Any], wakeup: Wakeup) -> None:
 
     atexit.register(close)
     threading.Thread(target=keep, name="ca_jax-keeper", daemon=True).start()
+
+
+def _check_states(model: LoadedModel, config: EngineConfig) -> None:
+    """Checks that nothing is asked for that is not served with layers that keep states."""
+    if not model.config.num_states:
+        return
+    of = f"with {model.config.architecture}, layers of which keep states"
+    for name in ("tensor_parallel_size", "data_parallel_size"):
+        check(getattr(config, name) == 1, f"{name} {of}", "1", getattr(config, name))
+    check(config.store.objects_url is None, f"objects_url {of}", "None", config.store.objects_url)
+    if config.overflow is not None:
+        discarder = config.overflow.token_discarder
+        looks = discarder.needs_attention or discarder.needs_kv
+        check(not looks, f"discarder {of}", "one that looks at neither attention nor KV", discarder.name)
 
 
 def _check_alike(model: LoadedModel, config: EngineConfig, processes: Processes) -> None:

@@ -358,7 +358,13 @@ class TurnBuilder:
 
         Raises:
           ContextWindowError: they do not.
+          InvalidRequestError: layers of the model keep states, which cannot be put together of chunks.
         """
+        if self._model.config.num_states and self._config.blend.reuses_chunks:
+            raise InvalidRequestError(
+                f"chunks cannot be put together for {self._model.config.architecture}, layers of which keep a state of "
+                f"all that was said: blend mode must be 'prefix' or 'recompute', got {self._config.blend.mode!r}"
+            )
         for number, ids in enumerate(chunks, 1):
             which = f"chunk {number} of {len(chunks)}"
             check(len(ids) < self._window, which, f"under {self._limit}", len(ids), ContextWindowError)

@@ -21,8 +21,8 @@ from ca_jax.config import BlendConfig
 from ca_jax.device import page_steps, steps
 from ca_jax.device.runner import Runner
 from ca_jax.device.warmup import Compile, Shapes
-from ca_jax.errors import InvalidRequestError
-from ca_jax.kv.load import History
+from ca_jax.errors import ContextWindowError, InvalidRequestError
+from ca_jax.kv.history import History
 from ca_jax.kv.save import TurnSaver
 from ca_jax.kv.session_kv import SessionKV
 from ca_jax.overflow.config import (
@@ -70,8 +70,11 @@ class Truncator:
         self._metrics = metrics
         self._window = runner.window
         self._share = leaving_at_once(self._overflow, runner.window)
+        # Whether what stays would have to be used as it is, and states stand in the way.
+        self._is_bound = runner.config.num_states > 0 and self._overflow.method == "ca"
         # Whether what stays is repaired: at once in its pages, as far as that is quick, and by the next prefill.
-        self._repairs = self._overflow.method == "ca" and (self._overflow.recomputes or drift is not None)
+        recomputes = self._overflow.recomputes or drift is not None
+        self._repairs = self._overflow.method == "ca" and recomputes and not self._is_bound
 
     @property
     def rule(self) -> str:
@@ -122,7 +125,7 @@ class Truncator:
 
     def functions(self, shapes: Shapes) -> list[Compile]:
         """What truncation needs to be compiled."""
-        if not self._may_drop or self._overflow.method != "ca":
+        if not self._may_drop or self._is_bound or self._overflow.method != "ca":
             return []
         runner, scalar = self._runner, shapes.small()
         values = self._drift_values
@@ -203,7 +206,18 @@ class Truncator:
         """Drops tokens of a session, bool `[T]`, from its conversation and from the store. No turn of it may run.
 
         What leaves by hand is not what drift was measured with: then it is not added.
+
+        Raises:
+          ContextWindowError: layers keep states, and nothing says that what stays may be computed anew; `by_hand` it is
+            an InvalidRequestError.
         """
+        if self._is_bound:
+            error: type[Exception] = InvalidRequestError if by_hand else ContextWindowError
+            raise error(
+                f"no token can leave a conversation with {self._runner.config.architecture}, layers of which keep a "
+                "state of all that was said: overflow method must be 'tt' or 'of', by which what stays is computed "
+                f"anew, got {self._overflow.method!r}"
+            )
         method = self._overflow.method
         by = OTHERWISE if by_hand else self._rule_of(discarded)
         left = session.conversation.cut(discarded, by=by)
@@ -225,7 +239,8 @@ class Truncator:
 
     def may_go_on(self, job: Job) -> bool:
         """Whether a job whose context is full can be made room for: one of a session, of which tokens may leave."""
-        return self._may_drop and job.may_drop and job.session is not None and self._num_leaving_from(job) > 0
+        may_drop = self._may_drop and job.may_drop and not self._is_bound
+        return may_drop and job.session is not None and self._num_leaving_from(job) > 0
 
     def cut_running(self, job: Job, saver: TurnSaver | None) -> None:
         """Drops tokens of a job that decodes: from its context, its pages, its session and the store.

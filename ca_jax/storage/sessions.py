@@ -230,9 +230,12 @@ class SessionIndex:
         return near or None
 
     def plain_prefix(self, key: str) -> PlainPrefix | None:
-        """What of a session's tokens any session of its domain may use; None of one that is not stored. Not a use."""
+        """What of a session's tokens any session of its domain may use; None of one that is not stored. Not a use.
+
+        None too of what is stored under negative ids, which are no tokens.
+        """
         entry = self._entries.get(key)
-        if entry is None:
+        if entry is None or (entry.token_ids[:1] < 0).any():
             return None
         num_plain = entry.lineage.plain_tokens(entry.num_tokens)
         on_ssd = b"" if entry.ssd is None else entry.ssd.prefixes

@@ -1,8 +1,8 @@
 """The model families that are served, and why others are refused.
 
 Each is a `Family`: in `llama`, where it is Llama with small differences, in `dense` or `experts`, where its config says
-more, in `fused`, where one tensor holds several matrices, in `deepseek`, where layers keep latents, or in a module of
-its own.
+more, in `fused`, where one tensor holds several matrices, in `deepseek`, where layers keep latents, in `recurrent`,
+where layers keep states, or in a module of its own.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ca_jax.errors import UnsupportedArchitectureError
-from ca_jax.models.families import deepseek, dense, experts, fused, gemma, gpt_oss, llama
+from ca_jax.models.families import deepseek, dense, experts, fused, gemma, gpt_oss, llama, recurrent
 from ca_jax.models.families.family import Family
 
 FAMILIES: dict[str, Family] = {
-    family.name: family for each in (llama, fused, gemma, gpt_oss, dense, experts, deepseek) for family in each.FAMILIES
+    family.name: family
+    for each in (llama, fused, gemma, gpt_oss, dense, experts, deepseek, recurrent)
+    for family in each.FAMILIES
 }
 """By `ModelConfig.architecture`."""
 

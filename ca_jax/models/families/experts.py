@@ -45,7 +45,7 @@ def _chosen_from_hf(described: Mapping[str, Any], key: str) -> dict[str, Any]:
     return {"num_experts": described[key], "num_experts_per_token": described["num_experts_per_tok"]}
 
 
-def _qwen_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
+def qwen_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
     """What Qwen2-MoE and Qwen3-MoE have in common."""
     step, dense = described.get("decoder_sparse_step", 1), described.get("mlp_only_layers") or ()
     layers = range(described["num_hidden_layers"])
@@ -61,7 +61,7 @@ def _qwen2_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
     first = described.get("max_window_layers", 28)
     window = described.get("sliding_window", 4096) if described.get("use_sliding_window") else None
     return {
-        **_qwen_from_hf(described),
+        **qwen_from_hf(described),
         **sliding_from_hf(described, window or None, lambda layer: layer >= first or layer % 2 == 1),
         "qkv_bias": bool(described.get("qkv_bias", True)),
         "shared_mlp_dim": described["shared_expert_intermediate_size"],
@@ -89,7 +89,7 @@ def _qwen2_from_gguf(described: GgufDescription) -> dict[str, Any]:
 def _qwen3_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
     has_bias = bool(described.get("attention_bias", False))
     window = described.get("sliding_window", 4096) if described.get("use_sliding_window") else None
-    return {**_qwen_from_hf(described), "sliding_window": window, "qkv_bias": has_bias, "out_bias": has_bias}
+    return {**qwen_from_hf(described), "sliding_window": window, "qkv_bias": has_bias, "out_bias": has_bias}
 
 
 def sparse_from_hf(described: Mapping[str, Any], num_dense: int = 1) -> dict[str, Any]:

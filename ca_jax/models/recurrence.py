@@ -1,0 +1,106 @@
+"""Layers that keep a state of fixed size in place of keys and values: which these are, and what they hold.
+
+A state stands behind one token. It cannot be shortened, moved or put together from others; it is had again by computing
+on from an earlier one.
+
+Not here: what is computed (recurrent), which models have such layers (families.recurrent).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Literal, NamedTuple, get_args
+
+from ca_jax.errors import check
+
+RecurrenceKind = Literal["short_conv", "gated_delta"]
+
+
+class Parameter(NamedTuple):
+    """One leaf of such a layer's parameters."""
+
+    name: str
+    """In the tree."""
+    shape: tuple[int, ...]
+    """There."""
+    num_inputs: int | None = None
+    """Of a matrix: how many of its axes, the first ones, are inputs; None: it is none."""
+    stored_shape: tuple[int, ...] | None = None
+    """In files, where that follows from neither of these."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecurrenceConfig:
+    """The layers of a model that keep a state.
+
+    Raises:
+      ValueError: an unknown kind, a size that is not positive, or value heads that key heads do not divide.
+    """
+
+    kind: RecurrenceKind
+    """`short_conv`: the last inputs of a gated convolution (LFM2). `gated_delta`: those of a convolution, and a matrix
+    for each value head (gated delta rule)."""
+    layers: tuple[int, ...]
+    """Which, ascending."""
+    conv_width: int
+    """W: tokens that a convolution looks at, the one that looks among them."""
+    has_bias: bool = False
+    """`short_conv` only: whether its matrices and its convolution have biases."""
+    num_key_heads: int = 1
+    """`gated_delta` only: heads of queries and keys."""
+    num_value_heads: int = 1
+    """`gated_delta` only: heads of values, a multiple of those of keys."""
+    key_dim: int = 1
+    """`gated_delta` only: numbers of a head's query and key."""
+    value_dim: int = 1
+    """`gated_delta` only: numbers of a head's value."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        kinds = get_args(RecurrenceKind)
+        check(self.kind in kinds, "kind of recurrence", f"one of {', '.join(kinds)}", self.kind)
+        for name in ("num_key_heads", "num_value_heads", "key_dim", "value_dim"):
+            check(getattr(self, name) > 0, f"recurrence {name}", "positive", getattr(self, name))
+        check(self.conv_width > 1, "recurrence conv_width", "at least 2", self.conv_width)
+        check(bool(self.layers), "recurrence layers", "at least one", self.layers)
+        heads = (self.num_value_heads, self.num_key_heads)
+        check(heads[0] % heads[1] == 0, "recurrence num_value_heads", "a multiple of num_key_heads", heads)
+
+    def conv_dim(self, embed_dim: int) -> int:
+        """Numbers of a token that go through the convolution."""
+        if self.kind == "short_conv":
+            return embed_dim
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    def state_shapes(self, embed_dim: int) -> tuple[tuple[tuple[int, ...], str | None], ...]:
+        """What one layer's state is made of: shapes, and dtypes, None for that of the weights."""
+        shapes: list[tuple[tuple[int, ...], str | None]] = [((self.conv_width - 1, self.conv_dim(embed_dim)), None)]
+        if self.kind == "gated_delta":
+            shapes.append(((self.num_value_heads, self.key_dim, self.value_dim), "float32"))
+        return tuple(shapes)
+
+    def parameters(self, embed_dim: int) -> Iterator[Parameter]:
+        """Those of one layer."""
+        conv_dim, width, heads = self.conv_dim(embed_dim), self.conv_width, self.num_value_heads
+        kernel = Parameter("kernel", (conv_dim, width), stored_shape=(conv_dim, 1, width))
+        if self.kind == "short_conv":
+            yield Parameter("w_in", (embed_dim, 3 * embed_dim), 1)
+            yield kernel
+            yield Parameter("w_out", (embed_dim, embed_dim), 1)
+            if self.has_bias:
+                yield from (Parameter(name, (size,)) for name, size in self._biases(embed_dim))
+            return
+        yield Parameter("w_qkv", (embed_dim, conv_dim), 1)
+        yield Parameter("w_z", (embed_dim, heads, self.value_dim), 1)
+        yield Parameter("w_beta", (embed_dim, heads), 1)
+        yield Parameter("w_step", (embed_dim, heads), 1)
+        yield kernel
+        yield Parameter("a_log", (heads,))
+        yield Parameter("b_step", (heads,))
+        yield Parameter("scale", (self.value_dim,))
+        yield Parameter("w_out", (heads, self.value_dim, embed_dim), 2)
+
+    @staticmethod
+    def _biases(embed_dim: int) -> tuple[tuple[str, int], ...]:
+        return (("b_in", 3 * embed_dim), ("b_kernel", embed_dim), ("b_out", embed_dim))

@@ -1,0 +1,230 @@
+"""Layers that keep a state: short convolutions and gated delta rules, over tokens of several rows at once.
+
+Tokens of rows lie one behind the other, as in `paged_attention`; each row goes on from a state of its own.
+
+    tokens      a0 a1 a2 | b0 b1 | c0 | . .            starts 0 3 5 6, of 8: the last two are padding
+    states      a: behind the token before a0          after: behind a2, b1 and c0
+
+Nothing goes from one row to another. Of a row without tokens what comes out is the state that went in.
+
+Shapes: T tokens of all rows (padded), n rows, F embed, C numbers that are convolved, W conv width, J key heads, N value
+heads, D and E numbers of a key and of a value.
+
+Not here: which layers these are, sizes (recurrence), whose states are where (device.states).
+Source: LFM2 (Liquid AI, 2025); gated delta rule: Yang et al., "Gated Delta Networks" (2024), as in Qwen3-Next.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ca_jax.models.config import ModelConfig
+from ca_jax.models.kv import State
+from ca_jax.models.parts import INIT, project
+from ca_jax.models.recurrence import RecurrenceConfig
+
+CHUNK = 64
+"""Tokens of a row that a delta rule takes together."""
+
+_NORM_EPS = 1e-6  # Of the lengths of queries and keys.
+
+
+class RowStates(NamedTuple):
+    """Where rows stand before a step, and which of its tokens are theirs."""
+
+    states: State
+    """Of each row."""
+    starts: jax.Array
+    """i32 `[n + 1]`, the first of each row's tokens among all, and one past the last."""
+    one_each: bool = False
+    """Whether each row has one token at most, its own number among them."""
+
+
+def convolved(x: jax.Array, kernel: jax.Array, before: jax.Array, starts: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A causal convolution of each number by itself, within rows.
+
+    Args:
+      x: `[T, C]`.
+      kernel: `[C, W]`, the last column of the token itself.
+      before: `[n, W - 1, C]`, the inputs before each row's first token.
+      starts: as in `RowStates`.
+
+    Returns:
+      f32 `[T, C]`, and the last W - 1 inputs of each row, as `before`.
+    """
+    num_tokens, num_kept = len(x), before.shape[1]
+    taps = kernel.astype(jnp.float32).T
+    tokens, rows = jnp.arange(num_tokens), row_of(starts, num_tokens)
+    place = tokens - starts[rows]
+    out = x.astype(jnp.float32) * taps[-1]
+    for lag in range(1, num_kept + 1):
+        of_row = jnp.pad(x, ((lag, 0), (0, 0)))[:num_tokens]
+        of_state = before[rows, jnp.clip(num_kept - lag + place, 0, num_kept - 1)]
+        taken = jnp.where((place >= lag)[:, None], of_row, of_state)
+        out = out + taken.astype(jnp.float32) * taps[num_kept - lag]
+    last = (starts[1:] - starts[:-1])[:, None] + jnp.arange(num_kept)  # Among those before and a row's own.
+    of_row = x[jnp.clip(starts[:-1, None] + last - num_kept, 0, num_tokens - 1)]
+    of_state = jnp.take_along_axis(before, jnp.clip(last, 0, num_kept - 1)[..., None], axis=1)
+    return out, jnp.where((last < num_kept)[..., None], of_state, of_row.astype(before.dtype))
+
+
+def row_of(starts: jax.Array, num_tokens: int) -> jax.Array:
+    """The row of each token, i32 `[T]`; of padding any."""
+    rows = jnp.searchsorted(starts[1:], jnp.arange(num_tokens), side="right")
+    return jnp.minimum(rows, len(starts) - 2)
+
+
+def delta_rule(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    before: jax.Array,
+    starts: jax.Array,
+    *,
+    one_each: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs `S = exp(g) S + k (beta (v - (exp(g) S)^T k))^T` over each row's tokens; each gives `S^T q`.
+
+    All in f32. Tokens of a row are taken `CHUNK` at a time: what each adds to the state is solved for all of them at
+    once, from a triangular system.
+
+    Args:
+      q: `[T, N, D]`; k likewise.
+      v: `[T, N, E]`.
+      log_decay: g, `[T, N]`, not positive.
+      beta: `[T, N]`.
+      before: `[n, N, D, E]`.
+      starts: as in `RowStates`.
+      one_each: static, likewise.
+
+    Returns:
+      `[T, N, E]`, and each row's state behind its last token, as `before`.
+    """
+    if one_each:
+        is_there = (starts[1:] > starts[:-1])[:, None]
+        log_decay, beta = jnp.where(is_there, log_decay, 0), jnp.where(is_there, beta, 0)
+        decayed = before * jnp.exp(log_decay)[..., None, None]
+        added = beta[..., None] * (v - jnp.einsum("tnde,tnd->tne", decayed, k))
+        after = decayed + k[..., None] * added[..., None, :]
+        return jnp.einsum("tnde,tnd->tne", after, q), after
+    num_tokens, size = len(q), min(CHUNK, len(q))
+    counts = starts[1:] - starts[:-1]
+    num_chunks = (counts + size - 1) // size
+    ends = jnp.cumsum(num_chunks)
+    padded = [jnp.pad(each, ((0, size), *[(0, 0)] * (each.ndim - 1))) for each in (q, k, v, log_decay, beta)]
+    lower, strict = jnp.tril(jnp.ones((size, size), bool)), jnp.tril(jnp.ones((size, size), bool), -1)
+
+    def chunk(index: jax.Array, carried: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        out, states = carried
+        row = jnp.searchsorted(ends, index, side="right")
+        done = (index - ends[row] + num_chunks[row]) * size
+        first = starts[row] + done
+        is_own = (done + jnp.arange(size) < counts[row])[:, None]
+        q, k, v, g, beta = (jnp.moveaxis(lax.dynamic_slice_in_dim(each, first, size), 1, 0) for each in padded)
+        g, beta = jnp.where(is_own[:, 0], g, 0), jnp.where(is_own[:, 0], beta, 0)  # [N, size]
+        total = jnp.cumsum(g, axis=-1)
+        between = jnp.where(lower, total[:, :, None] - total[:, None], 0)  # Not positive: no exp of it is large.
+        decays = jnp.where(lower, jnp.exp(between), 0)
+        state, from_first = states[row], jnp.exp(total)[..., None]
+        system = jnp.where(strict, beta[..., None] * decays * jnp.einsum("nid,njd->nij", k, k), 0) + jnp.eye(size)
+        wanted = beta[..., None] * (v - from_first * jnp.einsum("nid,nde->nie", k, state))
+        added = jax.scipy.linalg.solve_triangular(system, wanted, lower=True, unit_diagonal=True)
+        given = from_first * jnp.einsum("nid,nde->nie", q, state)
+        given = given + jnp.einsum("nij,nje->nie", decays * jnp.einsum("nid,njd->nij", q, k), added)
+        kept = jnp.exp(total[:, -1:] - total)[..., None] * k
+        state = jnp.exp(total[:, -1])[:, None, None] * state + jnp.einsum("njd,nje->nde", kept, added)
+        # What lies behind a row's last token is written over by the next row.
+        out = lax.dynamic_update_slice_in_dim(out, jnp.moveaxis(given, 0, 1), first, 0)
+        return out, states.at[row].set(state)
+
+    out = jnp.zeros((num_tokens + size, *v.shape[1:]), jnp.float32)
+    out, after = lax.fori_loop(0, ends[-1], chunk, (out, before))
+    return out[:num_tokens], after
+
+
+class ShortConv(nn.Module):
+    """A convolution of a few tokens between two gates."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array, rows: RowStates) -> tuple[jax.Array, State]:
+        """`x [B, T, F]`, tokens of rows, to `[B, T, F]` and the rows' states behind them."""
+        c, r = self.config, _of(self.config)
+        zeros = nn.initializers.zeros
+
+        def biased(name: str, out: jax.Array) -> jax.Array:
+            return out + self.param(name, zeros, out.shape[-1:]).astype(out.dtype) if r.has_bias else out
+
+        wide = biased("b_in", project(x, self.param("w_in", INIT, (c.embed_dim, 3 * c.embed_dim))))
+        before, behind, inner = jnp.split(wide.reshape(-1, wide.shape[-1]), 3, axis=-1)
+        kernel = self.param("kernel", INIT, (c.embed_dim, r.conv_width))
+        out, last = convolved(before * inner, kernel, rows.states[0], rows.starts)
+        gated = (behind * biased("b_kernel", out).astype(x.dtype)).reshape(x.shape)
+        return biased("b_out", project(gated, self.param("w_out", INIT, (c.embed_dim, c.embed_dim)))), (last,)
+
+
+class GatedDelta(nn.Module):
+    """A matrix a head that forgets, and is corrected by what each token says; gated and normed behind."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array, rows: RowStates) -> tuple[jax.Array, State]:
+        """`x [B, T, F]`, tokens of rows, to `[B, T, F]` and the rows' states behind them."""
+        c, r = self.config, _of(self.config)
+        heads, conv_dim = r.num_value_heads, r.conv_dim(c.embed_dim)
+        wide = project(x, self.param("w_qkv", INIT, (c.embed_dim, conv_dim))).reshape(-1, conv_dim)
+        gate = project(x, self.param("w_z", INIT, (c.embed_dim, heads, r.value_dim)))
+        beta = project(x, self.param("w_beta", INIT, (c.embed_dim, heads)))
+        step = project(x, self.param("w_step", INIT, (c.embed_dim, heads)))
+        kernel = self.param("kernel", INIT, (conv_dim, r.conv_width))
+        a_log = self.param("a_log", nn.initializers.zeros, (heads,)).astype(jnp.float32)
+        b_step = self.param("b_step", nn.initializers.zeros, (heads,)).astype(jnp.float32)
+        out, last = convolved(wide, kernel, rows.states[0], rows.starts)
+        out = nn.silu(out).astype(x.dtype).astype(jnp.float32)
+        of_keys = r.num_key_heads * r.key_dim
+        q, k, v = jnp.split(out, (of_keys, 2 * of_keys), axis=-1)
+        q, k = (_unit(each.reshape(-1, r.num_key_heads, r.key_dim)) for each in (q, k))
+        q, k = (jnp.repeat(each, heads // r.num_key_heads, axis=1) for each in (q, k))
+        log_decay = -jnp.exp(a_log) * jax.nn.softplus(step.astype(jnp.float32) + b_step)
+        with jax.default_matmul_precision("highest"):
+            out, state = delta_rule(
+                q / jnp.sqrt(jnp.float32(r.key_dim)),
+                k,
+                v.reshape(-1, heads, r.value_dim),
+                log_decay.reshape(-1, heads),
+                nn.sigmoid(beta.astype(jnp.float32)).reshape(-1, heads),
+                rows.states[1],
+                rows.starts,
+                one_each=rows.one_each,
+            )
+        scale = self.param("scale", nn.initializers.ones, (r.value_dim,))
+        out = out * lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + c.norm_eps)
+        out = out.astype(x.dtype) * scale.astype(x.dtype)
+        out = (out.reshape(gate.shape) * nn.silu(gate.astype(jnp.float32))).astype(x.dtype)
+        w_out = self.param("w_out", INIT, (heads, r.value_dim, c.embed_dim))
+        return project(out, w_out, num_inputs=2), (last, state)
+
+
+def mixer_of(config: ModelConfig) -> ShortConv | GatedDelta:
+    """What a layer with a state has in place of attention."""
+    return ShortConv(config) if _of(config).kind == "short_conv" else GatedDelta(config)
+
+
+def _of(config: ModelConfig) -> RecurrenceConfig:
+    if config.recurrence is None:
+        raise ValueError(f"a model with states must have a recurrence, got {config.architecture} without")
+    return config.recurrence
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    """Vectors `[..., D]` of length 1."""
+    return x * lax.rsqrt((x * x).sum(-1, keepdims=True) + _NORM_EPS)
