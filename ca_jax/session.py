@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ca_jax.errors import EmptyMessageError, InvalidRequestError, SessionBusyError, SessionClosedError, check
+from ca_jax.errors import EmptyMessageError, InvalidRequestError, SessionBusyError, SessionClosedError
 from ca_jax.overflow.config import check_discarded
 from ca_jax.telemetry.timeline import SaveTimes
 from ca_jax.turns import requests
@@ -45,6 +45,7 @@ class Job:
     spans: tuple[ChunkSpan, ...] = ()
     """Chunks in its prompt whose KV may be stored, in order: what is of them is loaded and blended."""
     chunk: ChunkSpan | None = None  # Its prompt is this chunk, and its KV is all that is wanted.
+    note: Callable[[Job, FinishReason], tuple[str, str]] | None = None  # As of `TurnRequest`.
     tenant: str = ""  # Of the chunk.
     adapter: requests.UsedAdapter = requests.NO_ADAPTER  # That it is computed with.
     job_id: int = dataclasses.field(default_factory=lambda: next(_job_ids))  # Order of submission.
@@ -57,6 +58,7 @@ class Job:
     attention: np.ndarray | None = None  # f32, that its first tokens received so far; None where it is not measured.
     output_ids: list[int] = dataclasses.field(default_factory=list)  # Generated so far.
     token_logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)  # None if they were not asked for.
+    prompt_logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)  # Likewise, of its prompt.
     token_texts: list[str] = dataclasses.field(default_factory=list)
     """The text that became certain with each generated token: "" where it only begins a character or may begin a stop
     string. Together they are the output's text; what was held back when the answer ended is with its last token. Each
@@ -196,6 +198,7 @@ class Job:
             finish_reason=self.finish_reason,
             usage=self.usage(),
             logprobs=None if self.params.logprobs is None else list(self.token_logprobs),
+            prompt_logprobs=None if self.params.prompt_logprobs is None else list(self.prompt_logprobs),
         )
 
 
@@ -397,6 +400,7 @@ class Session:
         priority: int = 0,
         texts: Texts | None = None,
         truncation: Truncation = "auto",
+        note: Callable[[Job, FinishReason], tuple[str, str]] | None = None,
     ) -> Job:
         """Queues a turn of messages or of token ids, without running the engine; otherwise as `send` and `send_ids`.
 
@@ -404,15 +408,11 @@ class Session:
         `TextWork`, as `Engine.submit_turn` says.
         """
         self._check_ready()
-        is_whole = isinstance(priority, int) and not isinstance(priority, bool)
-        check(is_whole, "priority", "a whole number", priority, InvalidRequestError)
-        is_known = truncation in ("auto", "disabled")
-        check(is_known, "truncation", "'auto' or 'disabled'", truncation, InvalidRequestError)
         last = new[-1] if len(new) else None
         if isinstance(last, Mapping) and not last["content"].strip():
             raise EmptyMessageError("a message must have text in it, got a blank one")
-        params = sampling or SamplingParams()
-        asked = TurnRequest(new=new, params=params, priority=priority, context=context, truncation=truncation)
+        given = TurnRequest(new=new, params=sampling or SamplingParams(), context=context, truncation=truncation)
+        asked = dataclasses.replace(given, priority=priority, note=note)
         self.job = self._engine.submit_turn(self, asked, texts)
         return self.job
 
@@ -476,9 +476,9 @@ class Session:
     def adopt(self, job: Job, reason: FinishReason) -> None:
         """Makes a turn that ends for a reason part of the conversation; for the engine."""
         num_before = len(self.token_ids)
-        token_ids = [*job.slid_ids, *job.token_ids]
+        token_ids, note = [*job.slid_ids, *job.token_ids], None if job.note is None else job.note(job, reason)
         self.conversation = self.conversation.with_turn(
-            token_ids, job.messages, job.output.text, job.attention, job.given_ids
+            token_ids, job.messages, job.output.text, job.attention, job.given_ids, note
         )
         if self._packed_ids is not None:
             added = np.fromiter(self.token_ids[num_before:], np.int32)

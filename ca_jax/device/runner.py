@@ -300,6 +300,7 @@ class Runner:
             ends |= {part.prefill.slot: part.prefill.start + part.num_tokens for part in parts}
             of_slot = {slot: Received(total, row, ends[slot]) for slot, row in rows.items()}
         for part in parts:
+            part.take_hidden(x, step.part[part.prefill.slot], step.first[part.prefill.slot])
             if part.error is not None:
                 continue
             prefill = part.prefill

@@ -74,9 +74,8 @@ class Draw:
         """The same on the host."""
         return jax.tree.map(to_host, self)
 
-    def logprob(self, row: int, params: SamplingParams) -> TokenLogprob | None:
-        """What is said of a row's token where its answer is drawn by `params`; None where they ask for nothing."""
-        num_top = params.logprobs
+    def logprob(self, row: int, num_top: int | None) -> TokenLogprob | None:
+        """What is said of a row's token, with so many of the likeliest; None where nothing is asked for."""
         if num_top is None or self.logprobs is None or self.top_ids is None or self.top is None:
             return None
         top = zip(self.top_ids[row, :num_top], self.top[row, :num_top], strict=True)

@@ -44,6 +44,9 @@ class ServerConfig:
     copy on SSD is gone on with."""
     max_step_s: float = 120.0
     """Seconds that a step of the engine may take before `/health` says that it is stuck. A step may compile."""
+    strict_fields: bool = False
+    """Refuse requests that have fields which are not known; else they are ignored, and named in a header of the answer,
+    `x-ca-jax-ignored-fields`."""
     kv_events_url: str | None = None
     """Where routers follow what KV is stored here: ZeroMQ's address to listen on, `tcp://127.0.0.1:5557` say; vLLM's
     events. Who reaches it reads the token ids of all conversations. None: nobody is told."""

@@ -302,7 +302,7 @@ class TurnBuilder:
             self._truncator.cut(session, discarded)
         held = session.conversation
         job = self.job([*held.token_ids, *turn.ids], request.params, session, request.priority)
-        job.messages, job.given_ids = said, given_ids
+        job.messages, job.given_ids, job.note = said, given_ids, request.note if session.is_kept else None
         if given_ids:
             tokenizer = self._model.tokenizer
             job.messages = as_messages("" if tokenizer is None else tokenizer.decode(given_ids))
@@ -313,7 +313,7 @@ class TurnBuilder:
         if self._config.overflow is not None and self._config.overflow.token_discarder.needs_attention:
             job.attention = padded(held.attention, len(held.token_ids))
         job.context_tokens = sum(map(len, chunks))
-        if self._config.blend.reuses_chunks:
+        if self._config.blend.reuses_chunks and request.params.prompt_logprobs is None:  # Else they are computed.
             weights = job.adapter.fingerprint
             job.spans = tuple(
                 ChunkSpan(self._kv.chunks.key(ids, session.tenant, weights), len(held.token_ids) + start, len(ids))

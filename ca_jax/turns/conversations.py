@@ -28,7 +28,7 @@ _CHAINED_FORMAT = 5  # The first whose chain names contexts too.
 _READABLE = (3, 4, 5, _FORMAT, _ADAPTED_FORMAT)  # What was written before additions is one without any.
 _PACKED = {"token_ids": "<i4", "attention": "<f4"}  # Fields that are lists of numbers.
 _OF_ADAPTER = ("adapter", "adapter_weights")  # Fields that are left out where there is none.
-_GROWING = ("token_ids", "messages", "turn_starts", "states")  # Fields that a turn only adds to.
+_GROWING = ("token_ids", "messages", "turn_starts", "states", "responses")  # Fields that a turn only adds to.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,6 +66,9 @@ class Conversation:
     """The rule by which tokens left, where that and the messages say which; "" where none left, else `OTHERWISE`."""
     reached: str = ""
     """How a server's clients have gone on with it: by `name`, or by `history`. Empty: in neither way yet."""
+    responses: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)
+    """Of turns that are found by an id: that id, the chain behind the turn, and what else is kept of it, JSON; empty
+    where it was deleted. A conversation that is forked from this one has none of them, nor has one that was cut."""
     adapter: str = ""
     """Name of the adapter that it is held with, for good; empty: none."""
     adapter_weights: str = ""
@@ -102,6 +105,7 @@ class Conversation:
         answer: str,
         attention: np.ndarray | None = None,
         given_ids: Sequence[int] = (),
+        note: tuple[str, str] | None = None,
     ) -> Conversation:
         """The conversation with a turn behind it.
 
@@ -111,6 +115,7 @@ class Conversation:
           answer: the assistant's.
           attention: that its tokens received, where that is measured.
           given_ids: tokens of the turn that were given as ids: their text does not say what they are, the chain does.
+          note: an id by which the turn is found, and what is kept by that.
         """
         said = [*messages, {"role": "assistant", "content": answer}]
         given = [{"role": "", "content": f"token ids {list(given_ids)}"}] if given_ids else []
@@ -123,6 +128,7 @@ class Conversation:
             attention=[] if attention is None else padded(attention, len(token_ids)).tolist(),
             chain=chain,
             states=[*self.states, (chain, len(token_ids))],
+            responses=self.responses if note is None else [*self.responses, (note[0], chain, note[1])],
             generation=self.generation + 1,
         )
 
@@ -148,6 +154,7 @@ class Conversation:
             messages=messages,
             chain=chain,
             states=states,
+            responses=[each for each in self.responses if each[1] in dict(states)],
             turn_starts=turn_starts,
             attention=self.attention[:num_tokens],
             num_slid=min(self.num_slid, num_tokens),
@@ -161,7 +168,21 @@ class Conversation:
         Nothing of its KV is marked: it is to be what computing these tokens gives.
         """
         unmarked: dict[str, Any] = {"lineage": 0, "num_slid": 0, "num_to_repair": 0, "attention": [], "to_drift": []}
-        return dataclasses.replace(self.take(num_tokens), **unmarked, reached="")
+        return dataclasses.replace(self.take(num_tokens), **unmarked, reached="", responses=[])
+
+    def without_response(self, response_id: str, *, takes_turn: bool) -> Conversation:
+        """The same without a turn that is found by an id; where nothing is left, without tokens.
+
+        Args:
+          response_id: that id.
+          takes_turn: whether the last turns leave too as far as they were deleted. Others stay: turns behind them do.
+        """
+        responses = [(name, chain, "" if name == response_id else kept) for name, chain, kept in self.responses]
+        deleted = {chain for _, chain, kept in responses if not kept}
+        ends = [num_tokens for chain, num_tokens in self.states if chain not in deleted]
+        left = dataclasses.replace(self, responses=responses, generation=self.generation + 1, stem=object())
+        is_last = bool(self.states) and self.states[-1][0] in deleted
+        return left.take(max(ends, default=0)) if takes_turn and is_last else left
 
     def with_repair(self, num_tokens: int, *, drifts: bool) -> Conversation:
         """The same, the KV of whose first tokens the next prefill repairs; by their drift too, if they drifted."""
@@ -243,6 +264,9 @@ class Conversation:
             fields[name] = base64.b64encode(np.array(fields[name], dtype).tobytes()).decode("ascii")
         if not self.adapter:
             fields = {name: value for name, value in fields.items() if name not in _OF_ADAPTER}
+        if not self.responses:  # As it was before there were any.
+            fields = {name: value for name, value in fields.items() if name != "responses"}
+            num_before = {name: num for name, num in num_before.items() if name != "responses"}
         format_ = _ADAPTED_FORMAT if self.adapter else _FORMAT
         return json.dumps({"format": format_, "behind": num_before, **fields}).encode()
 
@@ -275,6 +299,7 @@ class Conversation:
                 turn_starts=[(int(tokens), int(messages)) for tokens, messages in fields["turn_starts"]],
                 to_drift=[int(num_tokens) for num_tokens in fields["to_drift"]],
                 states=[(str(chain), int(tokens)) for chain, tokens in fields["states"]],
+                responses=[(str(name), str(chain), str(kept)) for name, chain, kept in fields["responses"]],
                 generation=int(fields.get("generation", 0)),
                 **plain,
             )
@@ -292,6 +317,9 @@ def _add(fields: dict[str, Any], part: dict[str, Any]) -> None:
         part[name] = np.frombuffer(base64.b64decode(part[name], validate=True), dtype).tolist()
     behind = part.get("behind") or {}
     behind.pop("positions", None)
+    part.setdefault("responses", [])
+    if fields:
+        behind.setdefault("responses", len(fields["responses"]))
     if behind != {name: len(fields[name]) for name in _GROWING if name in fields}:
         raise ValueError(f"an addition must come behind what is there, got one behind {behind}")
     for name in behind:

@@ -42,8 +42,13 @@ class TextOutput:
         self._held = ""
         self.text = ""
         """All text given out so far."""
-        self.stopped = False
+        self.stopped_by: str | None = None
+        """The stop string that was met."""
+
+    @property
+    def stopped(self) -> bool:
         """Whether a stop string was met."""
+        return self.stopped_by is not None
 
     def push(self, token_id: int) -> str:
         """Takes a token and returns the text that can be shown."""
@@ -67,10 +72,10 @@ class TextOutput:
 
     def _give(self, piece: str) -> str:
         pending = self._held + piece
-        ends = [at for at in (pending.find(stop) for stop in self._stop) if at >= 0]
+        ends = [(at, stop) for at, stop in ((pending.find(stop), stop) for stop in self._stop) if at >= 0]
         if ends:
-            self.stopped = True
-            shown, self._held = pending[: min(ends)], ""
+            end, self.stopped_by = min(ends)
+            shown, self._held = pending[:end], ""
         else:
             keep = max((_overlap(pending, stop) for stop in self._stop), default=0)
             shown, self._held = pending[: len(pending) - keep], pending[len(pending) - keep :]
