@@ -30,6 +30,8 @@ from ca_jax.server.router import BY_NAME, Found, Router, engine_name
 from ca_jax.turns.conversations import Conversation, Message
 from ca_jax.turns.text import Texts
 
+_INSTRUCTED = "instructed"  # Of what is kept: the conversation begins with the response's instructions.
+
 
 @dataclasses.dataclass(frozen=True)
 class Place:
@@ -41,17 +43,40 @@ class Place:
     """Of its conversation, as clients have it."""
     chain: str
     """Of that, behind its turn."""
-    kept: dict[str, Any]
-    """What is kept of it beside its text."""
+    told: dict[str, Any]
+    """What is told of it beside its text."""
     messages: list[Message]
     """All up to its end, the answer among them."""
     adapter: str
     """That its conversation is held with; empty: none."""
 
     @property
+    def instructions(self) -> str | None:
+        """Those that its conversation begins with; None where it had none, or they have left."""
+        return self.told.get("instructions")
+
+    @property
     def said(self) -> list[Message]:
         """The messages without instructions, which are not handed on."""
-        return self.messages[self.kept.get("instructions") is not None :]
+        return self.messages[self.instructions is not None :]
+
+
+def kept(told: dict[str, Any], messages: Sequence[Message]) -> dict[str, Any]:
+    """What is kept of what is told of a response: its instructions are with its conversation already.
+
+    Args:
+      told: all that is told beside its text.
+      messages: of the conversation, up to the response.
+    """
+    others = {name: value for name, value in told.items() if name != "instructions"}
+    begins = bool(messages) and list(messages[:1]) == instructed(told.get("instructions"))
+    return {**others, _INSTRUCTED: True} if begins else others
+
+
+def _told(kept: dict[str, Any], messages: Sequence[Message]) -> dict[str, Any]:
+    """The opposite."""
+    has_instructions = kept.pop(_INSTRUCTED, False) and messages[0]["role"] == "system"
+    return {**kept, "instructions": messages[0]["content"]} if has_instructions else kept
 
 
 def look(router: Router, tenant: str, response: str, param: str | None = None) -> Place:
@@ -68,15 +93,15 @@ def look(router: Router, tenant: str, response: str, param: str | None = None) -
     key, name = key_and_name(response)
     conversation = router.look(tenant, name) if name else None
     entries = [] if conversation is None else conversation.responses
-    chain, kept = next(((chain, kept) for each, chain, kept in entries if each == key), ("", ""))
-    num_messages = None if conversation is None or not kept else _num_messages(conversation, chain)
+    chain, entry = next(((chain, entry) for each, chain, entry in entries if each == key), ("", ""))
+    num_messages = None if conversation is None or not entry else _num_messages(conversation, chain)
     if conversation is None or num_messages is None:
         has_lost = conversation is not None and conversation.num_dropped > 0
         why = ": tokens have left its conversation since it was given, so that only later ones are found" * has_lost
         message = f"there must be a response of that id, got {response!r}{why}"
         raise ApiError(404, message, param=param, code="response_truncated" if has_lost else "response_not_found")
     messages = conversation.messages[:num_messages]
-    return Place(key, name, chain, json.loads(kept), messages, conversation.adapter)
+    return Place(key, name, chain, _told(json.loads(entry), messages), messages, conversation.adapter)
 
 
 def find_behind(
@@ -95,7 +120,7 @@ def find_behind(
       UnknownAdapterError: the conversation's adapter is not loaded.
     """
     place = look(router, tenant, response, "previous_response_id")
-    is_same = place.kept.get("instructions") == instructions and (place.adapter or None) == adapter
+    is_same = place.instructions == instructions and (place.adapter or None) == adapter
     if is_same and all(message["role"] != "assistant" for message in messages):
         return router.by_place(tenant, place.name, place.chain, messages, texts)
     return router.by_history(tenant, [*instructed(instructions), *place.said, *messages], texts, adapter)

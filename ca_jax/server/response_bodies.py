@@ -28,6 +28,7 @@ _TOLD = (
     "top_p",
 )
 _Tokens = Annotated[int, Field(ge=1)]
+_Name = Annotated[str, Field(max_length=64)]
 _Body = dict[str, Any]
 
 
@@ -103,7 +104,7 @@ class ResponseRequest(OpenBody):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     include: list[str] | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    metadata: Annotated[dict[_Name, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
     text: TextConfig | None = None
 
     tools: Annotated[list[Any], Field(max_length=0)] | None = UNSERVED

@@ -58,8 +58,8 @@ async def create_response(
 async def get_response(response_id: str, service: TheService, tenant: TheTenant) -> JSONResponse:
     """A response that is kept."""
     place = await service.ask(tenant, lambda engine: places.look(service.router, tenant.domain, response_id))
-    answer = output_message(place.key, place.kept["status"], [output_text(place.messages[-1]["content"])])
-    return JSONResponse(response_object(response_id, place.kept, [answer]))
+    answer = output_message(place.key, place.told["status"], [output_text(place.messages[-1]["content"])])
+    return JSONResponse(response_object(response_id, place.told, [answer]))
 
 
 @ROUTES.delete("/{response_id}", responses=responses(401, 404, 408, 409, 429, 503, content=OBJECT))
@@ -108,7 +108,7 @@ class _Responding:
         self._chat = body.chat()
         self._key = new_key()
         self._told = {"created_at": int(time.time()), **body.told()}
-        self._kept: _Body | None = None  # Of what is kept of the turn.
+        self._ended: _Body | None = None  # What is told of the response that has ended, beside its text.
         self._numbers = itertools.count()  # Of events.
 
     async def response(self, request: fastapi.Request) -> Response:
@@ -140,10 +140,11 @@ class _Responding:
 
     def _note(self, job: Job, reason: FinishReason) -> tuple[str, str]:
         """What is kept of the turn; on the engine's thread."""
-        self._kept = self._ended(job, reason)
-        return self._key, json.dumps(self._kept)
+        self._ended = self._end(job, reason)
+        before = [] if job.session is None else job.session.messages
+        return self._key, json.dumps(places.kept(self._ended, [*before, *job.messages]))
 
-    def _ended(self, job: Job, reason: FinishReason) -> _Body:
+    def _end(self, job: Job, reason: FinishReason) -> _Body:
         return {**self._told, **status_of(reason), "completed_at": int(time.time()), "usage": usage_of(job)}
 
     async def _whole(self, begun: contextlib.AbstractAsyncContextManager[Feed]) -> JSONResponse:
@@ -165,9 +166,9 @@ class _Responding:
     def _object(self, feed: Feed, text: str) -> _Body:
         """The response when it has ended."""
         job = feed.jobs[0]
-        kept = self._kept or self._ended(job, job.finish_reason or FinishReason.CANCELLED)
+        told = self._ended or self._end(job, job.finish_reason or FinishReason.CANCELLED)
         content = [output_text(text, self._logprobs(job, 0, None))]
-        return response_object(self._id(feed), kept, [output_message(self._key, kept["status"], content)])
+        return response_object(self._id(feed), told, [output_message(self._key, told["status"], content)])
 
     async def _events(self, feed: Feed, until_s: float | None) -> AsyncIterator[str]:
         """The stream of events. An error in the middle is the last of them."""

@@ -24,7 +24,7 @@ from ca_jax.server.bodies import OpenBody
 from ca_jax.server.config import ServerConfig
 from ca_jax.server.errors import ApiError
 from ca_jax.server.service import Service
-from ca_jax.server.tenants import Tenant, Tenants
+from ca_jax.server.tenants import Tenant, Tenants, authorization_of
 
 if TYPE_CHECKING:
     from ca_jax.server.kv_events import KVEvents
@@ -82,9 +82,7 @@ async def tenant_of(request: fastapi.Request) -> Tenant:
     Raises:
       ApiError: it has no key, or one that is not known.
     """
-    authorization = request.headers.get("authorization")
-    if authorization is None and (key := request.headers.get("x-api-key")) is not None:  # Anthropic's clients.
-        authorization = f"Bearer {key}"
+    authorization = authorization_of(request.headers)
     tenant = state_of(request).tenants.of_header(authorization)
     if tenant is None:
         found = "none" if authorization is None else "another"
