@@ -26,7 +26,7 @@ from ca_jax.storage.objects.store import ObjectsError
 _LOG = logging.getLogger(__name__)
 _UNSERVED = frozenset(
     {
-        *("tools", "tool_choice", "functions", "function_call", "store", "service_tier", "response_format"),
+        *("functions", "function_call", "store", "service_tier"),
         *("modalities", "echo", "suffix", "best_of"),
         *("skip_special_tokens", "no_stop_trim", "return_hidden_states", "continue_final_message"),
         *("load_inplace", "is_3d_lora_weight"),

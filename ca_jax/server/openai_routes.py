@@ -29,6 +29,7 @@ from ca_jax.server.router import client_name
 from ca_jax.server.service import Service
 from ca_jax.server.state import EventStream, KeyedRoute, TheService, TheTenant, while_connected
 from ca_jax.server.tenants import Tenant
+from ca_jax.server.tool_calls import CallDelta, Reply, parser_of, read_reply
 from ca_jax.session import Job
 from ca_jax.turns.requests import FinishReason
 
@@ -151,12 +152,13 @@ class _Answering:
                     state = part.state
         except Exception as error:
             raise _reported(error) from error
-        choices = []
+        choices, said = list[_Body](), dict[str, Any]()
         for index, (job, text) in enumerate(zip(feed.jobs, texts, strict=True)):
-            said: _Body = {"text": text}
+            said, has_calls = {"text": text}, False
             if self._is_chat:
-                said = {"message": {"role": "assistant", "content": text, "refusal": None}}
-            logprobs, reason = self._logprobs(job, 0), _finish_reason(job)
+                reply = read_reply(job)
+                said, has_calls = {"message": _message(reply)}, bool(reply.calls)
+            logprobs, reason = self._logprobs(job, 0), _finish_reason(job, has_calls)
             choices.append({"index": index, **said, "logprobs": logprobs, "finish_reason": reason})
         session = self._session(feed)
         if session and state is not None:
@@ -170,25 +172,33 @@ class _Answering:
             for index in range(len(jobs) if self._is_chat else 0):
                 said: _Body = {"delta": {"role": "assistant", "content": "", "refusal": None}}
                 yield self._chunk(feed, Part(index, "", 0, done=False), said, None, session)
-            sent = [0] * len(jobs)
+            sent, readers = [0] * len(jobs), [_StreamedReply(job) for job in jobs]
             async for part in feed.parts(until_s):
                 said, logprobs = {"text": part.text}, None
                 if self._is_chat:
-                    said = {"delta": {"content": part.text} if part.text else {}}
+                    said = {"delta": readers[part.index].delta(part)}
                 if part.num_tokens > sent[part.index]:
                     logprobs = self._logprobs(jobs[part.index], sent[part.index], part.num_tokens)
                     sent[part.index] = part.num_tokens
                 state = {"session_state": part.state} if part.state is not None and session else {}
-                yield self._chunk(feed, part, said, logprobs, state)
+                yield self._chunk(feed, part, said, logprobs, state, readers[part.index].has_calls)
             if self._with_usage:
                 yield _event({**self._chunk_head, "choices": [], "usage": self._usage(feed)})
             yield "data: [DONE]\n\n"
         except Exception as error:
             yield _event(_reported(error).body())
 
-    def _chunk(self, feed: Feed, part: Part, said: _Body, logprobs: _Body | None, session: _Body) -> str:
+    def _chunk(
+        self,
+        feed: Feed,
+        part: Part,
+        said: _Body,
+        logprobs: _Body | None,
+        session: _Body,
+        has_calls: bool = False,
+    ) -> str:
         """A chunk of an answer's new text."""
-        reason = _finish_reason(feed.jobs[part.index]) if part.done else None
+        reason = _finish_reason(feed.jobs[part.index], has_calls) if part.done else None
         choice = {"index": part.index, **said, "logprobs": logprobs, "finish_reason": reason}
         usage: _Body = {"usage": None} if self._with_usage else {}
         if self._with_usage and self._counts_on:
@@ -258,13 +268,57 @@ class _Answering:
         return {"session_id": client_name(self._tenant.domain, session.session_id)}
 
 
+class _StreamedReply:
+    """What of one answer's text is content, reasoning and calls, as it comes."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._parser = job, parser_of(job)
+        self.has_calls = False
+        """Whether a whole call came."""
+
+    def delta(self, part: Part) -> _Body:
+        """What a step gave."""
+        deltas = [self._parser.feed(part.text)]
+        if part.done:
+            deltas.append(self._parser.finish(self._job.finish_reason is FinishReason.STOP))
+        content, reasoning = ("".join(getattr(each, name) for each in deltas) for name in ("content", "reasoning"))
+        told: _Body = {"reasoning_content": reasoning} if reasoning else {}
+        if content:
+            told["content"] = content
+        if calls := [call for each in deltas for call in each.calls]:
+            told["tool_calls"] = [_described_call(call) for call in calls]
+            self.has_calls |= any(call.is_whole for call in calls)
+        return told
+
+
+def _described_call(call: CallDelta) -> _Body:
+    """What became certain of a call, as OpenAI streams it."""
+    if not call.is_first:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.call_id, "type": "function", "function": function}
+
+
+def _message(reply: Reply) -> _Body:
+    """A whole answer as OpenAI's messages have it; `reasoning_content` is as others add it."""
+    content = reply.content if reply.content or not reply.calls else None
+    message: _Body = {"role": "assistant", "content": content, "refusal": None}
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
+    if reply.calls:
+        message["tool_calls"] = [call.as_openai() for call in reply.calls]
+    return message
+
+
 def _event(body: _Body) -> str:
     return f"data: {json.dumps(body)}\n\n"
 
 
-def _finish_reason(job: Job) -> str:
+def _finish_reason(job: Job, has_calls: bool) -> str:
     """OpenAI's word for why an answer ended; one that was given up was cut short."""
-    return "stop" if job.finish_reason is FinishReason.STOP else "length"
+    if job.finish_reason is not FinishReason.STOP:
+        return "length"
+    return "tool_calls" if has_calls else "stop"
 
 
 def _usage_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
