@@ -99,7 +99,7 @@ def test_tokens_are_drawn_from_the_distribution_that_the_parameters_leave(params
     assert counts[drawn * expected > 20].all(), "a token was never drawn that the parameters leave"
     # Five standard deviations of each token's count; the draws are the same in every run.
     assert np.all(np.abs(counts - drawn * expected) <= 5 * np.sqrt(drawn * expected * (1 - expected)) + 1e-9)
-    assert sampler.has_penalties == any(
+    assert sampler.waits_for_marks == any(
         (params.repetition_penalty != 1, params.presence_penalty, params.frequency_penalty)
     ), "it must be known whether a token must be marked before the next is drawn"
 

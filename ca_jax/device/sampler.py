@@ -21,10 +21,13 @@ import numpy.typing as npt
 
 from ca_jax.device.transfer import to_device, to_host
 from ca_jax.models.sharding import ModelSharding, replicated
+from ca_jax.turns.grammars import Matcher
 from ca_jax.turns.requests import MAX_LOGPROBS, SamplingParams, TokenLogprob
 
 FILTERED = -1e30
 """Logit of a token that may not be drawn."""
+ALL_TOKENS = np.uint32(2**32 - 1)
+"""In masks of tokens: all of 32 are allowed."""
 
 
 @jax.tree_util.register_dataclass
@@ -90,6 +93,19 @@ class Draw:
 def greedy(logits: jax.Array) -> jax.Array:
     """The likeliest token of each row: f32 `[B, V]` to i32 `[B]`."""
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+@jax.jit
+def only_allowed(logits: jax.Array, masks: jax.Array) -> jax.Array:
+    """Logits of the tokens that grammars allow, others filtered.
+
+    Args:
+      logits: f32 `[B, V]`.
+      masks: u32 `[B, W]`; bit `i % 32` of number `i // 32` is token i's.
+    """
+    bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
+    allowed = bits.reshape(len(masks), -1)[:, : logits.shape[-1]]
+    return jnp.where(allowed > 0, logits, FILTERED)
 
 
 @partial(jax.jit, static_argnames=("filters",))
@@ -202,10 +218,27 @@ class Sampler:
         self._marked: set[int] = set()  # slots whose marks may be other than 0
         self._counts: list[collections.Counter[int]] = [collections.Counter() for _ in range(num_slots)]
         self._barred: list[tuple[int, ...]] = [()] * num_slots  # stop tokens that are not to be drawn yet
+        self._matchers: list[Matcher | None] = [None] * num_slots
+        self._masks = np.full((num_slots, -(-vocab_size // 32)), ALL_TOKENS)
         self._rows: dict[tuple[int | None, ...], tuple[SamplerRows, jax.Array]] = {}
 
-    def set_slot(self, slot: int, params: SamplingParams, token_ids: list[int], stop_ids: Collection[int] = ()) -> None:
-        """Gives a slot to an answer whose prompt is `token_ids`, and that ends with any of `stop_ids`."""
+    def set_slot(
+        self,
+        slot: int,
+        params: SamplingParams,
+        token_ids: list[int],
+        stop_ids: Collection[int] = (),
+        matcher: Matcher | None = None,
+    ) -> None:
+        """Gives a slot to an answer whose prompt is `token_ids`, that ends with any of `stop_ids`, and is to match.
+
+        Raises:
+          InvalidRequestError: what `matcher` allows is too complex to be told.
+        """
+        self._matchers[slot] = matcher
+        self._masks[slot] = ALL_TOKENS
+        if matcher is not None:
+            matcher.fill(self._masks[slot])
         self._barred[slot] = tuple(t for t in stop_ids if t < self._vocab_size) if params.min_tokens else ()
         if params.min_tokens and not self._barred[slot]:
             params = dataclasses.replace(params, min_tokens=0)  # There is nothing to bar.
@@ -228,7 +261,7 @@ class Sampler:
 
     def free_slot(self, slot: int) -> None:
         """Forgets a slot's parameters."""
-        self._params[slot] = None
+        self._params[slot] = self._matchers[slot] = None
         self._rows.clear()
 
     def forget_if_broken(self) -> bool:
@@ -242,9 +275,10 @@ class Sampler:
         return False
 
     @property
-    def has_penalties(self) -> bool:
+    def waits_for_marks(self) -> bool:
         """Whether a draw depends on tokens that must be marked first."""
-        return any(params is not None and _penalises(params) for params in self._params)
+        penalises = any(params is not None and _penalises(params) for params in self._params)
+        return penalises or any(matcher is not None for matcher in self._matchers)
 
     def start(
         self,
@@ -264,6 +298,13 @@ class Sampler:
           Of n rows; with log-probabilities where a slot's answer is to have them.
         """
         used = [params for slot in slots if slot is not None and (params := self._params[slot]) is not None]
+        told = logits  # By the model alone.
+        bounded = [(row, slot) for row, slot in enumerate(slots) if slot is not None and self._matchers[slot]]
+        if bounded:
+            masks = np.full((len(slots), self._masks.shape[1]), ALL_TOKENS)
+            for row, slot in bounded:
+                masks[row] = self._masks[slot]
+            logits, likeliest = only_allowed(logits, self._to_device(masks)), None
         if self._marks is None or all(_is_greedy(params) for params in used):
             tokens = greedy(logits) if likeliest is None else likeliest
         else:
@@ -277,13 +318,15 @@ class Sampler:
             tokens = sample(logits, rows, self._marks, numbers, self._to_device(positions, np.int32), filters)
         if all(params.logprobs is None for params in used):
             return Draw(tokens)
-        return log_probabilities(logits, tokens, self._num_top)
+        return log_probabilities(told, tokens, self._num_top)
 
     def compile(self, compiled: Callable[..., Any], small: Callable[..., Any], logits: Any, tokens: Any) -> None:
         """Compiles all ways of drawing from logits of such a shape, and of marking."""
         size, vocab_size = logits.shape
         marks, scalar = small(len(self._params), 2, vocab_size, dtype=np.float32), small()
         rows = SamplerRows.of([SamplingParams()] * size, lambda values, dtype: small(size, dtype=dtype))
+        width = self._masks.shape[1]
+        compiled(greedy, compiled(only_allowed, logits, small(size, width, dtype=np.uint32)))
         for filters in (False, True):
             drawn = compiled(sample, logits, rows, marks, small(size), small(size), filters)
         for each in (tokens, drawn):
@@ -292,8 +335,15 @@ class Sampler:
         compiled(set_row, marks, scalar, small(2, vocab_size, dtype=np.float32))
 
     def mark(self, slot: int, token: int) -> None:
-        """Notes a drawn token for the slot's penalties."""
-        params = self._params[slot]
+        """Notes a drawn token for the slot's penalties and its grammar.
+
+        Raises:
+          InvalidRequestError: what may follow it is too complex to be told.
+        """
+        params, matcher = self._params[slot], self._matchers[slot]
+        if matcher is not None:  # While the device computes what is behind the token.
+            matcher.take(token)
+            matcher.fill(self._masks[slot])
         if params is None or not _penalises(params):
             return
         if params.repetition_penalty != 1.0:

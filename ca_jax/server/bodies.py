@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
 
 from ca_jax.server.errors import invalid
+from ca_jax.server.tool_bodies import CalledTool, NamedTool, ResponseFormat, Tool
+from ca_jax.server.tool_formats import AskedTools
 from ca_jax.turns.conversations import Message
+from ca_jax.turns.grammars import Grammar
 from ca_jax.turns.requests import SamplingParams
 
 _INT64 = 2**63
@@ -65,14 +68,19 @@ class TextPart(OpenBody):
 
 
 class ChatMessage(OpenBody):
-    """One message. What only some models and tools use may be there where it says nothing."""
+    """One message. What only some models use may be there where it says nothing."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(min_length=1)] | None = None
-    name: str | None = IGNORED
+    name: str | None = Field(None, description="Of a tool; else not looked at.")
     refusal: None = None
     audio: None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_calls: Annotated[list[CalledTool], Field(max_length=128)] | None = None
+    """Of an assistant's reply: the calls in it."""
+    tool_call_id: str | None = None
+    """Of a tool's message: the call that it answers."""
+    reasoning_content: str | None = None
+    """Of an assistant's reply: what was thought before it. A conversation is found again by this too."""
     function_call: None = None
     annotations: list[Any] | None = IGNORED
     context: _Chunks | None = None
@@ -83,6 +91,13 @@ class ChatMessage(OpenBody):
         parts = self.content if isinstance(self.content, list) else [self.content or ""]
         text = "".join(part if isinstance(part, str) else part.text for part in parts)
         message: Message = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        if self.role == "assistant" and self.tool_calls:
+            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+        if self.role == "assistant" and self.reasoning_content:
+            message["reasoning_content"] = self.reasoning_content
+        if self.role == "tool":
+            told = {"tool_call_id": self.tool_call_id, "name": self.name}
+            message |= {name: value for name, value in told.items() if value is not None}
         return message if self.context is None else {**message, "context": self.context}
 
 
@@ -93,12 +108,6 @@ class StreamOptions(OpenBody):
     include_obfuscation: bool | None = Field(None, description="Not looked at: chunks are not padded.")
     continuous_usage_stats: bool | None = None
     """Each chunk, not the last one alone, says how many tokens it took so far; vLLM's."""
-
-
-class ResponseFormat(OpenBody):
-    """Text alone."""
-
-    type: Literal["text"]
 
 
 class Sampling(OpenBody):
@@ -130,6 +139,14 @@ class Sampling(OpenBody):
     skip_special_tokens: Literal[True] | None = UNSERVED  # Routers write defaults of vLLM and SGLang into bodies.
     no_stop_trim: Literal[False] | None = UNSERVED
     return_hidden_states: Literal[False] | None = UNSERVED
+    guided_json: dict[str, Any] | bool | str | None = None
+    """A JSON schema that the answer must follow, or its text; like the others below vLLM's."""
+    guided_regex: str | None = None
+    """A regular expression that the whole answer must match."""
+    guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
+    """The answer must be one of these."""
+    guided_grammar: str | None = None
+    """A grammar in Lark's notation that the whole answer must match, what is thought and called included."""
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     """Requests of lower values go first."""
     timeout_s: _Timeout = None
@@ -146,6 +163,19 @@ class Sampling(OpenBody):
         """Raises ApiError where fields do not go together."""
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "stream_options must come with stream=true")
+        if len(guided := self.guided()) > 1:
+            raise invalid([*guided][1], f"an answer must match one thing, got {', '.join(guided)}")
+
+    def guided(self) -> dict[str, Grammar]:
+        """By field, what the answer must match."""
+        made: dict[str, Callable[[Any], Grammar]] = {
+            "guided_json": Grammar.json_schema,
+            "guided_regex": Grammar.regex,
+            "guided_choice": Grammar.choice,
+            "guided_grammar": Grammar.lark,
+        }
+        asked = {name: getattr(self, name) for name in made}
+        return {name: made[name](value) for name, value in asked.items() if value is not None}
 
     @property
     def num_answers(self) -> int:
@@ -182,6 +212,7 @@ class Sampling(OpenBody):
             stop=tuple(text for text in stop if text),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             logprobs=self.num_logprobs,
+            grammar=next(iter(self.guided().values()), None),
         )
 
 
@@ -195,9 +226,10 @@ class ChatRequest(Sampling):
     response_format: ResponseFormat | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
 
-    tools: Annotated[list[Any], Field(max_length=0)] | None = UNSERVED
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = IGNORED
+    tools: Annotated[list[Tool], Field(max_length=512)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    """False: an answer that must call a tool calls one."""
     functions: Annotated[list[Any], Field(max_length=0)] | None = UNSERVED
     function_call: Literal["none", "auto"] | None = None
     store: Literal[False] | None = None
@@ -235,12 +267,40 @@ class ChatRequest(Sampling):
             raise invalid("context", "context must be given once, got it with the last message and beside it")
         if self.session_id is not None and self.num_choices > 1:
             raise invalid("n", f"n must be 1 with a session_id, got {self.n}")
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise invalid("tools", "tools must have names of their own, got one twice")
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        if not names and self.tool_choice not in (None, "none", "auto"):
+            raise invalid("tool_choice", "tool_choice must come with tools")
+        if named is not None and named not in names:
+            raise invalid("tool_choice", f"tool_choice must name one of the tools, got {named!r}")
+
+    def guided(self) -> dict[str, Grammar]:
+        """As of each request, with `response_format`."""
+        grammar = None if self.response_format is None else self.response_format.grammar()
+        return {**({} if grammar is None else {"response_format": grammar}), **super().guided()}
+
+    def asked_tools(self) -> AskedTools | None:
+        """What it says of tools; None: nothing."""
+        if not self.tools:
+            return None
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        return AskedTools(
+            functions=tuple(tool.function.model_dump(exclude_none=True) for tool in self.tools),
+            choice="auto" if self.tool_choice is None or isinstance(self.tool_choice, NamedTool) else self.tool_choice,
+            named=named,
+            is_parallel=self.parallel_tool_calls is not False,
+        )
 
     def history(self) -> list[Message]:
-        """What was said, the request's context with its last message."""
+        """What was said, the request's context with its last message, its tools with the first that is no system's."""
         messages = [message.message() for message in self.messages]
         if self.context is not None:
             messages[-1]["context"] = self.context
+        if self.tools:
+            first = next((each for each in messages if each["role"] != "system"), messages[0])
+            first["tools"] = [tool.described() for tool in self.tools]
         return messages
 
     @property

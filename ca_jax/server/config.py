@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 from ca_jax.errors import check
+from ca_jax.server.tool_formats import ReasoningFamily, ToolFamily
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,11 @@ class ServerConfig:
     """Where they ask again for events that they missed, an address likewise; None: nowhere."""
     kv_events_topic: str = ""
     """In front of each event: llm-d's indexer, for one, wants `kv@POD@MODEL`."""
+    tool_call_parser: ToolFamily = "auto"
+    """How the model writes calls of tools; auto: as its chat template says."""
+    reasoning_parser: ReasoningFamily = "auto"
+    """How the model writes what it thinks before it answers, which is told apart as `reasoning_content`; auto likewise,
+    none: it is content."""
     allowed_hosts: tuple[str, ...] = ()
     """Names by which the server is reached, beside addresses and localhost; a request for another `Host` gets status
     403. Empty: where keys are asked for, any name is."""

@@ -27,8 +27,8 @@ from ca_jax.storage.objects.store import ObjectsError
 _LOG = logging.getLogger(__name__)
 _UNSERVED = frozenset(
     {
-        *("tools", "tool_choice", "functions", "function_call", "store", "service_tier", "response_format"),
-        *("modalities", "suffix", "best_of", "background", "prompt", "text"),
+        *("functions", "function_call", "store", "service_tier"),
+        *("modalities", "suffix", "best_of", "background", "prompt", "text", "tools", "tool_choice"),
         *("skip_special_tokens", "no_stop_trim", "return_hidden_states", "continue_final_message"),
         *("load_inplace", "is_3d_lora_weight"),
     }

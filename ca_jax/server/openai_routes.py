@@ -27,6 +27,7 @@ from ca_jax.server.service import Service
 from ca_jax.server.state import EventStream, OpenRoute, TheService, TheTenant, session_header, while_connected
 from ca_jax.server.tenants import Tenant
 from ca_jax.server.told import described, echoed, event, listed, prompt_logprobs, reported
+from ca_jax.server.tool_calls import CallDelta, Reply, parser_of, read_reply
 from ca_jax.session import Job
 from ca_jax.turns.requests import FinishReason
 
@@ -157,12 +158,13 @@ class _Answering:
                     state = part.state
         except Exception as error:
             raise reported(error) from error
-        choices = []
+        choices, said = list[_Body](), dict[str, Any]()
         for index, (job, text) in enumerate(zip(feed.jobs, texts, strict=True)):
-            said: _Body = {"text": text}
+            said, has_calls = {"text": text}, False
             if self._is_chat:
-                said = {"message": {"role": "assistant", "content": text, "refusal": None}}
-            logprobs, reason = self._logprobs(job, index, 0), _finish_reason(job)
+                reply = read_reply(job)
+                said, has_calls = {"message": _message(reply)}, bool(reply.calls)
+            logprobs, reason = self._logprobs(job, index, 0), _finish_reason(job, has_calls)
             told = self._prompt_logprobs(job)
             choices.append({"index": index, **said, "logprobs": logprobs, "finish_reason": reason, **told})
         session = self._session(feed)
@@ -178,25 +180,34 @@ class _Answering:
                 said: _Body = {"delta": {"role": "assistant", "content": "", "refusal": None}}
                 yield self._chunk(feed, Part(index, "", 0, done=False), said, None, session)
             sent, echoes = [0] * len(jobs), [self._echo(index) for index in range(len(jobs))]
+            readers = [_StreamedReply(job) for job in jobs]
             async for part in feed.parts(until_s):
                 said, logprobs = {"text": echoes[part.index] + ("" if self._is_mute else part.text)}, None
                 echoes[part.index] = ""
                 if self._is_chat:
-                    said = {"delta": {"content": part.text} if part.text else {}}
+                    said = {"delta": readers[part.index].delta(part)}
                 if part.num_tokens > sent[part.index]:
                     logprobs = self._logprobs(jobs[part.index], part.index, sent[part.index], part.num_tokens)
                     sent[part.index] = part.num_tokens
                 state = {"session_state": part.state} if part.state is not None and session else {}
-                yield self._chunk(feed, part, said, logprobs, state)
+                yield self._chunk(feed, part, said, logprobs, state, readers[part.index].has_calls)
             if self._with_usage:
                 yield event({**self._chunk_head, "choices": [], "usage": self._usage(feed)})
             yield "data: [DONE]\n\n"
         except Exception as error:
             yield event(reported(error).body())
 
-    def _chunk(self, feed: Feed, part: Part, said: _Body, logprobs: _Body | None, session: _Body) -> str:
+    def _chunk(
+        self,
+        feed: Feed,
+        part: Part,
+        said: _Body,
+        logprobs: _Body | None,
+        session: _Body,
+        has_calls: bool = False,
+    ) -> str:
         """A chunk of an answer's new text."""
-        reason = _finish_reason(feed.jobs[part.index]) if part.done else None
+        reason = _finish_reason(feed.jobs[part.index], has_calls) if part.done else None
         choice = {"index": part.index, **said, "logprobs": logprobs, "finish_reason": reason}
         usage: _Body = {"usage": None} if self._with_usage else {}
         if self._with_usage and self._counts_on:
@@ -261,9 +272,53 @@ class _Answering:
         return {"session_id": client_name(self._tenant.domain, session.session_id)}
 
 
-def _finish_reason(job: Job) -> str:
+class _StreamedReply:
+    """What of one answer's text is content, reasoning and calls, as it comes."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._parser = job, parser_of(job)
+        self.has_calls = False
+        """Whether a whole call came."""
+
+    def delta(self, part: Part) -> _Body:
+        """What a step gave."""
+        deltas = [self._parser.feed(part.text)]
+        if part.done:
+            deltas.append(self._parser.finish(self._job.finish_reason is FinishReason.STOP))
+        content, reasoning = ("".join(getattr(each, name) for each in deltas) for name in ("content", "reasoning"))
+        told: _Body = {"reasoning_content": reasoning} if reasoning else {}
+        if content:
+            told["content"] = content
+        if calls := [call for each in deltas for call in each.calls]:
+            told["tool_calls"] = [_described_call(call) for call in calls]
+            self.has_calls |= any(call.is_whole for call in calls)
+        return told
+
+
+def _described_call(call: CallDelta) -> _Body:
+    """What became certain of a call, as OpenAI streams it."""
+    if not call.is_first:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.call_id, "type": "function", "function": function}
+
+
+def _message(reply: Reply) -> _Body:
+    """A whole answer as OpenAI's messages have it; `reasoning_content` is as others add it."""
+    content = reply.content if reply.content or not reply.calls else None
+    message: _Body = {"role": "assistant", "content": content, "refusal": None}
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
+    if reply.calls:
+        message["tool_calls"] = [call.as_openai() for call in reply.calls]
+    return message
+
+
+def _finish_reason(job: Job, has_calls: bool) -> str:
     """OpenAI's word for why an answer ended; one that was given up was cut short."""
-    return "stop" if job.finish_reason is FinishReason.STOP else "length"
+    if job.finish_reason is not FinishReason.STOP:
+        return "length"
+    return "tool_calls" if has_calls else "stop"
 
 
 def _usage_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:

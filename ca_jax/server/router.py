@@ -43,8 +43,8 @@ from ca_jax.session import Job, Session
 from ca_jax.storage.catalog.file import CatalogLateError
 from ca_jax.storage.objects.manifest import Manifest
 from ca_jax.storage.objects.store import ObjectsError
-from ca_jax.turns.conversations import OTHERWISE, Conversation, Message, chain_of, first_chain
-from ca_jax.turns.text import LIGHT_CHARS, MESSAGE_CHARS, Texts, num_chars
+from ca_jax.turns.conversations import OTHERWISE, Conversation, Message, chain_of, first_chain, message_chars
+from ca_jax.turns.text import LIGHT_CHARS, MESSAGE_CHARS, Texts
 
 BY_NAME, _BY_HISTORY = "name", "history"  # Of `Conversation.reached`.
 _KNOWN_PER_OPEN = 16  # Conversations found by their history, for each that may be open: others are found by name.
@@ -131,17 +131,19 @@ class Router:
                 "or lost its last turns as the system went down: send the whole history"
             )
         num_known = _num_known(session.conversation, messages, texts)
+        if not num_known and session.token_ids:
+            messages = _without_tools(session, messages)
         reached = session.conversation.reached or BY_NAME
         if reached == _BY_HISTORY and state is None and not num_known:
             raise SessionMovedError(
                 f"session {session_id!r} was gone on with by its whole history: with its name must come the "
                 "session_state of its last answer, or all of its messages"
             )
-        others = sorted({message["role"] for message in messages} - {"user"})
+        others = sorted({message["role"] for message in messages} - {"user", "tool"})
         if others and session.token_ids and not num_known:
             raise InvalidRequestError(
-                f"messages must be what is new to session {session_id!r}, of the user alone, or all of it and that; "
-                f"got messages of {', '.join(others)} that are not the session's"
+                f"messages must be what is new to session {session_id!r}, of user and tools alone, or all of it and "
+                f"that; got messages of {', '.join(others)} that are not the session's"
             )
         return Found(session, list(messages[num_known:]), reached)
 
@@ -393,6 +395,18 @@ def _published(engine: Engine, tenant: str, chain: str) -> Manifest | None:
     return None
 
 
+def _without_tools(session: Session, messages: Sequence[Message]) -> Sequence[Message]:
+    """New messages without the tools that the conversation was begun with.
+
+    Raises:
+      InvalidRequestError: they are others.
+    """
+    begun = next((each["tools"] for each in session.messages if "tools" in each), None)
+    if any(each["tools"] != begun for each in messages if "tools" in each):
+        raise InvalidRequestError("tools must be those that the session began with, or left out: got others")
+    return [{name: value for name, value in each.items() if name != "tools"} for each in messages]
+
+
 def _first_chain(engine: Engine, adapter: str | None) -> str:
     """The chain of a conversation with an adapter, or with none, before anything is said.
 
@@ -409,7 +423,7 @@ def _first_chain(engine: Engine, adapter: str | None) -> str:
 
 def _chains_of(messages: Sequence[Message], texts: Texts, first: str = "") -> list[str]:
     """The chain behind each message, behind the chain `first`; raises `TextWork` where there is much to hash."""
-    size = sum(num_chars([each["content"], *(each.get("context") or ())]) for each in messages) // _HASHED_CHARS
+    size = message_chars(messages) // _HASHED_CHARS
     return texts.get(size + len(messages) * MESSAGE_CHARS, _chains, messages, first)
 
 

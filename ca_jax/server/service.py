@@ -9,11 +9,13 @@ import asyncio
 import collections
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import heapq
 import itertools
 import math
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -26,6 +28,7 @@ from ca_jax.server.errors import ApiError, invalid
 from ca_jax.server.metrics import RequestMetrics
 from ca_jax.server.router import Found, Router
 from ca_jax.server.tenants import Tenant, Tenants
+from ca_jax.server.tool_formats import ReplyForm
 from ca_jax.serving.prompts import context_ids, prompt_ids, turn_ids
 from ca_jax.session import Job, Session
 from ca_jax.turns.requests import FinishReason
@@ -63,6 +66,8 @@ class Service:
         """Most tokens of a prompt and its answer."""
         self.tokenizer = engine.model.tokenizer
         """Of the model; None where it has none."""
+        self.reply_form = ReplyForm(self.tokenizer, config.tool_call_parser, config.reasoning_parser)
+        """How the model writes calls of tools, and what it thinks."""
         self._tenants = (tenants or Tenants()).all
         self.router = Router(engine, max(config.max_open_sessions // len(self._tenants), 1))
         """Which conversation a request goes on with; for the engine's thread alone."""
@@ -226,6 +231,10 @@ class Service:
           CaJaxError: the conversation cannot go on like that.
         """
         messages, texts, adapter = request.history(), Texts(), self.adapter_of(request.model)
+        tools, request_id = request.asked_tools(), uuid.uuid4().hex
+        if tools is not None:
+            self.reply_form.check(tools)
+        grammar = self.reply_form.grammar(tools, request.guided())
         num_chunks = self._checked_chunks([chunk for each in messages for chunk in each.get("context", ())], "context")
 
         def submit(engine: Engine) -> list[Job]:
@@ -251,13 +260,15 @@ class Service:
             jobs: list[Job] = []
             with self._all_or_none(engine, jobs, [*begun, *siblings]):
                 for choice, session in enumerate(sessions):
+                    sampling = request.sampling(choice, self._most_tokens)
                     job = session.submit(
                         found.messages,
-                        sampling=request.sampling(choice, self._most_tokens),
+                        sampling=dataclasses.replace(sampling, grammar=grammar),
                         priority=request.priority or 0,
                         texts=texts,
                         truncation=request.truncation or "auto",
                         note=note,
+                        reader=self.reply_form.reader(tools, f"{request_id} {choice}"),
                     )
                     jobs.append(job)
             if request.store is not False:

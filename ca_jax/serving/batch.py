@@ -104,7 +104,7 @@ class Batch:
             begun = self._prefilling[job] = Prefilling(job, self._runner, self._kv, self._truncator, self._runtime)
             self._runner.pool.begin(begun.prefill.slot, job.most_tokens)
             self._runner.adapters.set_row(begun.prefill.slot, job.adapter.slot)
-            self._runner.sampler.set_slot(begun.prefill.slot, job.params, job.prompt_ids, job.stop_ids)
+            self._runner.sampler.set_slot(begun.prefill.slot, job.params, job.prompt_ids, job.stop_ids, job.matcher)
             begun.begin()
 
     def _run_pass(self, prefilling: list[Prefilling], jobs: list[Job]) -> None:

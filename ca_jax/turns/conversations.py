@@ -18,17 +18,21 @@ import numpy as np
 import numpy.typing as npt
 
 Message = dict[str, Any]
-"""One message: `role` ("system", "user", "assistant") and `content`. It may have a `context`: chunks, as text or as
-lists of token ids, that stand in front of its content and are part of it."""
+"""One message: `role` ("system", "user", "assistant", "tool") and `content`. It may have a `context`: chunks, as text
+or as lists of token ids, that stand in front of its content and are part of it. One of the first turn may have `tools`,
+functions as OpenAI describes them, an assistant's `tool_calls` and `reasoning_content`, a tool's a `tool_call_id`."""
 OTHERWISE = "otherwise"
 """In `Conversation.cut_by`: the messages alone do not say which tokens left."""
 _FORMAT = 6
 _ADAPTED_FORMAT = 7  # Of one that has an adapter, which a release that knows none must not go on with.
+_EXTENDED_FORMAT = 8  # Of one whose messages have more than text, likewise.
 _CHAINED_FORMAT = 5  # The first whose chain names contexts too.
-_READABLE = (3, 4, 5, _FORMAT, _ADAPTED_FORMAT)  # What was written before additions is one without any.
+# What was written before additions is one without any.
+_READABLE = (3, 4, 5, _FORMAT, _ADAPTED_FORMAT, _EXTENDED_FORMAT)
 _PACKED = {"token_ids": "<i4", "attention": "<f4"}  # Fields that are lists of numbers.
 _OF_ADAPTER = ("adapter", "adapter_weights")  # Fields that are left out where there is none.
 _GROWING = ("token_ids", "messages", "turn_starts", "states", "responses")  # Fields that a turn only adds to.
+_EXTRAS = ("tools", "tool_calls", "tool_call_id", "name", "reasoning_content")  # Of messages, beside text.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +106,7 @@ class Conversation:
         self,
         token_ids: list[int],
         messages: Sequence[Message],
-        answer: str,
+        answer: str | Message,
         attention: np.ndarray | None = None,
         given_ids: Sequence[int] = (),
         note: tuple[str, str] | None = None,
@@ -112,12 +116,12 @@ class Conversation:
         Args:
           token_ids: of all of it; so is `attention`.
           messages: of the turn alone, the user's mostly.
-          answer: the assistant's.
+          answer: the assistant's, its text or all of its message.
           attention: that its tokens received, where that is measured.
           given_ids: tokens of the turn that were given as ids: their text does not say what they are, the chain does.
           note: an id by which the turn is found, and what is kept by that.
         """
-        said = [*messages, {"role": "assistant", "content": answer}]
+        said = [*messages, {"role": "assistant", "content": answer} if isinstance(answer, str) else answer]
         given = [{"role": "", "content": f"token ids {list(given_ids)}"}] if given_ids else []
         chain = chain_of([*given, *said], self.chain)
         return dataclasses.replace(
@@ -268,6 +272,8 @@ class Conversation:
             fields = {name: value for name, value in fields.items() if name != "responses"}
             num_before = {name: num for name, num in num_before.items() if name != "responses"}
         format_ = _ADAPTED_FORMAT if self.adapter else _FORMAT
+        if any(name in message for message in fields["messages"] for name in _EXTRAS):
+            format_ = _EXTENDED_FORMAT
         return json.dumps({"format": format_, "behind": num_before, **fields}).encode()
 
     @classmethod
@@ -293,7 +299,8 @@ class Conversation:
             plain: dict[str, Any] = {name: fields[name] for name in _PACKED}
             plain |= {name: int(fields[name]) for name in ("lineage", "num_dropped", "num_slid", "num_to_repair")}
             plain |= {name: str(fields[name]) for name in ("chain", "cut_by", "reached")}
-            plain |= {name: str(fields[name]) for name in _OF_ADAPTER if fields["format"] == _ADAPTED_FORMAT}
+            has_adapter = fields["format"] == _ADAPTED_FORMAT or "adapter" in fields
+            plain |= {name: str(fields[name]) for name in _OF_ADAPTER if has_adapter}
             return cls(
                 messages=messages,
                 turn_starts=[(int(tokens), int(messages)) for tokens, messages in fields["turn_starts"]],
@@ -335,14 +342,28 @@ def as_messages(new: str | Sequence[Message]) -> list[Message]:
 def chain_of(messages: Sequence[Message], chain: str = "") -> str:
     """A name for messages, in order, behind those that `chain` names: 32 hex digits of SHA-256 over name and message.
 
-    Equal names mean equal messages from the first on, character by character, and equal contexts, chunk by chunk; a
-    chunk of ids is another than a chunk of their text.
+    Equal names mean equal messages from the first on, character by character, with equal tools and calls of them, and
+    equal contexts, chunk by chunk; a chunk of ids is another than a chunk of their text.
     """
     for message in messages:
         context = [message["context"]] if "context" in message else []
-        said = json.dumps([chain, message["role"], message["content"], *context])
+        extras = {name: message[name] for name in _EXTRAS if name in message}
+        said = json.dumps([chain, message["role"], message["content"], *context, *([extras] if extras else [])])
         chain = hashlib.sha256(said.encode()).hexdigest()[:32]
     return chain
+
+
+def message_chars(messages: Sequence[Message]) -> int:
+    """Characters in messages, their contexts, tools and calls; token ids count none."""
+    return sum(_num_chars(value) for each in messages for name, value in each.items() if name != "role")
+
+
+def _num_chars(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_num_chars, value.keys())) + sum(map(_num_chars, value.values()))
+    return 0 if not isinstance(value, list) or (value and isinstance(value[0], int)) else sum(map(_num_chars, value))
 
 
 def first_chain(adapter: str = "", adapter_weights: str = "") -> str:
@@ -354,6 +375,7 @@ def _message(read: Mapping[str, Any]) -> Message:
     message: Message = {"role": str(read["role"]), "content": str(read["content"])}
     if "context" in read:
         message["context"] = [each if isinstance(each, str) else list(map(int, each)) for each in read["context"]]
+    message |= {name: read[name] for name in _EXTRAS if name in read}
     return message
 
 

@@ -15,6 +15,8 @@ import numpy as np
 
 from ca_jax.errors import InvalidRequestError, check
 from ca_jax.turns.conversations import Message
+from ca_jax.turns.grammars import Grammar
+from ca_jax.turns.text import ReplyReader
 
 _Tokens = TypeVar("_Tokens", list[int], np.ndarray)
 MAX_LOGPROBS = 20
@@ -68,6 +70,9 @@ class SamplingParams:
     """The answer ends with any of these tokens, besides the model's own."""
     ignore_eos: bool = False
     """Go on past the model's own stop tokens."""
+    grammar: Grammar | None = None
+    """What the answer's text must match: a JSON schema, say. An answer that ends by itself does. A token that it does
+    not allow is never drawn, whatever biases and `min_tokens` say."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -215,6 +220,7 @@ class TurnRequest:
     priority: int = 0  # Jobs of lower values go first.
     context: Sequence[str | Sequence[int]] | None = None  # Chunks of text that stand in front of the last message.
     truncation: Truncation = "auto"  # Whether tokens of the conversation may leave for it.
+    reader: ReplyReader | None = None  # What of the answer's text is which part of its message; None: all is content.
     note: Callable[[Any, FinishReason], tuple[str, str]] | None = None
     """Of the job, when it ends for a reason: an id of its own, and what is kept by that, JSON; see `Conversation`."""
 

@@ -19,12 +19,28 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ca_jax.errors import EmptyMessageError, InvalidRequestError, check
+from ca_jax.turns.conversations import Message
 
 if TYPE_CHECKING:
     from ca_jax.models.tokenizer import TokenStream
+
+
+class ReplyReader(Protocol):
+    """Tells what of an answer's text is said, and what is something else: a call of a tool, say. Immutable."""
+
+    spelled: frozenset[str]
+    """Special tokens whose names are part of the text that it reads."""
+
+    def message(self, text: str, *, is_whole: bool) -> Message:
+        """The assistant's message that a text is.
+
+        Args:
+          text: all of the answer.
+          is_whole: whether the answer ended by itself; else it was cut short.
+        """
 
 
 class TextOutput:
@@ -33,9 +49,18 @@ class TextOutput:
     Args:
       stream: detokeniser, or None where there is no tokenizer: the text is then empty.
       min_tokens: first tokens in whose text stop strings are not looked for.
+      reader: tells what of the text is what; None: all of it is said.
     """
 
-    def __init__(self, stream: TokenStream | None, stop: tuple[str, ...] = (), min_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        stream: TokenStream | None,
+        stop: tuple[str, ...] = (),
+        min_tokens: int = 0,
+        reader: ReplyReader | None = None,
+    ) -> None:
+        self.reader = reader
+        """Tells what of the text is what."""
         self._stream = stream
         self._stop = stop
         self._num_exempt = min_tokens
@@ -60,6 +85,12 @@ class TextOutput:
         self._num_exempt -= 1
         self.text += shown
         return shown
+
+    def message(self, *, is_whole: bool) -> Message:
+        """The message that the text is; `is_whole`: the answer ended by itself."""
+        if self.reader is None:
+            return {"role": "assistant", "content": self.text}
+        return self.reader.message(self.text, is_whole=is_whole)
 
     def finish(self) -> str:
         """Returns the rest, at the end of the answer."""

@@ -244,9 +244,18 @@ def test_what_routers_add_is_taken(client):
     assert client.completions.create(model=sk.MODEL, prompt="once", max_tokens=2, extra_body=both | {"echo": False})
 
 
+def schema_of(schema):
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
 BAD = {
     "no messages": ({"messages": []}, "messages", "invalid_value"),
     "an unknown role": ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role", "invalid_value"),
+    "a tool's message": (
+        {"messages": [{"role": "tool", "content": "x", "tool_call_id": 1}]},
+        "messages.0.tool_call_id",
+        "invalid_value",
+    ),
     "a blank message": ({"messages": [user("  \n")]}, None, "empty_message"),
     "an image": (
         {"messages": [user([{"type": "image_url", "image_url": {"url": "x"}}])]},
@@ -255,7 +264,17 @@ BAD = {
     ),
     "over the window": ({"messages": [user("x" * 600)]}, None, "context_length_exceeded"),
     "a tool": ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "unsupported_parameter"),
-    "JSON": ({"response_format": {"type": "json_object"}}, "response_format.type", "unsupported_parameter"),
+    "a format of nobody's": ({"response_format": {"type": "yaml"}}, "response_format", "invalid_value"),
+    "no schema": (schema_of({"type": "nothing"}), None, "invalid_value"),
+    "a schema of itself": (schema_of({"$ref": "#"}), None, "invalid_value"),
+    "two formats": (
+        {"response_format": {"type": "json_object"}, "extra_body": {"guided_regex": "a"}},
+        "guided_regex",
+        "invalid_value",
+    ),
+    "an expression": ({"extra_body": {"guided_regex": "("}}, None, "invalid_value"),
+    "no choice": ({"extra_body": {"guided_choice": [""]}}, None, "invalid_value"),
+    "a choice of no tool": ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
     "special tokens": ({"extra_body": {"skip_special_tokens": False}}, "skip_special_tokens", "unsupported_parameter"),
     "a temperature": ({"temperature": 3}, "temperature", "invalid_value"),
     "too many choices": ({"n": 17}, "n", "invalid_value"),
