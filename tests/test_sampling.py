@@ -169,7 +169,8 @@ def test_equals_stay_or_go_together_and_each_row_by_its_own_parameters():
     params = [dataclasses.replace(params, seed=seed) for seed in range(500) for params, _ in kept]
     batch, rows = jnp.asarray(np.tile(logits, (len(params), 1))), sampling.SamplerRows.of(params)
     marks, numbers = np.zeros((1, 2, VOCAB), np.float32), np.zeros(len(params), np.int32)
-    drawn = sampling.sample(batch, rows, marks, numbers, numbers, filters=True)
+    masks = np.full((len(params), -(-VOCAB // 32)), sampling.ALL_TOKENS)
+    drawn = sampling.sample(batch, rows, marks, masks, numbers, numbers, filters=True)
     assert [set(each) for each in np.asarray(drawn).reshape(-1, len(kept)).T.tolist()] == [left for _, left in kept]
 
 

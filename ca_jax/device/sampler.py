@@ -95,30 +95,24 @@ def greedy(logits: jax.Array) -> jax.Array:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
-@jax.jit
-def only_allowed(logits: jax.Array, masks: jax.Array) -> jax.Array:
-    """Logits of the tokens that grammars allow, others filtered.
-
-    Args:
-      logits: f32 `[B, V]`.
-      masks: u32 `[B, W]`; bit `i % 32` of number `i // 32` is token i's.
-    """
-    bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
-    allowed = bits.reshape(len(masks), -1)[:, : logits.shape[-1]]
-    return jnp.where(allowed > 0, logits, FILTERED)
-
-
 @partial(jax.jit, static_argnames=("filters",))
 def sample(
-    logits: jax.Array, rows: SamplerRows, marks: jax.Array, slots: jax.Array, positions: jax.Array, filters: bool
+    logits: jax.Array,
+    rows: SamplerRows,
+    marks: jax.Array,
+    masks: jax.Array,
+    slots: jax.Array,
+    positions: jax.Array,
+    filters: bool,
 ) -> jax.Array:
     """Draws a token per row, in the order of Hugging Face's processors: penalty, temperature, top-k, top-p, min-p.
 
-    What is added to logits comes right behind the repetition penalty.
+    What is added to logits comes right behind the repetition penalty, and then what masks leave out is filtered.
 
     Args:
       marks: f32 `[slots, 2, V]`: 1 for tokens that the repetition penalty applies to; then what is added, biases less
         presence and frequency penalties.
+      masks: u32 `[B, W]`; bit `i % 32` of number `i // 32` says whether token i may be drawn.
       slots: i32 `[B]`, the slot of each row.
       positions: i32 `[B]`, position of the token being drawn; with the seed it fixes the draw.
       filters: whether any row has a top-k or a top-p, static.
@@ -130,6 +124,7 @@ def sample(
     penalty = rows.repetition_penalty[:, None]
     logits = jnp.where(marked[:, 0] > 0, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
     logits = logits + marked[:, 1]
+    logits = jax.lax.cond(jnp.all(masks == ALL_TOKENS), lambda: logits, lambda: _only_allowed(logits, masks))
     best = jnp.argmax(logits, axis=-1)
 
     scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
@@ -144,6 +139,12 @@ def sample(
 
     drawn = jax.vmap(draw)(rows.seed, positions, scaled)
     return jnp.where(rows.temperature > 0, drawn, best).astype(jnp.int32)
+
+
+def _only_allowed(logits: jax.Array, masks: jax.Array) -> jax.Array:
+    """Filters all but the tokens that masks, u32 `[B, W]`, have a bit of."""
+    bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
+    return jnp.where(bits.reshape(len(masks), -1)[:, : logits.shape[-1]] > 0, logits, FILTERED)
 
 
 def _likeliest(scaled: jax.Array, rows: SamplerRows) -> jax.Array:
@@ -220,6 +221,7 @@ class Sampler:
         self._barred: list[tuple[int, ...]] = [()] * num_slots  # stop tokens that are not to be drawn yet
         self._matchers: list[Matcher | None] = [None] * num_slots
         self._masks = np.full((num_slots, -(-vocab_size // 32)), ALL_TOKENS)
+        self._no_masks: dict[int, jax.Array] = {}  # By rows.
         self._rows: dict[tuple[int | None, ...], tuple[SamplerRows, jax.Array]] = {}
 
     def set_slot(
@@ -245,7 +247,7 @@ class Sampler:
         self._params[slot] = params
         self._rows.clear()
         self._counts[slot].clear()
-        is_greedy = _is_greedy(params)
+        is_greedy = _is_greedy(params) and matcher is None
         if is_greedy and slot not in self._marked:
             return
         if self._marks is None:
@@ -298,14 +300,8 @@ class Sampler:
           Of n rows; with log-probabilities where a slot's answer is to have them.
         """
         used = [params for slot in slots if slot is not None and (params := self._params[slot]) is not None]
-        told = logits  # By the model alone.
-        bounded = [(row, slot) for row, slot in enumerate(slots) if slot is not None and self._matchers[slot]]
-        if bounded:
-            masks = np.full((len(slots), self._masks.shape[1]), ALL_TOKENS)
-            for row, slot in bounded:
-                masks[row] = self._masks[slot]
-            logits, likeliest = only_allowed(logits, self._to_device(masks)), None
-        if self._marks is None or all(_is_greedy(params) for params in used):
+        is_bounded = any(slot is not None and self._matchers[slot] for slot in slots)
+        if self._marks is None or (not is_bounded and all(_is_greedy(params) for params in used)):
             tokens = greedy(logits) if likeliest is None else likeliest
         else:
             key = tuple(slots)
@@ -315,20 +311,35 @@ class Sampler:
                 self._rows[key] = rows, self._to_device([slot or 0 for slot in slots], np.int32)
             rows, numbers = self._rows[key]
             filters = any(params.top_k > 0 or params.top_p < 1 for params in used)
-            tokens = sample(logits, rows, self._marks, numbers, self._to_device(positions, np.int32), filters)
+            places, masks = self._to_device(positions, np.int32), self._masks_of(slots if is_bounded else len(slots))
+            tokens = sample(logits, rows, self._marks, masks, numbers, places, filters)
         if all(params.logprobs is None for params in used):
             return Draw(tokens)
-        return log_probabilities(told, tokens, self._num_top)
+        return log_probabilities(logits, tokens, self._num_top)
+
+    def _masks_of(self, rows: Sequence[int | None] | int) -> jax.Array:
+        """What each row's grammar allows, u32 `[n, W]`; of so many rows without any, the same array each time."""
+        width = self._masks.shape[1]
+        if isinstance(rows, int):
+            if rows not in self._no_masks:
+                self._no_masks[rows] = self._to_device(np.full((rows, width), ALL_TOKENS))
+            return self._no_masks[rows]
+        masks = np.full(
+            (len(rows), width), ALL_TOKENS
+        )  # Anew each time: where host and device share memory it is read.
+        for row, slot in enumerate(rows):
+            if slot is not None:
+                masks[row] = self._masks[slot]
+        return self._to_device(masks)
 
     def compile(self, compiled: Callable[..., Any], small: Callable[..., Any], logits: Any, tokens: Any) -> None:
         """Compiles all ways of drawing from logits of such a shape, and of marking."""
         size, vocab_size = logits.shape
         marks, scalar = small(len(self._params), 2, vocab_size, dtype=np.float32), small()
         rows = SamplerRows.of([SamplingParams()] * size, lambda values, dtype: small(size, dtype=dtype))
-        width = self._masks.shape[1]
-        compiled(greedy, compiled(only_allowed, logits, small(size, width, dtype=np.uint32)))
+        masks = small(size, self._masks.shape[1], dtype=np.uint32)
         for filters in (False, True):
-            drawn = compiled(sample, logits, rows, marks, small(size), small(size), filters)
+            drawn = compiled(sample, logits, rows, marks, masks, small(size), small(size), filters)
         for each in (tokens, drawn):
             compiled(log_probabilities, logits, each, self._num_top)
         compiled(set_entry, marks, scalar, scalar, scalar, small(dtype=np.float32))

@@ -153,7 +153,7 @@ class ToolParser:
         self._markers = Markers([*(reasoning or ()), *(() if self._family is None else self._family.markers)])
         self._delta = ReplyDelta()
         self._blank = {"content": "", "reasoning": ""}  # What may turn out to stand at the end of either.
-        self._num_calls = 0
+        self._call_ids: list[str] = []
 
     def feed(self, text: str) -> ReplyDelta:
         """Takes a piece of text and gives what became certain."""
@@ -167,7 +167,7 @@ class ToolParser:
             self._take(False, rest)
         if self._family is not None and not self._is_thinking:
             self._family.end(is_whole)
-        if not self._num_calls:
+        if not self._call_ids:
             self._delta.content += self._blank["content"]
         return self._taken()
 
@@ -211,17 +211,17 @@ class ToolParser:
             self._has_thought = True
             self._delta.reasoning += self._behind("reasoning", text, True)
 
-    def begin_call(self) -> int:
-        """A call begins; its number. What is blank before it is not said."""
+    def begin_call(self, call_id: str = "") -> int:
+        """A call begins, which the model may have named; its number. What is blank before it is not said."""
         self._blank["content"], self._has_begun = "", True
-        self._num_calls += 1
-        return self._num_calls - 1
+        self._call_ids.append(call_id or self._call_id(len(self._call_ids)))
+        return len(self._call_ids) - 1
 
     def call(self, index: int, name: str, arguments: str, *, is_first: bool = False, is_whole: bool = False) -> None:
         """Something of a call became certain."""
         delta = CallDelta(
             index=index,
-            call_id=self._call_id(index),
+            call_id=self._call_ids[index],
             name=name,
             arguments=arguments,
             is_first=is_first,
@@ -326,10 +326,12 @@ class JsonCall:
     Args:
       parser: is told.
       needs_arguments: whether an object without arguments is no call.
+      has_id: whether it may have an id, which the model will look for: then it is told of when it has ended.
     """
 
-    def __init__(self, parser: ToolParser, *, needs_arguments: bool = False) -> None:
-        self._parser, self._needs_arguments = parser, needs_arguments
+    def __init__(self, parser: ToolParser, *, needs_arguments: bool = False, has_id: bool = False) -> None:
+        self._parser, self._needs_arguments, self._has_id = parser, needs_arguments, has_id
+        self._call_id = ""
         self._depth = 0
         self.in_text = False
         """Whether what comes next is within a string."""
@@ -393,6 +395,8 @@ class JsonCall:
             self._name = _text_of(self._token) or None
         elif self._key in _ARGUMENTS:
             self._arguments = self._token.strip()
+        elif self._key == "id" and self._has_id:
+            self._call_id = _text_of(self._token)
         self._key = self._token = ""
 
     def _tell(self) -> None:
@@ -400,7 +404,7 @@ class JsonCall:
         arguments = self._arguments
         if not arguments and self._key in _ARGUMENTS and (self._depth > 1 or self.in_text):
             arguments = self._token  # Not at its end: no white space there is around it.
-        if self._name is None or not arguments.startswith("{"):
+        if self._name is None or not arguments.startswith("{") or self._has_id:
             return
         self._announce()
         if self._index is not None and len(arguments) > self._num_told:
@@ -409,7 +413,7 @@ class JsonCall:
 
     def _announce(self) -> None:
         if self._index is None and self._name is not None:
-            self._index = self._parser.begin_call()
+            self._index = self._parser.begin_call(self._call_id)
             self._parser.call(self._index, self._name, "", is_first=True)
 
     def _end(self) -> None:

@@ -109,9 +109,9 @@ class _Plain(Family):
         self._name = self._blank = ""
         self._is_told = False
 
-    def begin(self, name: str) -> None:
-        """A call of this function begins."""
-        self._index, self._name, self._blank = self.parser.begin_call(), name, ""
+    def begin(self, name: str, call_id: str = "") -> None:
+        """A call of this function begins, which the model may have named."""
+        self._index, self._name, self._blank = self.parser.begin_call(call_id), name, ""
         self.parser.call(self._index, name, "", is_first=True)
 
     def arguments(self, text: str) -> None:
@@ -139,7 +139,7 @@ class Mistral(_Plain):
     def __init__(self, parser: ToolParser) -> None:
         super().__init__(parser)
         self._head: str | None = None  # Behind a marker, what is not known to be a name or a list.
-        self._in_id = False
+        self._call_id: str | None = None  # As the model names the call; None: it does not.
         self._call: JsonCall | None = None
         self._in_list = False
 
@@ -149,11 +149,11 @@ class Mistral(_Plain):
             self._call.feed(marker)
         elif marker == self.markers[0]:
             self.end(is_whole=True)
-            self._head, self._in_id, self._in_list = "", False, False
+            self._head, self._call_id, self._in_list = "", None, False
         elif self._head is not None and marker == self.markers[1]:
-            self._in_id = True
+            self._call_id = ""
         elif self._head is not None:
-            self.begin(self._head.strip())
+            self.begin(self._head.strip(), (self._call_id or "").strip())
             self._head = None
         elif self._index is not None:
             self.arguments(marker)
@@ -165,7 +165,10 @@ class Mistral(_Plain):
         if self._index is not None:
             self.arguments(text)
         elif self._head is not None:
-            self._head += "" if self._in_id else text
+            if self._call_id is not None:
+                self._call_id += text
+                return
+            self._head += text
             head = self._head.lstrip()
             if head.startswith(("[", "{")):
                 self._head, self._in_list = None, True
@@ -181,7 +184,7 @@ class Mistral(_Plain):
                 at = text.find("{")
                 if at < 0:
                     return
-                text, self._call = text[at:], JsonCall(self.parser)
+                text, self._call = text[at:], JsonCall(self.parser, has_id=True)
             text = self._call.feed(text)
             if self._call.is_done:
                 self._call_ends()

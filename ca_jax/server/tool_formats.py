@@ -44,7 +44,7 @@ _SIGNS = (
     ("glm", "<arg_key>"),
     ("hermes", "<tool_call>"),
     ("llama3", "<|python_tag|>"),
-    ("llama3", '"parameters": '),
+    ("llama3", '"parameters": dictionary'),
 )
 _REASONING = {"think": ("<think>", "</think>"), "magistral": ("[THINK]", "[/THINK]")}
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -259,7 +259,8 @@ def _markers() -> tuple[str, ...]:
 def _family(source: str) -> str | None:
     if "tools" not in source:
         return "harmony" if "<|channel|>" in source else None
-    return next((family for family, sign in _SIGNS if sign in source), None)
+    is_other = "<function=" in source  # Of Qwen3-Coder and Functionary, whose calls are not read.
+    return None if is_other else next((family for family, sign in _SIGNS if sign in source), None)
 
 
 def _reasoning(source: str) -> str:

@@ -79,10 +79,15 @@ class Trial:
         if process is not None:
             process.kill()
             process.wait()
+            with contextlib.suppress(OSError):
+                if process.stdin is not None:
+                    process.stdin.close()
 
 
 def _read(process: subprocess.Popen[str], answers: queue.SimpleQueue[str]) -> None:
     """Takes what a process says, and an empty line once it has ended."""
-    for line in process.stdout or ():
-        answers.put(line)
+    if process.stdout is not None:
+        with process.stdout as told:
+            for line in told:
+                answers.put(line)
     answers.put("")

@@ -254,3 +254,13 @@ def test_arguments_come_as_they_are_written():
         (' a time"}', False, True),
     ]
     assert json.loads("".join(arguments for arguments, _, _ in seen)) == {"text": "once upon a time"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "abcdefghi"}]', "[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{}"],
+)
+def test_a_call_has_the_name_that_the_model_gives_it(text):
+    """Results are told to it by that."""
+    [call] = read(ToolParser(Mistral), text, is_whole=True).calls
+    assert call.call_id == "abcdefghi"
