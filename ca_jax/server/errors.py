@@ -166,7 +166,7 @@ def _of_http(request: fastapi.Request, error: starlette.exceptions.HTTPException
 def _order(wrong: Mapping[str, Any]) -> tuple[bool, bool, int]:
     """Which wrong field is told: an unknown one; else one that says what a part is; else the outermost."""
     is_kind = wrong["type"] == "literal_error" and wrong["loc"][-1:] == ("type",)
-    return wrong["type"] != "extra_forbidden", not is_kind, len(wrong["loc"])
+    return wrong["type"] != "extra_forbidden", not (is_kind or wrong["type"] == "union_tag_invalid"), len(wrong["loc"])
 
 
 def _invalid_body(error: RequestValidationError) -> ApiError:

@@ -7,21 +7,25 @@ Source: Anthropic's API reference (Messages: create, count tokens, streaming).
 from __future__ import annotations
 
 import contextlib
+import json
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import fastapi
+import pydantic
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
-from ca_jax.server.bodies import IGNORED, UNSERVED, ChatRequest, OpenBody
+from ca_jax.server.bodies import IGNORED, ChatRequest, OpenBody
 from ca_jax.server.engine_loop import Feed
 from ca_jax.server.errors import OBJECT, STREAMED, invalid, messages_error, responses
+from ca_jax.server.reply_blocks import Block, BlockReader, Step
 from ca_jax.server.service import Service
 from ca_jax.server.state import EventStream, OpenRoute, TheService, TheTenant, session_header, while_connected
 from ca_jax.server.tenants import Tenant
 from ca_jax.server.told import event, reported
+from ca_jax.server.tool_calls import read_reply
 from ca_jax.session import Job
 from ca_jax.turns.requests import FinishReason
 
@@ -39,11 +43,101 @@ class TextBlock(OpenBody):
     citations: list[Any] | None = IGNORED
 
 
+class ThinkingBlock(OpenBody):
+    """What was thought before a reply."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = IGNORED
+    cache_control: dict[str, Any] | None = IGNORED
+
+
+class ToolUseBlock(OpenBody):
+    """A call of a tool, in a reply."""
+
+    type: Literal["tool_use"]
+    id: Annotated[str, Field(max_length=256)]
+    name: Annotated[str, Field(max_length=256)]
+    input: dict[str, Any]
+    cache_control: dict[str, Any] | None = IGNORED
+
+
+class ToolResultBlock(OpenBody):
+    """What a call has given, in a message of the user."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Annotated[str, Field(max_length=256)]
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = IGNORED
+    cache_control: dict[str, Any] | None = IGNORED
+
+
+_Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+
+
 class MessageParam(OpenBody):
     """A message."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | _Texts
+    content: str | Annotated[list[_Block], Field(min_length=1)]
+
+    def messages(self) -> list[_Body]:
+        """As a chat has it: results of tools are messages of their own."""
+        if isinstance(self.content, str):
+            return [{"role": self.role, "content": self.content}]
+        message: _Body = {"role": self.role, "content": "".join(_texts(self.content))}
+        results: list[_Body] = []
+        for block in self.content:
+            if isinstance(block, ThinkingBlock):
+                message["reasoning_content"] = message.get("reasoning_content", "") + block.thinking
+            elif isinstance(block, ToolUseBlock):
+                call = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+                message.setdefault("tool_calls", []).append({"id": block.id, "type": "function", "function": call})
+            elif isinstance(block, ToolResultBlock):
+                content = _text(block.content or "")
+                results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
+        return [*results, *([message] if message["content"] or not results else [])]
+
+
+class MessagesTool(OpenBody):
+    """A tool. Those of Anthropic's own types are left out, and told as fields that are ignored."""
+
+    type: str | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    cache_control: dict[str, Any] | None = IGNORED
+
+    @property
+    def is_function(self) -> bool:
+        """Whether it is one of the client's."""
+        return self.type in (None, "custom")
+
+    def ignored(self, path: str = "") -> Iterator[str]:
+        """As of each body; all of one that is not the client's."""
+        return super().ignored(path) if self.is_function else iter([path.removesuffix(".")])
+
+    def described(self) -> _Body:
+        """As chats have it."""
+        told = {"description": self.description, "parameters": self.input_schema, "strict": self.strict}
+        known = {name: value for name, value in told.items() if value is not None}
+        return {"type": "function", "function": {"name": self.name, **known}}
+
+
+class ToolChoice(OpenBody):
+    """Whether tools are called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    def as_chat(self) -> _Body:
+        """As chats have it."""
+        choice: Any = {"auto": "auto", "any": "required", "none": "none"}.get(self.type)
+        if choice is None:
+            choice = {"type": "function", "function": {"name": self.name or ""}}
+        return {"tool_choice": choice, "parallel_tool_calls": not self.disable_parallel_tool_use}
 
 
 class Counted(OpenBody):
@@ -52,8 +146,8 @@ class Counted(OpenBody):
     model: str
     messages: Annotated[list[MessageParam], Field(min_length=1)]
     system: str | _Texts | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = UNSERVED
-    tool_choice: Annotated[dict[str, Any], Field(max_length=0)] | None = UNSERVED
+    tools: Annotated[list[MessagesTool], Field(max_length=512)] | None = None
+    tool_choice: ToolChoice | None = None
 
     def check(self) -> None:
         """Raises ApiError where the last message is not one to be answered."""
@@ -65,9 +159,16 @@ class Counted(OpenBody):
     def chat(self, **options: Any) -> ChatRequest:
         """The same as a chat, with what else is asked."""
         system = None if self.system is None else _text(self.system)
-        told = [{"role": "system", "content": system}] if system else []
-        told += [{"role": message.role, "content": _text(message.content)} for message in self.messages]
-        return ChatRequest.model_validate({"model": self.model, "messages": told, **options})
+        told: list[_Body] = [{"role": "system", "content": system}] if system else []
+        told += [each for message in self.messages for each in message.messages()]
+        if functions := [tool.described() for tool in self.tools or () if tool.is_function]:
+            options |= {"tools": functions, **({} if self.tool_choice is None else self.tool_choice.as_chat())}
+        try:
+            return ChatRequest.model_validate({"model": self.model, "messages": told, **options})
+        except pydantic.ValidationError as error:
+            first = error.errors()[0]
+            param = str(first["loc"][0]) if first["loc"] else None
+            raise invalid(param, f"{param or 'the body'}: {first['msg']}") from error
 
 
 class MessagesRequest(Counted):
@@ -94,8 +195,12 @@ class MessagesRequest(Counted):
         return self.chat(**options, stop=self.stop_sequences, truncation="disabled")
 
 
-def _text(content: str | list[TextBlock]) -> str:
-    return content if isinstance(content, str) else "".join(block.text for block in content)
+def _text(content: str | Sequence[OpenBody]) -> str:
+    return content if isinstance(content, str) else "".join(_texts(content))
+
+
+def _texts(blocks: Sequence[OpenBody]) -> list[str]:
+    return [block.text for block in blocks if isinstance(block, TextBlock)]
 
 
 @ROUTES.post(
@@ -149,15 +254,22 @@ class _Message:
             return EventStream(self._events(feed, until_s), stack.pop_all(), until_s)
 
     async def _whole(self, begun: contextlib.AbstractAsyncContextManager[Feed]) -> JSONResponse:
-        text = ""
         try:
             async with self._service.deadline(self._body.timeout_s), begun as feed:
-                async for part in feed.parts():
-                    text += part.text
+                async for _ in feed.parts():
+                    pass
         except Exception as error:
             raise reported(error) from error
         [job] = feed.jobs
-        return JSONResponse(self._object([{"type": "text", "text": text, "citations": None}], _usage(job), _stop(job)))
+        reply = read_reply(job)
+        content: list[_Body] = []
+        if reply.reasoning:
+            content.append({"type": "thinking", "thinking": reply.reasoning, "signature": ""})
+        if reply.content or not (reply.calls or content):
+            content.append({"type": "text", "text": reply.content, "citations": None})
+        for call in reply.calls:
+            content.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": _input(call.arguments)})
+        return JSONResponse(self._object(content, _usage(job), _stop(job, bool(reply.calls))))
 
     def _object(self, content: list[_Body], usage: _Body, stop: _Body) -> _Body:
         head = {"id": self._id, "type": "message", "role": "assistant", "model": self._body.model}
@@ -170,18 +282,46 @@ class _Message:
         counted = {"input_tokens": feed.num_prompt_tokens[0], "output_tokens": 0}
         try:
             yield _event("message_start", message=self._object([], {**_NO_CACHE, **counted}, none))
-            yield _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
+            reader = BlockReader(job)
             async for part in feed.parts(until_s):
-                if part.text:
-                    yield _event("content_block_delta", index=0, delta={"type": "text_delta", "text": part.text})
-            yield _event("content_block_stop", index=0)
-            yield _event("message_delta", delta=_stop(job), usage=_usage(job))
+                for step, block, text in reader.feed(part.text, part.done):
+                    yield _of_block(step, block, text)
+            yield _event("message_delta", delta=_stop(job, reader.has_calls), usage=_usage(job))
             yield _event("message_stop")
         except Exception as error:
             yield event(messages_error(reported(error)), "error")
 
 
+_DELTAS = {
+    "content": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
 _NO_CACHE: _Body = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+
+
+def _of_block(step: Step, block: Block, text: str) -> str:
+    """The event of what happens to a block of the answer."""
+    if step == "end":
+        return _event("content_block_stop", index=block.number)
+    if step == "text":
+        kind, field = _DELTAS[block.kind]
+        return _event("content_block_delta", index=block.number, delta={"type": kind, field: text})
+    begun: _Body = {"type": "text", "text": ""}
+    if block.kind == "reasoning":
+        begun = {"type": "thinking", "thinking": "", "signature": ""}
+    elif block.kind == "call":
+        begun = {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
+    return _event("content_block_start", index=block.number, content_block=begun)
+
+
+def _input(arguments: str) -> Any:
+    """The arguments of a call as an object, which they are where they had to be; else under a name of their own."""
+    with contextlib.suppress(ValueError):
+        found = json.loads(arguments)
+        if isinstance(found, dict):
+            return found
+    return {"arguments": arguments}
 
 
 def _event(kind: str, **fields: Any) -> str:
@@ -195,9 +335,11 @@ def _usage(job: Job) -> _Body:
     return {"input_tokens": usage.new_tokens, "output_tokens": usage.completion_tokens, **_NO_CACHE, **cached}
 
 
-def _stop(job: Job) -> _Body:
+def _stop(job: Job, has_calls: bool) -> _Body:
     """Why an answer ended."""
     stop = job.output.stopped_by
     is_turn = job.finish_reason is FinishReason.STOP
     reason = "max_tokens" if not is_turn else "end_turn" if stop is None else "stop_sequence"
+    if has_calls and reason == "end_turn":
+        reason = "tool_use"
     return {"stop_reason": reason, "stop_sequence": stop}

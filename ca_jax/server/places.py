@@ -26,6 +26,7 @@ from ca_jax.engine import Engine
 from ca_jax.errors import InvalidRequestError, SessionBusyError
 from ca_jax.server.errors import ApiError
 from ca_jax.server.response_ids import key_and_name
+from ca_jax.server.response_items import tools_of
 from ca_jax.server.router import BY_NAME, Found, Router, engine_name
 from ca_jax.turns.conversations import Conversation, Message
 from ca_jax.turns.text import Texts
@@ -61,14 +62,31 @@ class Place:
         return self.messages[self.instructions is not None :]
 
 
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What a request says of the conversation that it goes on with, beside its name."""
+
+    instructions: str | None
+    """Those that it is to begin with."""
+    messages: list[Message]
+    """What is new, its tools with the first that is no system's."""
+    adapter: str | None
+    """That it is to be held with."""
+
+    @property
+    def tools(self) -> Any:
+        """Those that it is to begin with."""
+        return _tools(self.messages)
+
+
 def kept(told: dict[str, Any], messages: Sequence[Message]) -> dict[str, Any]:
-    """What is kept of what is told of a response: its instructions are with its conversation already.
+    """What is kept of what is told of a response: its instructions and tools are with its conversation already.
 
     Args:
       told: all that is told beside its text.
       messages: of the conversation, up to the response.
     """
-    others = {name: value for name, value in told.items() if name != "instructions"}
+    others = {name: value for name, value in told.items() if name not in ("instructions", "tools")}
     begins = bool(messages) and list(messages[:1]) == instructed(told.get("instructions"))
     return {**others, _INSTRUCTED: True} if begins else others
 
@@ -76,7 +94,8 @@ def kept(told: dict[str, Any], messages: Sequence[Message]) -> dict[str, Any]:
 def _told(kept: dict[str, Any], messages: Sequence[Message]) -> dict[str, Any]:
     """The opposite."""
     has_instructions = kept.pop(_INSTRUCTED, False) and messages[0]["role"] == "system"
-    return {**kept, "instructions": messages[0]["content"]} if has_instructions else kept
+    instructions = {"instructions": messages[0]["content"]} if has_instructions else {}
+    return {**kept, **instructions, "tools": tools_of(messages)}
 
 
 def look(router: Router, tenant: str, response: str, param: str | None = None) -> Place:
@@ -104,49 +123,45 @@ def look(router: Router, tenant: str, response: str, param: str | None = None) -
     return Place(key, name, chain, _told(json.loads(entry), messages), messages, conversation.adapter)
 
 
-def find_behind(
-    router: Router,
-    tenant: str,
-    response: str,
-    instructions: str | None,
-    messages: Sequence[Message],
-    texts: Texts,
-    adapter: str | None,
-) -> Found:
+def find_behind(router: Router, tenant: str, response: str, asked: Asked, texts: Texts) -> Found:
     """The conversation that goes on behind a response, and what is new to it.
 
     Raises:
       ApiError: as of `look`.
       UnknownAdapterError: the conversation's adapter is not loaded.
     """
-    place = look(router, tenant, response, "previous_response_id")
-    is_same = place.instructions == instructions and (place.adapter or None) == adapter
+    place, messages = look(router, tenant, response, "previous_response_id"), asked.messages
+    begins = (place.instructions, place.adapter or None, _tools(place.messages))
+    is_same = begins == (asked.instructions, asked.adapter, asked.tools)
     if is_same and all(message["role"] != "assistant" for message in messages):
-        return router.by_place(tenant, place.name, place.chain, messages, texts)
-    return router.by_history(tenant, [*instructed(instructions), *place.said, *messages], texts, adapter)
+        return router.by_place(tenant, place.name, place.chain, _without_tools(messages), texts)
+    history = _without_tools([*instructed(asked.instructions), *place.said, *messages])
+    if asked.tools is not None:
+        first = next((number for number, each in enumerate(history) if each["role"] != "system"), 0)
+        history[first] = {**history[first], "tools": asked.tools}
+    return router.by_history(tenant, history, texts, asked.adapter)
 
 
-def find_named(
-    router: Router,
-    tenant: str,
-    name: str,
-    instructions: str | None,
-    messages: Sequence[Message],
-    texts: Texts,
-    adapter: str | None,
-) -> Found:
+def find_named(router: Router, tenant: str, name: str, asked: Asked, texts: Texts) -> Found:
     """The conversation of a name, and what is new to it; raises what `Router.by_id` does.
 
     Raises:
       InvalidRequestError: it has begun, with other instructions.
     """
-    conversation = router.look(tenant, name)
-    begins = instructed(instructions)
+    conversation, begins = router.look(tenant, name), instructed(asked.instructions)
     if conversation is not None and conversation.messages:
         if begins and conversation.messages[:1] != begins:
             raise InvalidRequestError("instructions must be those that the conversation begins with, or left out")
         begins = []
-    return router.by_id(tenant, name, [*begins, *messages], texts, None, adapter)
+    return router.by_id(tenant, name, [*begins, *asked.messages], texts, None, asked.adapter)
+
+
+def _tools(messages: Sequence[Message]) -> Any:
+    return next((message["tools"] for message in messages if "tools" in message), None)
+
+
+def _without_tools(messages: Sequence[Message]) -> list[Message]:
+    return [{name: value for name, value in message.items() if name != "tools"} for message in messages]
 
 
 def instructed(instructions: str | None) -> list[Message]:

@@ -1,21 +1,20 @@
-"""Bodies of `/v1/responses`: requests, and the object that a response is.
+"""Bodies of `/v1/responses`: requests, their items and tools.
 
-Not here: which conversation a response goes on with (`places`), events of a stream (`response_routes`), chats.
+Not here: which conversation a response goes on with (`places`), the object that it is (`response_items`), chats.
 Source: OpenAI's API reference (createResponse, Response, ResponseItemList).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
 
-from ca_jax.server.bodies import IGNORED, UNSERVED, ChatMessage, ChatRequest, OpenBody, Sampling
+from ca_jax.server.bodies import IGNORED, UNSERVED, ChatRequest, OpenBody, Sampling
 from ca_jax.server.errors import invalid
-from ca_jax.session import Job
 from ca_jax.turns.conversations import Message
-from ca_jax.turns.requests import FinishReason
 
 _LOGPROBS = "message.output_text.logprobs"  # In `include`.
 _TOLD = (
@@ -41,6 +40,11 @@ class ContentPart(OpenBody):
     logprobs: list[Any] | None = IGNORED
 
 
+class _ReasoningText(OpenBody):
+    type: Literal["reasoning_text"]
+    text: str
+
+
 class MessageItem(OpenBody):
     """A message, new or as an earlier response gave it."""
 
@@ -51,30 +55,91 @@ class MessageItem(OpenBody):
     status: str | None = IGNORED
     phase: str | None = IGNORED
 
-    def message(self) -> Message:
-        """As a chat has it."""
-        parts = [self.content] if isinstance(self.content, str) else [part.text for part in self.content]
-        return {"role": "system" if self.role == "developer" else self.role, "content": "".join(parts)}
-
 
 class ReasoningItem(OpenBody):
-    """What an earlier response has thought, which is left out."""
-
-    model_config = pydantic.ConfigDict(extra="ignore")
+    """What was thought before a reply. Only what is told as text is read."""
 
     type: Literal["reasoning"]
+    content: list[_ReasoningText] | None = None
+    summary: list[Any] | None = IGNORED
+    encrypted_content: str | None = IGNORED
+    id: str | None = IGNORED
+    status: str | None = IGNORED
+
+
+class CallItem(OpenBody):
+    """A call of a tool."""
+
+    type: Literal["function_call"]
+    call_id: Annotated[str, Field(max_length=256)]
+    name: Annotated[str, Field(max_length=256)]
+    arguments: str
+    id: str | None = IGNORED
+    status: str | None = IGNORED
+
+
+class CallOutputItem(OpenBody):
+    """What a call has given."""
+
+    type: Literal["function_call_output"]
+    call_id: Annotated[str, Field(max_length=256)]
+    output: str | Annotated[list[ContentPart], Field(min_length=1)]
+    id: str | None = IGNORED
+    status: str | None = IGNORED
+
+
+class ResponseTool(OpenBody):
+    """A tool. Those that are no functions are left out, and told as fields that are ignored."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def ignored(self, path: str = "") -> Iterator[str]:
+        """As of each body; all of one that is no function."""
+        if self.type == "function":
+            return super().ignored(path)
+        return iter([path.removesuffix(".")])
+
+    def described(self) -> _Body:
+        """As chats have it."""
+        names = ("name", "description", "parameters", "strict")
+        function = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return {"type": "function", "function": function}
+
+
+class NamedFunction(OpenBody):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    name: str
 
 
 class TextFormat(OpenBody):
-    """Text alone."""
+    """What the text must be like."""
 
-    type: Literal["text"]
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = IGNORED
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = IGNORED
+
+    def as_chat(self) -> _Body:
+        """As chats have it."""
+        if self.type != "json_schema":
+            return {"type": self.type}
+        return {"type": self.type, "json_schema": {"name": self.name, "schema": self.schema_}}
 
 
 class TextConfig(OpenBody):
     """Of the text."""
 
     format: TextFormat | None = None
+
+
+Item = MessageItem | ReasoningItem | CallItem | CallOutputItem
 
 
 class ConversationRef(OpenBody):
@@ -87,7 +152,7 @@ class ResponseRequest(OpenBody):
     """Body of `POST /v1/responses`."""
 
     model: str
-    input: str | Annotated[list[MessageItem | ReasoningItem], Field(min_length=1)]
+    input: str | Annotated[list[Item], Field(min_length=1)]
     instructions: str | None = None
     previous_response_id: str | None = None
     """The response to go on from: the conversation goes on there, or is forked where it has gone on already."""
@@ -107,12 +172,12 @@ class ResponseRequest(OpenBody):
     metadata: Annotated[dict[_Name, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
     text: TextConfig | None = None
 
-    tools: Annotated[list[Any], Field(max_length=0)] | None = UNSERVED
-    tool_choice: Literal["none", "auto"] | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=512)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     background: Literal[False] | None = UNSERVED
     prompt: None = UNSERVED
     service_tier: Literal["auto", "default"] | None = None
-    parallel_tool_calls: bool | None = IGNORED
+    parallel_tool_calls: bool | None = None
     stream_options: dict[str, Any] | None = Field(None, description="Not looked at: events are not padded.")
     user: str | None = IGNORED
     safety_identifier: str | None = IGNORED
@@ -125,6 +190,10 @@ class ResponseRequest(OpenBody):
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
+    guided_grammar: str | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
@@ -136,7 +205,7 @@ class ResponseRequest(OpenBody):
         if self.previous_response_id is not None and self.conversation is not None:
             message = "previous_response_id must come without a conversation, got both"
             raise invalid("previous_response_id", message)
-        if not self.new_messages():
+        if not isinstance(self.input, str) and all(isinstance(item, ReasoningItem) for item in self.input):
             raise invalid("input", "input must have a message in it, got none")
 
     @property
@@ -155,24 +224,40 @@ class ResponseRequest(OpenBody):
         return self.top_logprobs is not None or _LOGPROBS in (self.include or ())
 
     def new_messages(self) -> list[Message]:
-        """Those of its input."""
-        if isinstance(self.input, str):
-            return [{"role": "user", "content": self.input}]
-        return [item.message() for item in self.input if isinstance(item, MessageItem)]
+        """Those of its input, with the tools that it has."""
+        return self._as_chat(instructed=False).history()
 
     def chat(self) -> ChatRequest:
         """The same as a chat, as if all of the history were its own."""
+        return self._as_chat(instructed=True)
+
+    def _as_chat(self, *, instructed: bool) -> ChatRequest:
         shared = (Sampling.model_fields.keys() & type(self).model_fields.keys()) - {"stream_options", "stream"}
-        instructed = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return ChatRequest(
-            **{name: getattr(self, name) for name in shared},
-            messages=[ChatMessage(**message) for message in [*instructed, *self.new_messages()]],
-            max_completion_tokens=self.max_output_tokens,
-            logprobs=self.wants_logprobs or None,
-            top_logprobs=self.top_logprobs,
-            store=False if self.store is False else None,
-            truncation=self.truncation or "disabled",
-        )
+        fields: _Body = {name: getattr(self, name) for name in shared}
+        if self.text is not None and self.text.format is not None:
+            fields["response_format"] = self.text.format.as_chat()
+        if functions := [tool.described() for tool in self.tools or () if tool.type == "function"]:
+            fields |= {"tools": functions, "parallel_tool_calls": self.parallel_tool_calls}
+            fields["tool_choice"] = choice = self.tool_choice
+            if isinstance(choice, NamedFunction):
+                fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+        system = [{"role": "system", "content": self.system}] if instructed and self.system is not None else []
+        items = [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        fields |= {
+            "messages": [*system, *_messages(items)],
+            "max_completion_tokens": self.max_output_tokens,
+            "logprobs": self.wants_logprobs or None,
+            "top_logprobs": self.top_logprobs,
+            "store": False if self.store is False else None,
+            "truncation": self.truncation or "disabled",
+        }
+        try:
+            return ChatRequest.model_validate(fields)
+        except pydantic.ValidationError as error:
+            first = error.errors()[0]
+            param = str(first["loc"][0]) if first["loc"] else None
+            param = {"messages": "input", "response_format": "text"}.get(param or "", param)
+            raise invalid(param, f"{param or 'the body'}: {first['msg']}") from error
 
     def told(self) -> _Body:
         """What a response tells of its request, and what is kept of that: fields that say nothing are left out."""
@@ -182,79 +267,30 @@ class ResponseRequest(OpenBody):
         return {name: value for name, value in fields.items() if value not in (None, "")}
 
 
-def status_of(reason: FinishReason) -> _Body:
-    """How a response ended, as it is kept and told."""
-    if reason is FinishReason.LENGTH:
-        return {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
-    return {"status": "completed" if reason is FinishReason.STOP else "cancelled"}
+def _messages(items: Sequence[Item]) -> list[_Body]:
+    """Items as messages of a chat: a reply is what was thought, said and called since the last one of others."""
+    found: list[_Body] = []
+    for item in items:
+        last = found[-1] if found and found[-1]["role"] == "assistant" else None
+        if isinstance(item, CallOutputItem):
+            found.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+        elif isinstance(item, MessageItem) and item.role != "assistant":
+            found.append({"role": item.role, "content": _text(item.content)})
+        elif isinstance(item, CallItem):
+            call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
+            if last is None:
+                last = {"role": "assistant", "content": ""}
+                found.append(last)
+            last.setdefault("tool_calls", []).append({"type": "function", **call})
+        elif isinstance(item, MessageItem):
+            if last is None or last["content"] or "tool_calls" in last:
+                last = {"role": "assistant", "content": ""}
+                found.append(last)
+            last["content"] = _text(item.content)
+        elif thought := "".join(part.text for part in item.content or ()):
+            found.append({"role": "assistant", "content": "", "reasoning_content": thought})
+    return found
 
 
-def usage_of(job: Job) -> _Body:
-    """Tokens that a response took."""
-    usage = job.usage()
-    return {
-        "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-    }
-
-
-def output_text(text: str, logprobs: list[_Body] | None = None) -> _Body:
-    """Text of an answer."""
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs or []}
-
-
-def output_message(key: str, status: str, content: list[_Body]) -> _Body:
-    """The answer of a response."""
-    is_whole = status in ("completed", "in_progress")
-    return {
-        "type": "message",
-        "id": f"msg_{key}",
-        "status": status if is_whole else "incomplete",
-        "role": "assistant",
-        "content": content,
-    }
-
-
-def response_object(response_id: str, kept: _Body, output: list[_Body]) -> _Body:
-    """A response as OpenAI describes it.
-
-    Args:
-      response_id: its id.
-      kept: what is kept of it: fields that say something, `told`, `status_of` and `usage` among them.
-      output: its answer, if there is one.
-    """
-    return {
-        "id": response_id,
-        "object": "response",
-        "background": False,
-        "completed_at": None,
-        "conversation": None,
-        "error": None,
-        "incomplete_details": None,
-        "instructions": None,
-        "max_output_tokens": None,
-        "metadata": {},
-        "parallel_tool_calls": True,
-        "previous_response_id": None,
-        "service_tier": "default",
-        "temperature": 1.0,
-        "text": {"format": {"type": "text"}},
-        "tool_choice": "auto",
-        "tools": [],
-        "top_logprobs": 0,
-        "top_p": 1.0,
-        "truncation": "disabled",
-        **kept,
-        "output": output,
-    }
-
-
-def input_item(key: str, number: int, message: Message) -> _Body:
-    """A message that a response was given, as a list of them has it: its id is of its response and its number."""
-    head = {"type": "message", "id": f"msg_{key}_{number}", "status": "completed", "role": message["role"]}
-    if message["role"] == "assistant":
-        return {**head, "content": [output_text(message["content"])]}
-    return {**head, "content": [{"type": "input_text", "text": message["content"]}]}
+def _text(content: str | list[ContentPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)

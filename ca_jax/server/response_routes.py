@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Annotated, Any, Literal
 
 import fastapi
@@ -19,25 +19,31 @@ from fastapi.responses import JSONResponse, Response
 from ca_jax.server import places
 from ca_jax.server.engine_loop import Feed
 from ca_jax.server.errors import OBJECT, STREAMED, ApiError, responses
-from ca_jax.server.response_bodies import (
-    ResponseRequest,
-    input_item,
-    output_message,
+from ca_jax.server.reply_blocks import Block, BlockReader, Step
+from ca_jax.server.response_bodies import ResponseRequest
+from ca_jax.server.response_ids import new_key, response_id
+from ca_jax.server.response_items import (
+    input_items,
+    item_id,
+    item_of,
+    items_of,
     output_text,
     response_object,
     status_of,
+    tools_of,
     usage_of,
 )
-from ca_jax.server.response_ids import new_key, response_id
 from ca_jax.server.router import Found, client_name
 from ca_jax.server.service import Service
 from ca_jax.server.state import EventStream, OpenRoute, TheService, TheTenant, session_header, while_connected
 from ca_jax.server.tenants import Tenant
 from ca_jax.server.told import described, event, reported
+from ca_jax.server.tool_calls import read_reply
 from ca_jax.session import Job
 from ca_jax.turns.requests import FinishReason
 from ca_jax.turns.text import Texts
 
+_EVENTS_OF = {"content": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
 ROUTES = fastapi.APIRouter(prefix="/v1/responses", tags=["responses"], route_class=OpenRoute)
 _Body = dict[str, Any]
 
@@ -58,8 +64,8 @@ async def create_response(
 async def get_response(response_id: str, service: TheService, tenant: TheTenant) -> JSONResponse:
     """A response that is kept."""
     place = await service.ask(tenant, lambda engine: places.look(service.router, tenant.domain, response_id))
-    answer = output_message(place.key, place.told["status"], [output_text(place.messages[-1]["content"])])
-    return JSONResponse(response_object(response_id, place.told, [answer]))
+    answer = items_of(place.key, place.messages[-1], place.told["status"])
+    return JSONResponse(response_object(response_id, place.told, answer))
 
 
 @ROUTES.delete("/{response_id}", responses=responses(401, 404, 408, 409, 429, 503, content=OBJECT))
@@ -80,7 +86,8 @@ async def list_input_items(
 ) -> JSONResponse:
     """The messages that a response was an answer to, its instructions apart: a page of them."""
     place = await service.ask(tenant, lambda engine: places.look(service.router, tenant.domain, response_id))
-    items = [input_item(place.key, number, message) for number, message in enumerate(place.said[:-1])]
+    said = enumerate(place.said[:-1])
+    items = [item for number, message in said for item in input_items(place.key, number, message)]
     items = items if order == "asc" else items[::-1]
     ids = [item["id"] for item in items]
     if after is not None and after not in ids:
@@ -107,7 +114,7 @@ class _Responding:
         self._body, self._service, self._tenant, self._name = body, service, tenant, name
         self._chat = body.chat()
         self._key = new_key()
-        self._told = {"created_at": int(time.time()), **body.told()}
+        self._told = {"created_at": int(time.time()), **body.told(), "tools": tools_of(self._chat.history())}
         self._ended: _Body | None = None  # What is told of the response that has ended, beside its text.
         self._numbers = itertools.count()  # Of events.
 
@@ -133,10 +140,10 @@ class _Responding:
     def _find(self, texts: Texts) -> Found:
         """The conversation that the request names; on the engine's thread."""
         body, router, domain = self._body, self._service.router, self._tenant.domain
-        given = body.system, body.new_messages(), texts, self._adapter
+        asked = places.Asked(body.system, body.new_messages(), self._adapter)
         if body.previous_response_id is not None:
-            return places.find_behind(router, domain, body.previous_response_id, *given)
-        return places.find_named(router, domain, body.named or "", *given)
+            return places.find_behind(router, domain, body.previous_response_id, asked, texts)
+        return places.find_named(router, domain, body.named or "", asked, texts)
 
     def _note(self, job: Job, reason: FinishReason) -> tuple[str, str]:
         """What is kept of the turn; on the engine's thread."""
@@ -148,14 +155,13 @@ class _Responding:
         return {**self._told, **status_of(reason), "completed_at": int(time.time()), "usage": usage_of(job)}
 
     async def _whole(self, begun: contextlib.AbstractAsyncContextManager[Feed]) -> JSONResponse:
-        text = ""
         try:
             async with self._service.deadline(self._body.timeout_s), begun as feed:
-                async for part in feed.parts():
-                    text += part.text
+                async for _ in feed.parts():
+                    pass
         except Exception as error:
             raise reported(error) from error
-        return JSONResponse(self._object(feed, text))
+        return JSONResponse(self._object(feed))
 
     def _id(self, feed: Feed) -> str:
         session = feed.jobs[0].session
@@ -163,41 +169,59 @@ class _Responding:
             return response_id(self._key, "")
         return response_id(self._key, client_name(self._tenant.domain, session.session_id))
 
-    def _object(self, feed: Feed, text: str) -> _Body:
+    def _object(self, feed: Feed) -> _Body:
         """The response when it has ended."""
         job = feed.jobs[0]
         told = self._ended or self._end(job, job.finish_reason or FinishReason.CANCELLED)
-        content = [output_text(text, self._logprobs(job, 0, None))]
-        return response_object(self._id(feed), told, [output_message(self._key, told["status"], content)])
+        items = items_of(self._key, read_reply(job).message(), told["status"], self._logprobs(job, 0, None))
+        return response_object(self._id(feed), told, items)
 
     async def _events(self, feed: Feed, until_s: float | None) -> AsyncIterator[str]:
         """The stream of events. An error in the middle is the last of them."""
-        job, text, sent = feed.jobs[0], "", 0
+        job, reader, sent = feed.jobs[0], BlockReader(feed.jobs[0]), 0
         begun = response_object(self._id(feed), {**self._told, "status": "in_progress"}, [])
-        at = {"item_id": f"msg_{self._key}", "output_index": 0, "content_index": 0}
         yield self._event("created", response=begun)
         yield self._event("in_progress", response=begun)
         try:
-            item = output_message(self._key, "in_progress", [])
-            yield self._event("output_item.added", output_index=0, item=item)
-            yield self._event("content_part.added", **at, part=output_text(""))
             async for part in feed.parts(until_s):
-                text += part.text
-                if part.text:
-                    logprobs = self._logprobs(job, sent, part.num_tokens)
-                    yield self._event("output_text.delta", **at, delta=part.text, logprobs=logprobs)
-                    sent = part.num_tokens
-            ended = self._object(feed, text)
-            [item] = ended["output"]
-            [content] = item["content"]
-            yield self._event("output_text.done", **at, text=text, logprobs=content["logprobs"])
-            yield self._event("content_part.done", **at, part=content)
-            yield self._event("output_item.done", output_index=0, item=item)
+                for step, block, text in reader.feed(part.text, part.done):
+                    logprobs = self._logprobs(job, 0 if step == "end" else sent, part.num_tokens)
+                    for told in self._of_block(step, block, text, logprobs):
+                        yield told
+                    if step == "text" and block.kind == "content":
+                        sent = part.num_tokens
+            ended = self._object(feed)
             is_whole = ended["status"] == "completed"
             yield self._event("completed" if is_whole else "incomplete", response=ended)
         except Exception as error:
-            told = {"code": "server_error", "message": reported(error).detail}
-            yield self._event("failed", response={**begun, "status": "failed", "error": told})
+            broken = {"code": "server_error", "message": reported(error).detail}
+            yield self._event("failed", response={**begun, "status": "failed", "error": broken})
+
+    def _of_block(self, step: Step, block: Block, text: str, logprobs: list[_Body]) -> Iterator[str]:
+        """The events of what happens to a block of the answer."""
+        at: _Body = {"item_id": item_id(self._key, block), "output_index": block.number}
+        is_call, has_ended = block.kind == "call", step == "end"
+        if not is_call:
+            at["content_index"] = 0
+        kind = _EVENTS_OF[block.kind]
+        likely = {"logprobs": logprobs} if block.kind == "content" else {}
+        part = (
+            output_text(block.text, logprobs if has_ended else None)
+            if likely
+            else {"type": "reasoning_text", "text": block.text}
+        )
+        if step == "text":
+            yield self._event(f"{kind}.delta", **at, delta=text, **likely)
+            return
+        if has_ended:
+            done = {"arguments": block.text, "name": block.name} if is_call else {"text": block.text}
+            yield self._event(f"{kind}.done", **at, **done, **likely)
+            if not is_call:
+                yield self._event("content_part.done", **at, part=part)
+        item = item_of(self._key, block, "completed" if has_ended else "in_progress")
+        yield self._event(f"output_item.{'done' if has_ended else 'added'}", output_index=block.number, item=item)
+        if not has_ended and not is_call:
+            yield self._event("content_part.added", **at, part=part)
 
     def _event(self, kind: str, **fields: Any) -> str:
         name = f"response.{kind}"

@@ -6,6 +6,7 @@ Not here: sessions (session), where the bytes are kept (storage).
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -343,14 +344,27 @@ def chain_of(messages: Sequence[Message], chain: str = "") -> str:
     """A name for messages, in order, behind those that `chain` names: 32 hex digits of SHA-256 over name and message.
 
     Equal names mean equal messages from the first on, character by character, with equal tools and calls of them, and
-    equal contexts, chunk by chunk; a chunk of ids is another than a chunk of their text.
+    equal contexts, chunk by chunk; a chunk of ids is another than a chunk of their text. Arguments of calls are equal
+    if they are the same JSON.
     """
     for message in messages:
         context = [message["context"]] if "context" in message else []
-        extras = {name: message[name] for name in _EXTRAS if name in message}
+        extras = {name: _meaning(message[name]) for name in _EXTRAS if name in message}
         said = json.dumps([chain, message["role"], message["content"], *context, *([extras] if extras else [])])
         chain = hashlib.sha256(said.encode()).hexdigest()[:32]
     return chain
+
+
+def _meaning(value: Any) -> Any:
+    """A part of a message in which arguments of calls are told by what they are, however they are written."""
+    if isinstance(value, list):
+        return [_meaning(each) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    told = {name: _meaning(each) for name, each in value.items()}
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
+        told |= {"arguments": json.loads(value["arguments"])} if "arguments" in value else {}
+    return told
 
 
 def message_chars(messages: Sequence[Message]) -> int:

@@ -90,7 +90,7 @@ BAD = {
         {"messages": [user([{"type": "image", "source": {}}])]},
         anthropic.BadRequestError,
         "invalid_request_error",
-        "messages.0.content.0.type",
+        "messages.0.content.0: ",
     ),
     "over the window": (
         {"messages": [user("x" * 600)]},
