@@ -10,6 +10,7 @@ from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import LoadedModel, load_model
 from ca_jax.session import Session
 from ca_jax.storage.config import StoreConfig
+from ca_jax.turns.grammars import Grammar
 from ca_jax.turns.requests import Completion, FinishReason, SamplingParams, TokenLogprob, Usage
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "FinishReason",
+    "Grammar",
     "LoadedModel",
     "ModelConfig",
     "OverflowConfig",

@@ -17,13 +17,14 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ca_jax.errors import EmptyMessageError, InvalidRequestError, SessionBusyError, SessionClosedError, check
+from ca_jax.errors import EmptyMessageError, InvalidRequestError, SessionBusyError, SessionClosedError
 from ca_jax.overflow.config import check_discarded
 from ca_jax.telemetry.timeline import SaveTimes
 from ca_jax.turns import requests
 from ca_jax.turns.conversations import Conversation, Message, as_messages
+from ca_jax.turns.grammars import Matcher
 from ca_jax.turns.requests import Completion, FinishReason, SamplingParams, TokenLogprob, Truncation, TurnRequest, Usage
-from ca_jax.turns.text import ChunkSpan, TextOutput, Texts
+from ca_jax.turns.text import ChunkSpan, ReplyReader, TextOutput, Texts
 
 _job_ids = itertools.count()
 
@@ -38,14 +39,14 @@ class Job:
     stop_ids: frozenset[int]  # Tokens that end it.
     session: Session | None = None  # Whose turn it is; its KV is loaded and saved. None keeps nothing.
     messages: list[Message] = dataclasses.field(default_factory=list)  # Said since the last answer.
-    given_ids: list[int] = dataclasses.field(default_factory=list)
-    """New tokens that were given as ids, without template; none where messages were given."""
+    given_ids: list[int] = dataclasses.field(default_factory=list)  # New tokens given as ids, without template.
     may_drop: bool = True  # Whether tokens may leave its conversation, before it and in it, where the window is full.
     context_tokens: int = 0  # Tokens of its prompt that are chunks.
-    spans: tuple[ChunkSpan, ...] = ()
-    """Chunks in its prompt whose KV may be stored, in order: what is of them is loaded and blended."""
+    spans: tuple[ChunkSpan, ...] = ()  # Chunks in its prompt, in order, whose KV is loaded and blended where stored.
     chunk: ChunkSpan | None = None  # Its prompt is this chunk, and its KV is all that is wanted.
+    note: Callable[[Job, FinishReason], tuple[str, str]] | None = None  # As of `TurnRequest`.
     tenant: str = ""  # Of the chunk.
+    matcher: Matcher | None = None  # What its text must be like; None: anything.
     adapter: requests.UsedAdapter = requests.NO_ADAPTER  # That it is computed with.
     job_id: int = dataclasses.field(default_factory=lambda: next(_job_ids))  # Order of submission.
     slid_ids: list[int] = dataclasses.field(default_factory=list)
@@ -57,10 +58,10 @@ class Job:
     attention: np.ndarray | None = None  # f32, that its first tokens received so far; None where it is not measured.
     output_ids: list[int] = dataclasses.field(default_factory=list)  # Generated so far.
     token_logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)  # None if they were not asked for.
+    prompt_logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)  # Likewise, of its prompt.
     token_texts: list[str] = dataclasses.field(default_factory=list)
-    """The text that became certain with each generated token: "" where it only begins a character or may begin a stop
-    string. Together they are the output's text; what was held back when the answer ended is with its last token. Each
-    is appended last, so their number counts complete tokens."""
+    """The text that became certain with each generated token; together the output's. What was held back when the answer
+    ended is with the last one. Each is appended last, so their number counts complete tokens."""
     pieces: collections.deque[str] = dataclasses.field(default_factory=collections.deque)  # Not taken by the caller.
     priority: int = 0  # Jobs of lower values go first; among equals the first to come.
     slot: int | None = None  # Its row in the pool of KV while it runs.
@@ -147,7 +148,7 @@ class Job:
         if logprob is not None:
             self.token_logprobs.append(logprob)
         text, reason = "" if token in self.stop_ids else self.output.push(token), None
-        if token in self.stop_ids or self.output.stopped:
+        if token in self.stop_ids or self.output.stopped or (self.matcher is not None and self.matcher.has_ended):
             reason = FinishReason.STOP
         elif is_full(self) or len(self.output_ids) >= self.params.max_tokens:
             reason = FinishReason.LENGTH
@@ -196,6 +197,7 @@ class Job:
             finish_reason=self.finish_reason,
             usage=self.usage(),
             logprobs=None if self.params.logprobs is None else list(self.token_logprobs),
+            prompt_logprobs=None if self.params.prompt_logprobs is None else list(self.prompt_logprobs),
         )
 
 
@@ -397,22 +399,20 @@ class Session:
         priority: int = 0,
         texts: Texts | None = None,
         truncation: Truncation = "auto",
+        note: Callable[[Job, FinishReason], tuple[str, str]] | None = None,
+        reader: ReplyReader | None = None,
     ) -> Job:
         """Queues a turn of messages or of token ids, without running the engine; otherwise as `send` and `send_ids`.
 
         Nothing ends the job by itself but what `sampling` says: `Engine.cancel` does. With `texts` it may raise
-        `TextWork`, as `Engine.submit_turn` says.
+        `TextWork`, as `Engine.submit_turn` says. `reader` says what of the answer's text is which part of its message.
         """
         self._check_ready()
-        is_whole = isinstance(priority, int) and not isinstance(priority, bool)
-        check(is_whole, "priority", "a whole number", priority, InvalidRequestError)
-        is_known = truncation in ("auto", "disabled")
-        check(is_known, "truncation", "'auto' or 'disabled'", truncation, InvalidRequestError)
         last = new[-1] if len(new) else None
-        if isinstance(last, Mapping) and not last["content"].strip():
+        if isinstance(last, Mapping) and last["role"] != "tool" and not last["content"].strip():
             raise EmptyMessageError("a message must have text in it, got a blank one")
-        params = sampling or SamplingParams()
-        asked = TurnRequest(new=new, params=params, priority=priority, context=context, truncation=truncation)
+        given = TurnRequest(new=new, params=sampling or SamplingParams(), context=context, truncation=truncation)
+        asked = dataclasses.replace(given, priority=priority, reader=reader, note=note)
         self.job = self._engine.submit_turn(self, asked, texts)
         return self.job
 
@@ -476,10 +476,10 @@ class Session:
     def adopt(self, job: Job, reason: FinishReason) -> None:
         """Makes a turn that ends for a reason part of the conversation; for the engine."""
         num_before = len(self.token_ids)
-        token_ids = [*job.slid_ids, *job.token_ids]
-        self.conversation = self.conversation.with_turn(
-            token_ids, job.messages, job.output.text, job.attention, job.given_ids
-        )
+        token_ids, note = [*job.slid_ids, *job.token_ids], None if job.note is None else job.note(job, reason)
+        answer = job.output.message(is_whole=reason is FinishReason.STOP)
+        turn = (token_ids, job.messages, answer, job.attention, job.given_ids, note)
+        self.conversation = self.conversation.with_turn(*turn)
         if self._packed_ids is not None:
             added = np.fromiter(self.token_ids[num_before:], np.int32)
             self._packed_ids = np.concatenate([self._packed_ids, added])

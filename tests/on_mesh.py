@@ -275,6 +275,17 @@ def test_jobs_together_on_two_parts_of_the_rows():
     np.testing.assert_allclose(logprobs, expected_logprobs, atol=kit.ATOL, rtol=0)
 
 
+def test_of_prompts_on_either_part_of_the_rows_it_is_told_how_likely_they_were():
+    prompts = [kit.prompt(num_tokens) for num_tokens in (3, 70, 130, 20)]
+    with engine_of(2, 2) as engine:
+        told = engine.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=2))
+    for ids, answer in zip(prompts, told, strict=True):
+        logits, _ = kit.full_pass(ids, model_of())
+        expected = np.array(jax.nn.log_softmax(logits))
+        found = [each.logprob for each in answer.prompt_logprobs]
+        np.testing.assert_allclose(found, expected[np.arange(len(ids) - 1), ids[1:]], atol=kit.ATOL, rtol=0)
+
+
 REPAIRS = {
     "attention": OverflowConfig(discarder="heavy_hitters"),
     "deviating": OverflowConfig(repair="deviating", anchor_tokens=4, repair_ratio=0.8),

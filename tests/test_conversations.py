@@ -119,7 +119,8 @@ def test_fields_that_are_not_what_they_should_be_are_refused_or_come_out_well_fo
 
 
 def test_every_field_is_among_the_bytes_and_one_that_is_missing_or_of_another_version_is_named():
-    assert {field.name for field in dataclasses.fields(Conversation)} - {"stem"} == ADAPTED.keys() - {"format"}
+    others = {"stem", "responses"}  # Those of one that has responses are held against themselves below.
+    assert {field.name for field in dataclasses.fields(Conversation)} - others == ADAPTED.keys() - {"format"}
     adapted = Conversation.from_bytes(packed(ADAPTED))
     assert (adapted.adapter, adapted.adapter_weights) == ("pirate", "00ff")
     for missing in ("adapter", "adapter_weights"):
@@ -158,14 +159,33 @@ def test_an_adapter_stays_with_a_conversation_and_tells_its_chain_from_others():
     assert said.take(0).chain == begun[0].chain
 
 
+def test_a_response_leaves_with_its_turn_unless_another_stands_on_it():
+    conversation, hi = Conversation.begin([SYSTEM]), as_messages("hi")
+    for number, note in enumerate([("a", "1"), None, ("b", "2"), ("c", "3")], 1):
+        conversation = conversation.with_turn(list(range(4 * number)), hi, f"answer {number}", note=note)
+    assert [name for name, _, _ in conversation.responses] == ["a", "b", "c"]
+    assert conversation.forked(16).responses == conversation.cut(np.arange(16) < 4).responses == []
+    assert [name for name, _, _ in conversation.take(12).responses] == ["a", "b"]
+    middle = conversation.without_response("b", takes_turn=True)
+    assert len(middle.token_ids) == 16
+    assert [kept for _, _, kept in middle.responses] == ["1", "", "3"]
+    ended = middle.without_response("c", takes_turn=True)
+    assert (len(ended.token_ids), ended.messages[-1]["content"]) == (8, "answer 2"), "a turn that was no response stays"
+    assert [name for name, _, _ in ended.responses] == ["a"]
+    assert len(middle.without_response("c", takes_turn=False).token_ids) == 16
+    alone = Conversation.begin([SYSTEM]).with_turn([1, 2], hi, "ho", note=("a", "1"))
+    assert alone.without_response("a", takes_turn=True).token_ids == []
+
+
 def grown(conversation: Conversation, data) -> Conversation:
     """After something that may happen to a conversation."""
     num_tokens = len(conversation.token_ids)
-    change = data.draw(st.sampled_from(["turn", "turn", "turn", "slid", "fused", "repair", "cut", "take"]))
+    change = data.draw(st.sampled_from(["turn", "turn", "turn", "slid", "fused", "repair", "cut", "take", "without"]))
     if change == "turn":
         ids = [*conversation.token_ids, *data.draw(st.lists(INT32, max_size=5))]
         user, answer = data.draw(st.text(max_size=5)), data.draw(st.text(max_size=5))
-        return conversation.with_turn(ids, as_messages(user), answer)
+        note = data.draw(st.none() | st.tuples(st.sampled_from("abc"), st.text(min_size=1, max_size=5)))
+        return conversation.with_turn(ids, as_messages(user), answer, note=note)
     if change == "cut":
         gone = np.array(data.draw(st.lists(st.booleans(), min_size=num_tokens, max_size=num_tokens)), bool)
         return conversation.cut(gone)
@@ -175,6 +195,7 @@ def grown(conversation: Conversation, data) -> Conversation:
         "fused": lambda: conversation.fused(number),
         "repair": lambda: conversation.with_repair(number, drifts=True),
         "take": lambda: conversation.take(number),
+        "without": lambda: conversation.without_response("a", takes_turn=bool(number % 2)),
     }
     return changes[change]()
 

@@ -99,7 +99,7 @@ def test_tokens_are_drawn_from_the_distribution_that_the_parameters_leave(params
     assert counts[drawn * expected > 20].all(), "a token was never drawn that the parameters leave"
     # Five standard deviations of each token's count; the draws are the same in every run.
     assert np.all(np.abs(counts - drawn * expected) <= 5 * np.sqrt(drawn * expected * (1 - expected)) + 1e-9)
-    assert sampler.has_penalties == any(
+    assert sampler.waits_for_marks == any(
         (params.repetition_penalty != 1, params.presence_penalty, params.frequency_penalty)
     ), "it must be known whether a token must be marked before the next is drawn"
 
@@ -169,7 +169,8 @@ def test_equals_stay_or_go_together_and_each_row_by_its_own_parameters():
     params = [dataclasses.replace(params, seed=seed) for seed in range(500) for params, _ in kept]
     batch, rows = jnp.asarray(np.tile(logits, (len(params), 1))), sampling.SamplerRows.of(params)
     marks, numbers = np.zeros((1, 2, VOCAB), np.float32), np.zeros(len(params), np.int32)
-    drawn = sampling.sample(batch, rows, marks, numbers, numbers, filters=True)
+    masks = np.full((len(params), -(-VOCAB // 32)), sampling.ALL_TOKENS)
+    drawn = sampling.sample(batch, rows, marks, masks, numbers, numbers, filters=True)
     assert [set(each) for each in np.asarray(drawn).reshape(-1, len(kept)).T.tolist()] == [left for _, left in kept]
 
 

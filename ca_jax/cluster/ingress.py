@@ -21,7 +21,7 @@ from ca_jax.cluster.replica import WholeRequest
 from ca_jax.server.config import ServerConfig
 from ca_jax.server.errors import ApiError
 from ca_jax.server.guards import Guard
-from ca_jax.server.tenants import Tenants
+from ca_jax.server.tenants import Tenants, authorization_of
 
 _LOG = logging.getLogger(__name__)
 _SENT = (  # Of what ASGI says of a request.
@@ -92,7 +92,7 @@ class Ingress:
         Raises:
           ApiError: the body is too large.
         """
-        tenant = self._tenants.of_header(Headers(scope=scope).get("authorization"))
+        tenant = self._tenants.of_header(authorization_of(Headers(scope=scope)))
         parts, has_more = [b""], tenant is not None
         while has_more:
             message = await receive()

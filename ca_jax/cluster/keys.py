@@ -1,8 +1,9 @@
 """Which conversation a request is of, as a key. What has the same key goes to the same replica.
 
     header   x-session-id                                    a name that clients and gateways give
-    body     session_id                                      the server's name of a conversation
-    path     /v1/sessions/{id}, /live?session_id={id}        the same
+    body     session_id, conversation                        the server's name of a conversation
+    body     previous_response_id                            has that name in it
+    path     /v1/sessions/{id}, /v1/responses/{id}, /live?session_id={id}        the same
     body     first messages of the system and of the user    a history: all its turns begin alike
     body     how a plain prompt begins
 
@@ -23,14 +24,19 @@ import urllib.parse
 from collections.abc import Iterable
 from typing import Any
 
+from ca_jax.server.response_ids import key_and_name
+
 REPLICA_HEADER = "x-ca-jax-replica"
 """Of a request: the replica that must answer it, by its name. Of an answer: the one that did."""
 
 _SESSION_HEADER = b"x-session-id"
 _SESSION_PATH = re.compile(r"/v1/sessions/([^/]+)(?:/.*)?")
-_READ = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/sessions"})  # Paths whose bodies may have a key.
+_RESPONSE_PATH = re.compile(r"/v1/responses/([^/]+)(?:/.*)?")
+# Paths whose bodies may have a key.
+_READ = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/v1/sessions"})
 _PROMPT_CHARS = 256  # Of a plain prompt, or as many tokens: what follows is new with each request.
 _TOLD = re.compile(rb'"session_id":\s*("(?:[^"\\]|\\.)*")')  # Quotes in a text are escaped, so no text looks so.
+_TOLD_RESPONSE = re.compile(rb'"id":\s*"(resp_[A-Za-z0-9_-]+)"')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +96,9 @@ def told_name(path: str, body: bytes) -> str | None:
     if path == "/v1/chat/completions":
         found = _TOLD.search(body)
         name = json.loads(found[1]) if found else None
+    elif path == "/v1/responses":
+        found = _TOLD_RESPONSE.search(body)
+        name = _name_of(found[1].decode()) if found else None
     else:
         name = _fields(body).get("id") if path == "/v1/sessions" else None
     return name if isinstance(name, str) else None
@@ -99,9 +108,19 @@ def _name_in(path: str, query: bytes, fields: dict[str, Any]) -> str:
     """The server's name of a conversation that a request has; empty where it has none."""
     if path.startswith("/live"):
         return urllib.parse.parse_qs(query.decode("latin-1")).get("session_id", [""])[0]
-    found = _SESSION_PATH.fullmatch(path)
-    name = found[1] if found else fields.get("session_id")
+    if path.startswith("/v1/responses"):
+        found = _RESPONSE_PATH.fullmatch(path)
+        response, named = found[1] if found else fields.get("previous_response_id"), fields.get("conversation")
+        name = _name_of(response) or (named.get("id") if isinstance(named, dict) else named)
+    else:
+        found = _SESSION_PATH.fullmatch(path)
+        name = found[1] if found else fields.get("session_id")
     return name if isinstance(name, str) else ""
+
+
+def _name_of(response: Any) -> str | None:
+    """The name of the conversation that a response is of; None where it is no id that was given here."""
+    return (key_and_name(response)[1] or None) if isinstance(response, str) else None
 
 
 def _fields(body: bytes) -> dict[str, Any]:
@@ -119,8 +138,10 @@ def _beginning(path: str, fields: dict[str, Any]) -> Any:
         prompt = fields.get("prompt")
         first = prompt[0] if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else prompt
         return first[:_PROMPT_CHARS] if isinstance(first, str | list) else None
-    messages = fields.get("messages")
-    begins = []
+    messages = fields.get("input") if path == "/v1/responses" else fields.get("messages")
+    begins = [each for each in (fields.get("instructions"), fields.get("system")) if each is not None]
+    if isinstance(messages, str):
+        return [*begins, messages]
     for each in messages if isinstance(messages, list) else ():
         role = each.get("role") if isinstance(each, dict) else None
         if role in ("system", "developer", "user"):

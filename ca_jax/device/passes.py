@@ -115,6 +115,9 @@ class PassPart:
     """Called with each layer whose history was put into its pages, before it is read."""
     joined: Joined | None = None
     """What computes its tokens as it mends the history: the pass is its alone."""
+    on_hidden: Callable[[jax.Array, int, int], None] | None = None
+    """Called with what the last layer gives of all tokens `[D, T', F]`, the part of the mesh in which this one's are,
+    and the first of them there; None: nothing is made of it."""
     error: Exception | None = None
     """What broke of its history, or of taking its KV: nothing that was computed of it is sound."""
 
@@ -124,6 +127,14 @@ class PassPart:
         if self.error is None:
             try:
                 self.on_layer(layer, kv, first)
+            except Exception as error:
+                self.error = error
+
+    def take_hidden(self, x: jax.Array, part: int, first: int) -> None:
+        """All layers were dispatched; see `on_hidden`."""
+        if self.on_hidden is not None and self.error is None:
+            try:
+                self.on_hidden(x, part, first)
             except Exception as error:
                 self.error = error
 

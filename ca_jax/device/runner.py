@@ -310,6 +310,7 @@ class Runner:
             ends |= {part.prefill.slot: part.prefill.start + part.num_tokens for part in parts}
             of_slot = {slot: Received(received, row, ends[slot]) for slot, row in rows.items()}
         for part in parts:
+            part.take_hidden(x, step.part[part.prefill.slot], step.first[part.prefill.slot])
             if part.error is not None:
                 continue
             prefill = part.prefill
@@ -334,10 +335,10 @@ class Runner:
         """Decodes one token for each job, and waits for them.
 
         The next step is dispatched before this one's tokens are read: the device computes while Python hands out text
-        and plans. Where an answer has penalties, which the host counts, a step's tokens are drawn once the last ones
-        are read; its logits are computed ahead all the same. A step that was dispatched and is not wanted, since the
-        batch changed, is thrown away: it wrote only behind its jobs' tokens, where nothing is attended to and is
-        written again.
+        and plans. Where an answer has penalties or a grammar, which the host follows, a step's tokens are drawn once
+        the last ones are read; its logits are computed ahead all the same. A step that was dispatched and is not
+        wanted, since the batch changed, is thrown away: it wrote only behind its jobs' tokens, where nothing is
+        attended to and is written again.
 
         Args:
           jobs: at least one, each in a slot; the KV of its last token is not computed yet.
@@ -357,7 +358,7 @@ class Runner:
         draw = flight.draw or self._draw(flight.found, flight.slots, flight.lengths + flight.num_gone + 1)
         if run_ahead:
             ahead = tuple((slot, job_id, length + 1) for slot, job_id, length in batch)
-            draws = not self.sampler.has_penalties
+            draws = not self.sampler.waits_for_marks
             lengths = flight.lengths + 1
             drawn = draw.tokens if isinstance(draw.tokens, jax.Array) else self.to_device(draw.tokens)
             self._ahead = self._dispatch(ahead, flight.slots, drawn, lengths, flight.num_gone, draws=draws)

@@ -21,10 +21,13 @@ import numpy.typing as npt
 
 from ca_jax.device.transfer import to_device, to_host
 from ca_jax.models.sharding import ModelSharding, replicated
+from ca_jax.turns.grammars import Matcher
 from ca_jax.turns.requests import MAX_LOGPROBS, SamplingParams, TokenLogprob
 
 FILTERED = -1e30
 """Logit of a token that may not be drawn."""
+ALL_TOKENS = np.uint32(2**32 - 1)
+"""In masks of tokens: all of 32 are allowed."""
 
 
 @jax.tree_util.register_dataclass
@@ -74,9 +77,8 @@ class Draw:
         """The same on the host."""
         return jax.tree.map(to_host, self)
 
-    def logprob(self, row: int, params: SamplingParams) -> TokenLogprob | None:
-        """What is said of a row's token where its answer is drawn by `params`; None where they ask for nothing."""
-        num_top = params.logprobs
+    def logprob(self, row: int, num_top: int | None) -> TokenLogprob | None:
+        """What is said of a row's token, with so many of the likeliest; None where nothing is asked for."""
         if num_top is None or self.logprobs is None or self.top_ids is None or self.top is None:
             return None
         top = zip(self.top_ids[row, :num_top], self.top[row, :num_top], strict=True)
@@ -95,15 +97,22 @@ def greedy(logits: jax.Array) -> jax.Array:
 
 @partial(jax.jit, static_argnames=("filters",))
 def sample(
-    logits: jax.Array, rows: SamplerRows, marks: jax.Array, slots: jax.Array, positions: jax.Array, filters: bool
+    logits: jax.Array,
+    rows: SamplerRows,
+    marks: jax.Array,
+    masks: jax.Array,
+    slots: jax.Array,
+    positions: jax.Array,
+    filters: bool,
 ) -> jax.Array:
     """Draws a token per row, in the order of Hugging Face's processors: penalty, temperature, top-k, top-p, min-p.
 
-    What is added to logits comes right behind the repetition penalty.
+    What is added to logits comes right behind the repetition penalty, and then what masks leave out is filtered.
 
     Args:
       marks: f32 `[slots, 2, V]`: 1 for tokens that the repetition penalty applies to; then what is added, biases less
         presence and frequency penalties.
+      masks: u32 `[B, W]`; bit `i % 32` of number `i // 32` says whether token i may be drawn.
       slots: i32 `[B]`, the slot of each row.
       positions: i32 `[B]`, position of the token being drawn; with the seed it fixes the draw.
       filters: whether any row has a top-k or a top-p, static.
@@ -115,6 +124,7 @@ def sample(
     penalty = rows.repetition_penalty[:, None]
     logits = jnp.where(marked[:, 0] > 0, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
     logits = logits + marked[:, 1]
+    logits = jax.lax.cond(jnp.all(masks == ALL_TOKENS), lambda: logits, lambda: _only_allowed(logits, masks))
     best = jnp.argmax(logits, axis=-1)
 
     scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
@@ -129,6 +139,12 @@ def sample(
 
     drawn = jax.vmap(draw)(rows.seed, positions, scaled)
     return jnp.where(rows.temperature > 0, drawn, best).astype(jnp.int32)
+
+
+def _only_allowed(logits: jax.Array, masks: jax.Array) -> jax.Array:
+    """Filters all but the tokens that masks, u32 `[B, W]`, have a bit of."""
+    bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
+    return jnp.where(bits.reshape(len(masks), -1)[:, : logits.shape[-1]] > 0, logits, FILTERED)
 
 
 def _likeliest(scaled: jax.Array, rows: SamplerRows) -> jax.Array:
@@ -203,17 +219,35 @@ class Sampler:
         self._marked: set[int] = set()  # slots whose marks may be other than 0
         self._counts: list[collections.Counter[int]] = [collections.Counter() for _ in range(num_slots)]
         self._barred: list[tuple[int, ...]] = [()] * num_slots  # stop tokens that are not to be drawn yet
+        self._matchers: list[Matcher | None] = [None] * num_slots
+        self._masks = np.full((num_slots, -(-vocab_size // 32)), ALL_TOKENS)
+        self._no_masks: dict[int, jax.Array] = {}  # By rows.
         self._rows: dict[tuple[int | None, ...], tuple[SamplerRows, jax.Array]] = {}
 
-    def set_slot(self, slot: int, params: SamplingParams, token_ids: list[int], stop_ids: Collection[int] = ()) -> None:
-        """Gives a slot to an answer whose prompt is `token_ids`, and that ends with any of `stop_ids`."""
+    def set_slot(
+        self,
+        slot: int,
+        params: SamplingParams,
+        token_ids: list[int],
+        stop_ids: Collection[int] = (),
+        matcher: Matcher | None = None,
+    ) -> None:
+        """Gives a slot to an answer whose prompt is `token_ids`, that ends with any of `stop_ids`, and is to match.
+
+        Raises:
+          InvalidRequestError: what `matcher` allows is too complex to be told.
+        """
+        self._matchers[slot] = matcher
+        self._masks[slot] = ALL_TOKENS
+        if matcher is not None:
+            matcher.fill(self._masks[slot])
         self._barred[slot] = tuple(t for t in stop_ids if t < self._vocab_size) if params.min_tokens else ()
         if params.min_tokens and not self._barred[slot]:
             params = dataclasses.replace(params, min_tokens=0)  # There is nothing to bar.
         self._params[slot] = params
         self._rows.clear()
         self._counts[slot].clear()
-        is_greedy = _is_greedy(params)
+        is_greedy = _is_greedy(params) and matcher is None
         if is_greedy and slot not in self._marked:
             return
         if self._marks is None:
@@ -229,7 +263,7 @@ class Sampler:
 
     def free_slot(self, slot: int) -> None:
         """Forgets a slot's parameters."""
-        self._params[slot] = None
+        self._params[slot] = self._matchers[slot] = None
         self._rows.clear()
 
     def forget_if_broken(self) -> bool:
@@ -243,9 +277,10 @@ class Sampler:
         return False
 
     @property
-    def has_penalties(self) -> bool:
+    def waits_for_marks(self) -> bool:
         """Whether a draw depends on tokens that must be marked first."""
-        return any(params is not None and _penalises(params) for params in self._params)
+        penalises = any(params is not None and _penalises(params) for params in self._params)
+        return penalises or any(matcher is not None for matcher in self._matchers)
 
     def start(
         self,
@@ -265,7 +300,8 @@ class Sampler:
           Of n rows; with log-probabilities where a slot's answer is to have them.
         """
         used = [params for slot in slots if slot is not None and (params := self._params[slot]) is not None]
-        if self._marks is None or all(_is_greedy(params) for params in used):
+        is_bounded = any(slot is not None and self._matchers[slot] for slot in slots)
+        if self._marks is None or (not is_bounded and all(_is_greedy(params) for params in used)):
             tokens = greedy(logits) if likeliest is None else likeliest
         else:
             key = tuple(slots)
@@ -275,26 +311,50 @@ class Sampler:
                 self._rows[key] = rows, self._to_device([slot or 0 for slot in slots], np.int32)
             rows, numbers = self._rows[key]
             filters = any(params.top_k > 0 or params.top_p < 1 for params in used)
-            tokens = sample(logits, rows, self._marks, numbers, self._to_device(positions, np.int32), filters)
+            places, masks = self._to_device(positions, np.int32), self._masks_of(slots if is_bounded else len(slots))
+            tokens = sample(logits, rows, self._marks, masks, numbers, places, filters)
         if all(params.logprobs is None for params in used):
             return Draw(tokens)
         return log_probabilities(logits, tokens, self._num_top)
+
+    def _masks_of(self, rows: Sequence[int | None] | int) -> jax.Array:
+        """What each row's grammar allows, u32 `[n, W]`; of so many rows without any, the same array each time."""
+        width = self._masks.shape[1]
+        if isinstance(rows, int):
+            if rows not in self._no_masks:
+                self._no_masks[rows] = self._to_device(np.full((rows, width), ALL_TOKENS))
+            return self._no_masks[rows]
+        masks = np.full(
+            (len(rows), width), ALL_TOKENS
+        )  # Anew each time: where host and device share memory it is read.
+        for row, slot in enumerate(rows):
+            if slot is not None:
+                masks[row] = self._masks[slot]
+        return self._to_device(masks)
 
     def compile(self, compiled: Callable[..., Any], small: Callable[..., Any], logits: Any, tokens: Any) -> None:
         """Compiles all ways of drawing from logits of such a shape, and of marking."""
         size, vocab_size = logits.shape
         marks, scalar = small(len(self._params), 2, vocab_size, dtype=np.float32), small()
         rows = SamplerRows.of([SamplingParams()] * size, lambda values, dtype: small(size, dtype=dtype))
+        masks = small(size, self._masks.shape[1], dtype=np.uint32)
         for filters in (False, True):
-            drawn = compiled(sample, logits, rows, marks, small(size), small(size), filters)
+            drawn = compiled(sample, logits, rows, marks, masks, small(size), small(size), filters)
         for each in (tokens, drawn):
             compiled(log_probabilities, logits, each, self._num_top)
         compiled(set_entry, marks, scalar, scalar, scalar, small(dtype=np.float32))
         compiled(set_row, marks, scalar, small(2, vocab_size, dtype=np.float32))
 
     def mark(self, slot: int, token: int) -> None:
-        """Notes a drawn token for the slot's penalties."""
-        params = self._params[slot]
+        """Notes a drawn token for the slot's penalties and its grammar.
+
+        Raises:
+          InvalidRequestError: what may follow it is too complex to be told.
+        """
+        params, matcher = self._params[slot], self._matchers[slot]
+        if matcher is not None:  # While the device computes what is behind the token.
+            matcher.take(token)
+            matcher.fill(self._masks[slot])
         if params is None or not _penalises(params):
             return
         if params.repetition_penalty != 1.0:

@@ -240,33 +240,33 @@ class Histories:
             return False
         if not (self._snapshots.are_none or session.conversation.states):
             return False  # There is no turn's end to go on from.
-        return len(job.prompt_ids) > 1 and (not job.context_tokens or self._config.blend.mode == "prefix")
+        has_first = len(job.params.cacheable(job.prompt_ids)) > 0
+        return has_first and (not job.context_tokens or self._config.blend.mode == "prefix")
 
     def _share_prefix(self, job: Job, session: Session) -> None:
         """Has a session of which nothing is stored share the KV of the one in DRAM that begins like it for longest.
 
         That is the one that its turn was announced with, or one that got further meanwhile: its turn may run still.
-
         """
-        source = self._store.find_prefix(owner_of(session).domain, job.prompt_ids[:-1], in_dram=True)
+        shared, lineage = job.params.cacheable(job.prompt_ids), session.conversation.kv_lineage
+        source = self._store.find_prefix(owner_of(session).domain, shared, in_dram=True)
         if source is not None:
-            lineage = session.conversation.kv_lineage
-            self._store.copy_prefix(source, session.key, job.prompt_ids[:-1], owner_of(session), num_dropped=lineage)
-            ids = packed_prompt(job)[:-1]
+            self._store.copy_prefix(source, session.key, shared, owner_of(session), num_dropped=lineage)
+            ids = packed_prompt(job)[: len(shared)]
             self._snapshots.share(source, session.key, session.conversation, ids, owner_of(session))
 
     def _open(self, job: Job, session: Session) -> History:
         """Begins to load as much of what is stored of a prompt as is worth it: its first tokens, and chunks behind.
 
-        Its last token is never part of it, since its logits are wanted. Where first tokens are not kept, since no
+        Its last token is never part of it, for its logits are wanted. Where first tokens are not kept, since no
         layer looks back to them, all that a layer does look back to is loaded, or nothing.
         """
         if shares := self.may_share(job, session):
             self._share_prefix(job, session)
         key, kept = session.key, session.conversation
-        prompt_ids, num_slid, lineage = packed_prompt(job)[kept.num_slid :], kept.num_slid, kept.kv_lineage
-        spans = self._worth_loading(job)
-        own_ids = prompt_ids[: spans[0].start - num_slid] if spans else prompt_ids[:-1]
+        packed, num_slid, lineage = packed_prompt(job), kept.num_slid, kept.kv_lineage
+        prompt_ids, spans = packed[num_slid:], self._worth_loading(job)
+        own_ids = prompt_ids[: spans[0].start - num_slid] if spans else job.params.cacheable(packed)[num_slid:]
         held: list[LoadTicket | None] = [self._hold(own_ids, key, lineage)]
         found, snapshot = 0 if held[0] is None else held[0].num_tokens, None
         try:

@@ -147,10 +147,11 @@ class SessionKV:
         if self.shared is not None:
             self.shared.stop(source)
         self._slide(session)
+        cacheable = job.params.cacheable(job.prompt_ids)
         if self.histories.may_share(job, session):
-            source = self.store.find_prefix(owner_of(session).domain, job.prompt_ids[:-1]) or source
+            source = self.store.find_prefix(owner_of(session).domain, cacheable) or source
         if self.shared is not None and session.is_kept:
-            prompt_ids, num_here = np.array(job.prompt_ids[:-1], np.int32), self.store.num_readable(source)
+            prompt_ids, num_here = np.array(cacheable, np.int32), self.store.num_readable(source)
             self.shared.bring(session.key, owner_of(session), session.conversation, prompt_ids, num_here)
         states = self.snapshots.wanted(source, session.conversation)
         loaded = tuple(dict.fromkeys((source, *states, *distinct_keys(job.spans))))

@@ -22,7 +22,9 @@ import jinja2.sandbox
 from ca_jax.errors import CheckpointError, InvalidRequestError
 
 Message = Mapping[str, Any]
-"""One message: `role` ("system", "user", "assistant") and `content`."""
+"""One message: `role` ("system", "user", "assistant", "tool") and `content`; see `turns.conversations.Message`."""
+
+_AS_TEXT = "arguments of its calls as text"  # Of a message, for templates that want them so.
 
 _PLAIN = """\
 {%- for message in messages -%}
@@ -83,15 +85,26 @@ class ChatTemplate:
         Raises:
           InvalidRequestError: the template refuses the messages (their roles do not alternate, say).
         """
-        try:
+        return self._rendered(messages)
+
+    def _rendered(self, messages: Sequence[Message], *, begins_reply: bool = True) -> str:
+        tools = next((message["tools"] for message in messages if "tools" in message), None)
+
+        def render(reads_arguments: bool) -> str:
             return self._template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=True,
+                messages=[_as_template(message, reads_arguments) for message in messages],
+                add_generation_prompt=begins_reply,
                 bos_token=self.bos_token,
                 eos_token=self.eos_token,
-                tools=None,
+                tools=tools,
                 documents=None,
             )
+
+        try:
+            try:
+                return render(True)
+            except TypeError:  # Some take the arguments of calls as text.
+                return render(False)
         except Exception as error:  # A template is a program of others: it may raise anything.
             raise InvalidRequestError(f"the model's chat template refuses these messages: {error}") from error
 
@@ -116,14 +129,26 @@ class ChatTemplate:
             found = repr(earlier[-1].get("role")) if earlier else "no message"
             raise InvalidRequestError(f"earlier messages must end with the assistant's, got {found}")
         sentinel = f"reply{secrets.token_hex(16)}"
-        before = [*earlier[:-1], {**earlier[-1], "content": sentinel}]
-        parts = self.first_turn([*before, *new]).split(sentinel)
+        plain = {"role": "assistant", "content": sentinel}
+        try:
+            parts = self.first_turn([*earlier[:-1], plain, *new]).split(sentinel)
+        except InvalidRequestError:
+            if "tool_calls" not in earlier[-1]:
+                raise
+            return self._behind(earlier, new)  # It wants to see the calls that tools have answered.
         if len(parts) != 2:
             raise CheckpointError(
                 "this chat template cannot be continued from a reply: it must write the last reply once, "
                 f"found it {len(parts) - 1} times"
             )
         return parts[1]
+
+    def _behind(self, earlier: Sequence[Message], new: Sequence[Message]) -> str:
+        """What new messages add to the text of earlier ones, which is not looked at beyond that."""
+        head, text = self._rendered(earlier, begins_reply=False), self.first_turn([*earlier, *new])
+        if not text.startswith(head):
+            raise CheckpointError("this chat template cannot be continued from calls of tools: it writes them anew")
+        return text[len(head) :]
 
 
 class _GenerationBlock(jinja2.ext.Extension):
@@ -135,6 +160,41 @@ class _GenerationBlock(jinja2.ext.Extension):
         """Gives what stands inside the block."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def with_arguments(message: Message) -> dict[str, Any]:
+    """A message whose calls have their arguments as objects, where they are such, as most templates take them.
+
+    Templates that take the texts find them still. To be done before what somebody said is marked: JSON may spell a
+    special token in escapes.
+    """
+    if "tool_calls" not in message:
+        return dict(message)
+    functions = [call["function"] for call in message["tool_calls"]]
+    calls = [
+        {**call, "function": {**function, "arguments": _read(function["arguments"])}}
+        for call, function in zip(message["tool_calls"], functions, strict=True)
+    ]
+    return {**message, "tool_calls": calls, _AS_TEXT: [function["arguments"] for function in functions]}
+
+
+def _as_template(message: Message, reads_arguments: bool) -> dict[str, Any]:
+    """A message as a template takes it, with the arguments of calls as objects or as texts."""
+    told = {name: value for name, value in message.items() if name not in ("tools", _AS_TEXT)}
+    if not reads_arguments and _AS_TEXT in message:
+        told["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": text}}
+            for call, text in zip(told["tool_calls"], message[_AS_TEXT], strict=True)
+        ]
+    return told
+
+
+def _read(arguments: str) -> Any:
+    try:
+        found = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return found if isinstance(found, dict) else arguments
 
 
 def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:

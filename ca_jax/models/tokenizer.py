@@ -11,7 +11,7 @@ import copy
 import functools
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +107,20 @@ class Tokenizer:
         return reading
 
     def said(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """A message for a chat template whose text `encode_said` reads: what it spells of special tokens is marked."""
+        """What somebody said, for a chat template whose text `encode_said` reads: what it spells of special tokens is
+        marked, in keys, values and in what these are made of.
+        """
         if self._reads_content:
             return dict(message)
-        return {key: self._marked(value) if isinstance(value, str) else value for key, value in message.items()}
+        return {key: self._said(value) for key, value in message.items()}
+
+    def _said(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._marked(value)
+        if isinstance(value, Mapping):
+            told = {key: self._said(each) for key, each in value.items()}
+            return {key if key.isidentifier() else self._marked(key): each for key, each in told.items()}
+        return [self._said(each) for each in value] if isinstance(value, (list, tuple)) else value
 
     def encode_said(self, text: str) -> list[int]:
         """Token ids of what a chat template has made of messages that went through `said`.
@@ -227,9 +237,9 @@ class Tokenizer:
         alone, twice = (self.decode([token_id] * count, skip_special_tokens=False) for count in (1, 2))
         return twice[len(alone) :]
 
-    def stream(self) -> TokenStream:
-        """A detokeniser for one reply."""
-        return TokenStream(self)
+    def stream(self, spelled: Collection[str] = ()) -> TokenStream:
+        """A detokeniser for one reply, in whose text these special tokens are spelled; others are left out."""
+        return TokenStream(self, spelled)
 
 
 def read_backend(path: Path) -> tokenizers.Tokenizer:
@@ -253,10 +263,12 @@ class TokenStream:
 
     Args:
       tokenizer: whose ids are pushed.
+      spelled: special tokens whose names are text.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, spelled: Collection[str] = ()) -> None:
         self._tokenizer = tokenizer
+        self._spelled = frozenset(spelled)
         self._utf8 = None
         if isinstance(tokenizer.backend.decoder, decoders.ByteLevel):
             self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -267,8 +279,10 @@ class TokenStream:
     def push(self, token_id: int) -> str:
         """Takes the next token id and returns the text that is now certain, possibly none."""
         token = self._tokenizer.backend.id_to_token(token_id)
-        if token is None or token_id in self._tokenizer.special_ids:
+        if token is None:
             return ""
+        if token_id in self._tokenizer.special_ids:
+            return self._behind_bytes(token) if token in self._spelled else ""
         if self._utf8 is not None:
             return self._utf8.decode(_byte_level_bytes(token))
         self._held.append(token_id)
@@ -289,6 +303,14 @@ class TokenStream:
         piece = self._decode_held() if self._held else ""
         self._held.clear()
         return piece
+
+    def _behind_bytes(self, name: str) -> str:
+        """A name, with what was held back before it."""
+        if self._utf8 is not None:
+            return self._utf8.decode(name.encode())
+        piece = self._decode_held() if self._held else ""
+        self._held.clear()
+        return piece + name
 
     def _decode_held(self) -> str:
         return self._tokenizer.decode(self._context + self._held)[self._context_chars :]

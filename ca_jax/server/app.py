@@ -27,7 +27,15 @@ from asgi_correlation_id import CorrelationIdMiddleware
 from fastapi.responses import JSONResponse, Response
 
 from ca_jax.engine import Engine
-from ca_jax.server import adapter_routes, live, openai_routes, session_routes
+from ca_jax.server import (
+    adapter_routes,
+    live,
+    message_routes,
+    openai_routes,
+    response_routes,
+    session_routes,
+    token_routes,
+)
 from ca_jax.server.config import ServerConfig
 from ca_jax.server.errors import OBJECT, ApiError, add_error_handlers, responses
 from ca_jax.server.guards import Guard
@@ -98,8 +106,9 @@ def make_app(
         redoc_url=None,
     )
     app.state.server = state
-    for routes in (openai_routes.ROUTES, session_routes.ROUTES, adapter_routes.ROUTES, live.ROUTES, _ROUTES):
-        app.include_router(routes)
+    for module in (openai_routes, response_routes, message_routes, token_routes, session_routes, adapter_routes, live):
+        app.include_router(module.ROUTES)
+    app.include_router(_ROUTES)
     add_error_handlers(app, lambda status: state.service.metrics.refuse(status) if state.service else None)
     _describe(app, tenants.asks_for_keys)
     hosts = None if tenants.asks_for_keys and not config.allowed_hosts else config.allowed_hosts

@@ -1,7 +1,8 @@
 """Bodies of requests: those of OpenAI's fields that are served, and a few of our own.
 
-A field that is not served is named in the error, unless its value asks for nothing. Fields that say nothing about the
-answer (who asks, how it is billed) are taken and not looked at.
+A field that asks for what is not served is named in the error. Fields that say nothing about the answer (who asks, how
+it is billed) are taken and not looked at. Fields that nobody knows are ignored and named (`OpenBody`), but in bodies
+of the project's own routes, where they are an error.
 
 Not here: bodies of answers (`openai_routes`, `session_routes`), what a request does (`service`).
 Source: OpenAI's API reference (createChatCompletion, createCompletion).
@@ -9,14 +10,19 @@ Source: OpenAI's API reference (createChatCompletion, createCompletion).
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
 
 from ca_jax.server.errors import invalid
+from ca_jax.server.tool_bodies import CalledTool, NamedTool, ResponseFormat, Tool
+from ca_jax.server.tool_formats import AskedTools
 from ca_jax.turns.conversations import Message
+from ca_jax.turns.grammars import Grammar
 from ca_jax.turns.requests import SamplingParams
 
 _INT64 = 2**63
@@ -27,9 +33,9 @@ _OfTokens = Field(max_length=1024, json_schema_extra={"propertyNames": {"pattern
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _Chunks = Annotated[list[str | list[int]], Field(min_length=1)]
 # Fields that the engine takes as they are, with a default of its own.
-_SAMPLED = ("min_tokens", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "ignore_eos")
-_IGNORED: Any = Field(None, description="Not looked at.")
-_UNSERVED: Any = Field(None, description="Not served.")
+_SAMPLED = ("min_tokens", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "ignore_eos")
+IGNORED: Any = Field(None, description="Not looked at.")
+UNSERVED: Any = Field(None, description="Not served.")
 _Timeout = Annotated[float | None, Field(gt=0, description="Most seconds that it may take.")]
 
 
@@ -37,24 +43,46 @@ class _Body(pydantic.BaseModel):
     model_config = _Strict
 
 
-class TextPart(_Body):
+class OpenBody(_Body):
+    """What clients of others' servers send: it may have fields that are not known here."""
+
+    model_config = pydantic.ConfigDict(extra="allow")
+
+    def ignored(self, path: str = "") -> Iterator[str]:
+        """Names of those fields, as paths behind a path."""
+        yield from (f"{path}{name}" for name in self.model_extra or ())
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if isinstance(value, OpenBody):
+                yield from value.ignored(f"{path}{name}.")
+            elif isinstance(value, list) and value and isinstance(value[0], OpenBody):
+                for index, each in enumerate(value):
+                    yield from each.ignored(f"{path}{name}.{index}.") if isinstance(each, OpenBody) else ()
+
+
+class TextPart(OpenBody):
     """A part of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(_Body):
-    """One message. What only some models and tools use may be there where it says nothing."""
+class ChatMessage(OpenBody):
+    """One message. What only some models use may be there where it says nothing."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(min_length=1)] | None = None
-    name: str | None = _IGNORED
+    name: str | None = Field(None, description="Of a tool; else not looked at.")
     refusal: None = None
     audio: None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_calls: Annotated[list[CalledTool], Field(max_length=128)] | None = None
+    """Of an assistant's reply: the calls in it."""
+    tool_call_id: str | None = None
+    """Of a tool's message: the call that it answers."""
+    reasoning_content: str | None = None
+    """Of an assistant's reply: what was thought before it. A conversation is found again by this too."""
     function_call: None = None
-    annotations: list[Any] | None = _IGNORED
+    annotations: list[Any] | None = IGNORED
     context: _Chunks | None = None
     """What the request had as its context when this was its last message; of a reply: none."""
 
@@ -63,10 +91,17 @@ class ChatMessage(_Body):
         parts = self.content if isinstance(self.content, list) else [self.content or ""]
         text = "".join(part if isinstance(part, str) else part.text for part in parts)
         message: Message = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        if self.role == "assistant" and self.tool_calls:
+            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+        if self.role == "assistant" and self.reasoning_content:
+            message["reasoning_content"] = self.reasoning_content
+        if self.role == "tool":
+            told = {"tool_call_id": self.tool_call_id, "name": self.name}
+            message |= {name: value for name, value in told.items() if value is not None}
         return message if self.context is None else {**message, "context": self.context}
 
 
-class StreamOptions(_Body):
+class StreamOptions(OpenBody):
     """Of a streamed answer."""
 
     include_usage: bool | None = None
@@ -75,13 +110,7 @@ class StreamOptions(_Body):
     """Each chunk, not the last one alone, says how many tokens it took so far; vLLM's."""
 
 
-class ResponseFormat(_Body):
-    """Text alone."""
-
-    type: Literal["text"]
-
-
-class Sampling(_Body):
+class Sampling(OpenBody):
     """What chats and completions share."""
 
     model: str
@@ -95,9 +124,10 @@ class Sampling(_Body):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], _OfTokens] | None = None
-    user: str | None = _IGNORED
+    user: str | None = IGNORED
 
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(None, description="Draw from the k likeliest; 0: all.")
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    """Draw from the k likeliest tokens; 0 and -1: from all."""
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Drop tokens less likely than this share of the likeliest."""
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
@@ -106,12 +136,22 @@ class Sampling(_Body):
     ignore_eos: bool | None = Field(None, description="Go on past the model's own stop tokens.")
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     """Fewest tokens of an answer: it does not stop before."""
-    skip_special_tokens: Literal[True] | None = _UNSERVED  # Routers write defaults of vLLM and SGLang into bodies.
-    no_stop_trim: Literal[False] | None = _UNSERVED
-    return_hidden_states: Literal[False] | None = _UNSERVED
+    skip_special_tokens: Literal[True] | None = UNSERVED  # Routers write defaults of vLLM and SGLang into bodies.
+    no_stop_trim: Literal[False] | None = UNSERVED
+    return_hidden_states: Literal[False] | None = UNSERVED
+    guided_json: dict[str, Any] | bool | str | None = None
+    """A JSON schema that the answer must follow, or its text; like the others below vLLM's."""
+    guided_regex: str | None = None
+    """A regular expression that the whole answer must match."""
+    guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
+    """The answer must be one of these."""
+    guided_grammar: str | None = None
+    """A grammar in Lark's notation that the whole answer must match, what is thought and called included."""
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     """Requests of lower values go first."""
     timeout_s: _Timeout = None
+    kv_retention_ttl_seconds: Annotated[float, Field(ge=0)] | None = None
+    """How long the conversation's KV is kept after its last use, as `ttl_s` of `POST /v1/sessions`."""
     max_tokens: _Tokens | None = None
 
     @property
@@ -123,6 +163,19 @@ class Sampling(_Body):
         """Raises ApiError where fields do not go together."""
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "stream_options must come with stream=true")
+        if len(guided := self.guided()) > 1:
+            raise invalid([*guided][1], f"an answer must match one thing, got {', '.join(guided)}")
+
+    def guided(self) -> dict[str, Grammar]:
+        """By field, what the answer must match."""
+        made: dict[str, Callable[[Any], Grammar]] = {
+            "guided_json": Grammar.json_schema,
+            "guided_regex": Grammar.regex,
+            "guided_choice": Grammar.choice,
+            "guided_grammar": Grammar.lark,
+        }
+        asked = {name: getattr(self, name) for name in made}
+        return {name: made[name](value) for name, value in asked.items() if value is not None}
 
     @property
     def num_answers(self) -> int:
@@ -151,6 +204,7 @@ class Sampling(_Body):
         return SamplingParams(
             **as_they_are,
             max_tokens=self.token_limit or max_tokens,
+            top_k=max(self.top_k or 0, 0),
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=max(1.0 if self.top_p is None else self.top_p, 1e-6),  # OpenAI's 0 is the likeliest token alone.
             logit_bias=tuple((_token_id(token), value) for token, value in (self.logit_bias or {}).items()),
@@ -158,6 +212,7 @@ class Sampling(_Body):
             stop=tuple(text for text in stop if text),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             logprobs=self.num_logprobs,
+            grammar=next(iter(self.guided().values()), None),
         )
 
 
@@ -171,19 +226,20 @@ class ChatRequest(Sampling):
     response_format: ResponseFormat | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
 
-    tools: Annotated[list[Any], Field(max_length=0)] | None = _UNSERVED
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = _IGNORED
-    functions: Annotated[list[Any], Field(max_length=0)] | None = _UNSERVED
+    tools: Annotated[list[Tool], Field(max_length=512)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    """False: an answer that must call a tool calls one."""
+    functions: Annotated[list[Any], Field(max_length=0)] | None = UNSERVED
     function_call: Literal["none", "auto"] | None = None
     store: Literal[False] | None = None
     """False: nothing of the request is kept when it has ended, neither what was said nor its KV."""
-    metadata: dict[str, str] | None = _IGNORED
+    metadata: dict[str, str] | None = IGNORED
     service_tier: Literal["auto", "default"] | None = None
-    safety_identifier: str | None = _IGNORED
+    safety_identifier: str | None = IGNORED
     prompt_cache_key: str | None = Field(None, description="Not looked at: equal prefixes are always found.")
-    prompt_cache_retention: Literal["in_memory", "24h"] | None = _IGNORED
-    prompt_cache_options: dict[str, Any] | None = _IGNORED
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = IGNORED
+    prompt_cache_options: dict[str, Any] | None = IGNORED
 
     session_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     """The conversation to go on with; messages are then what is new, or all of it and that."""
@@ -192,10 +248,10 @@ class ChatRequest(Sampling):
     context: _Chunks | None = None
     """Chunks in front of the last message, whose KV is reused wherever they stand (CacheBlend). They are a part of it:
     a client that sends the whole history sends them again, as that message's own context."""
-    continue_final_message: Literal[False] | None = _UNSERVED
-    include_reasoning: bool | None = _IGNORED
-    separate_reasoning: bool | None = _IGNORED
-    stream_reasoning: bool | None = _IGNORED
+    continue_final_message: Literal[False] | None = UNSERVED
+    include_reasoning: bool | None = IGNORED
+    separate_reasoning: bool | None = IGNORED
+    stream_reasoning: bool | None = IGNORED
     truncation: Literal["auto", "disabled"] | None = None
     """auto, the default: where the history is longer than the window its oldest tokens leave, and
     usage.ca_jax.num_dropped says how many; disabled: that is an error, context_length_exceeded."""
@@ -211,12 +267,40 @@ class ChatRequest(Sampling):
             raise invalid("context", "context must be given once, got it with the last message and beside it")
         if self.session_id is not None and self.num_choices > 1:
             raise invalid("n", f"n must be 1 with a session_id, got {self.n}")
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise invalid("tools", "tools must have names of their own, got one twice")
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        if not names and self.tool_choice not in (None, "none", "auto"):
+            raise invalid("tool_choice", "tool_choice must come with tools")
+        if named is not None and named not in names:
+            raise invalid("tool_choice", f"tool_choice must name one of the tools, got {named!r}")
+
+    def guided(self) -> dict[str, Grammar]:
+        """As of each request, with `response_format`."""
+        grammar = None if self.response_format is None else self.response_format.grammar()
+        return {**({} if grammar is None else {"response_format": grammar}), **super().guided()}
+
+    def asked_tools(self) -> AskedTools | None:
+        """What it says of tools; None: nothing."""
+        if not self.tools:
+            return None
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        return AskedTools(
+            functions=tuple(tool.function.model_dump(exclude_none=True) for tool in self.tools),
+            choice="auto" if self.tool_choice is None or isinstance(self.tool_choice, NamedTool) else self.tool_choice,
+            named=named,
+            is_parallel=self.parallel_tool_calls is not False,
+        )
 
     def history(self) -> list[Message]:
-        """What was said, the request's context with its last message."""
+        """What was said, the request's context with its last message, its tools with the first that is no system's."""
         messages = [message.message() for message in self.messages]
         if self.context is not None:
             messages[-1]["context"] = self.context
+        if self.tools:
+            first = next((each for each in messages if each["role"] != "system"), messages[0])
+            first["tools"] = [tool.described() for tool in self.tools]
         return messages
 
     @property
@@ -239,10 +323,37 @@ class CompletionRequest(Sampling):
         | Annotated[list[int], Field(min_length=1)]
         | Annotated[list[Annotated[list[int], Field(min_length=1)]], Field(min_length=1)]
     )
-    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
-    echo: Literal[False] | None = _UNSERVED
-    suffix: Literal[""] | None = _UNSERVED
-    best_of: Literal[1] | None = _UNSERVED
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    """Tell the prompt in front of its answer, and its log-probabilities with those of the answer."""
+    max_tokens: Annotated[int, Field(ge=0)] | None = Field(None, description="0: tell of the prompt alone.")
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    """Say how likely each token of the prompt was, and so many of the likeliest; vLLM's. Of an echo: `logprobs`."""
+    prompt_logprobs_from: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    """Say that from the token at this place of the prompt on: stored KV then serves those before it. By default of all
+    but the first, so that all of the prompt is computed."""
+    suffix: Literal[""] | None = UNSERVED
+    best_of: Literal[1] | None = UNSERVED
+
+    def check(self) -> None:
+        """Raises ApiError where fields do not go together."""
+        super().check()
+        if self.prompt_logprobs is not None and self.stream:
+            raise invalid("prompt_logprobs", "prompt_logprobs must come without stream; echo may be streamed")
+
+    def sampling(self, choice: int, max_tokens: int) -> SamplingParams:
+        """As of each request, with what is asked of the prompt."""
+        asked = (self.prompt_logprobs, self.logprobs if self.echo else None)
+        return dataclasses.replace(
+            super().sampling(choice, max_tokens),
+            prompt_logprobs=max((each for each in asked if each is not None), default=None),
+            prompt_logprobs_from=self.prompt_logprobs_from or 1,
+        )
+
+    @property
+    def token_limit(self) -> int | None:
+        """At least 1: a token that nobody asked for is drawn all the same, and not told."""
+        return None if self.max_tokens is None else max(self.max_tokens, 1)
 
     @property
     def num_answers(self) -> int:
@@ -279,15 +390,15 @@ class LoadAdapter(_Body):
     """What to call it."""
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
     """A directory of the server, as PEFT writes it."""
-    load_inplace: Literal[False] | None = _UNSERVED
-    is_3d_lora_weight: Literal[False] | None = _UNSERVED
+    load_inplace: Literal[False] | None = UNSERVED
+    is_3d_lora_weight: Literal[False] | None = UNSERVED
 
 
 class UnloadAdapter(_Body):
     """Body of `POST /v1/unload_lora_adapter`."""
 
     lora_name: _AdapterName
-    lora_int_id: int | None = _IGNORED
+    lora_int_id: int | None = IGNORED
 
 
 class NewSession(_Body):

@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 from ca_jax.errors import check
+from ca_jax.server.tool_formats import ReasoningFamily, ToolFamily
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,9 @@ class ServerConfig:
     copy on SSD is gone on with."""
     max_step_s: float = 120.0
     """Seconds that a step of the engine may take before `/health` says that it is stuck. A step may compile."""
+    strict_fields: bool = False
+    """Refuse requests that have fields which are not known; else they are ignored, and named in a header of the answer,
+    `x-ca-jax-ignored-fields`."""
     kv_events_url: str | None = None
     """Where routers follow what KV is stored here: ZeroMQ's address to listen on, `tcp://127.0.0.1:5557` say; vLLM's
     events. Who reaches it reads the token ids of all conversations. None: nobody is told."""
@@ -51,6 +55,11 @@ class ServerConfig:
     """Where they ask again for events that they missed, an address likewise; None: nowhere."""
     kv_events_topic: str = ""
     """In front of each event: llm-d's indexer, for one, wants `kv@POD@MODEL`."""
+    tool_call_parser: ToolFamily = "auto"
+    """How the model writes calls of tools; auto: as its chat template says."""
+    reasoning_parser: ReasoningFamily = "auto"
+    """How the model writes what it thinks before it answers, which is told apart as `reasoning_content`; auto likewise,
+    none: it is content."""
     allowed_hosts: tuple[str, ...] = ()
     """Names by which the server is reached, beside addresses and localhost; a request for another `Host` gets status
     403. Empty: where keys are asked for, any name is."""

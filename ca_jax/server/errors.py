@@ -1,4 +1,5 @@
-"""Errors as OpenAI's API reports them: a status, and a body `{"error": {message, type, param, code}}`.
+"""Errors as OpenAI's API reports them: a status, and a body `{"error": {message, type, param, code}}`. The routes of
+Messages report them as Anthropic's API does.
 
 An error that is the server's own fault says so, and nothing of its inside.
 
@@ -8,7 +9,7 @@ Not here: what is raised inside (`ca_jax.errors`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import fastapi
@@ -26,8 +27,8 @@ from ca_jax.storage.objects.store import ObjectsError
 _LOG = logging.getLogger(__name__)
 _UNSERVED = frozenset(
     {
-        *("tools", "tool_choice", "functions", "function_call", "store", "service_tier", "response_format"),
-        *("modalities", "echo", "suffix", "best_of"),
+        *("functions", "function_call", "store", "service_tier"),
+        *("modalities", "suffix", "best_of", "background", "prompt", "text", "tools", "tool_choice"),
         *("skip_special_tokens", "no_stop_trim", "return_hidden_states", "continue_final_message"),
         *("load_inplace", "is_3d_lora_weight"),
     }
@@ -38,6 +39,14 @@ _UNSERVED = frozenset(
 _NOT_AGAIN = {"X-Should-Retry": "false"}
 _HEADERS = {408: _NOT_AGAIN, 409: _NOT_AGAIN, 401: {"WWW-Authenticate": "Bearer"}, 413: {"Connection": "close"}}
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_MESSAGES = "/v1/messages"  # Where errors are told as Anthropic's API tells them.
+_MESSAGES_TYPES = {
+    **_TYPES,
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
 _KNOWN: tuple[tuple[type[errors.CaJaxError], int, str], ...] = (
     (errors.ContextWindowError, 400, "context_length_exceeded"),
     (errors.EmptyMessageError, 400, "empty_message"),
@@ -86,9 +95,17 @@ class ApiError(starlette.exceptions.HTTPException):
         kind = _TYPES.get(self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error")
         return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        """The answer."""
-        return JSONResponse(self.body(), self.status_code, self.headers)
+    def response(self, path: str = "") -> JSONResponse:
+        """The answer to a request of a path."""
+        body = messages_error(self) if path.startswith(_MESSAGES) else self.body()
+        return JSONResponse(body, self.status_code, self.headers)
+
+
+def messages_error(error: ApiError) -> dict[str, Any]:
+    """The body of an error as Anthropic's API has it."""
+    kind = _MESSAGES_TYPES.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "api_error")
+    told = {"type": kind, "message": error.detail}
+    return {"type": "error", "error": told, "request_id": correlation_id.get()}
 
 
 def invalid(param: str | None, message: str) -> ApiError:
@@ -125,7 +142,7 @@ def add_error_handlers(app: fastapi.FastAPI, count: Callable[[int], None]) -> No
         if told.code == "internal_error":
             _LOG.error("%s %s broke (%s)", request.method, request.url.path, correlation_id.get(), exc_info=error)
         count(told.status_code)
-        return told.response()
+        return told.response(request.url.path)
 
     kinds: list[type[Exception]] = [starlette.exceptions.HTTPException, errors.CaJaxError, RequestValidationError]
     for kind in [*kinds, TimeoutError, Exception]:
@@ -146,10 +163,20 @@ def _of_http(request: fastapi.Request, error: starlette.exceptions.HTTPException
     return told
 
 
+def _order(wrong: Mapping[str, Any]) -> tuple[bool, bool, int]:
+    """Which wrong field is told: an unknown one; else one that says what a part is; else the outermost."""
+    is_kind = wrong["type"] == "literal_error" and wrong["loc"][-1:] == ("type",)
+    return wrong["type"] != "extra_forbidden", not (is_kind or wrong["type"] == "union_tag_invalid"), len(wrong["loc"])
+
+
 def _invalid_body(error: RequestValidationError) -> ApiError:
     """The error of a request's first wrong field, named as a path; unknown fields come first."""
-    first = min(error.errors(), key=lambda each: (each["type"] != "extra_forbidden", len(each["loc"])))
-    path = [str(part) for part in first["loc"][1:] if not (isinstance(part, str) and ("[" in part or "-" in part))]
+    first = min(error.errors(), key=_order)
+    path = [
+        str(part)
+        for part in first["loc"][1:]
+        if not (isinstance(part, str) and ("[" in part or "-" in part or part[:1].isupper()))
+    ]
     param = ".".join(path) or None
     if first["type"] == "json_invalid":
         return ApiError(400, "the body must be JSON, got something else", code="invalid_json")
@@ -194,6 +221,9 @@ _STATUSES: dict[int, dict[str, Any]] = {
 }
 OBJECT: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
 """Content of an answer that is an object."""
+_EVENT: dict[str, Any] = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+STREAMED: dict[str, Any] = {**OBJECT, "text/event-stream": {"itemSchema": _EVENT}}
+"""Likewise, or a stream of events, as OpenAPI 3.2 says of these."""
 
 
 def responses(*statuses: int, content: dict[str, Any] | None = None) -> dict[int | str, dict[str, Any]]:

@@ -11,32 +11,28 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
-import json
-import logging
 import time
 import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
 import fastapi
-from asgi_correlation_id import correlation_id
 from fastapi.responses import JSONResponse, Response
 
 from ca_jax.server.bodies import ChatRequest, CompletionRequest
 from ca_jax.server.engine_loop import Feed, Part
-from ca_jax.server.errors import OBJECT, ApiError, as_api_error, responses
+from ca_jax.server.errors import OBJECT, STREAMED, responses
 from ca_jax.server.router import client_name
 from ca_jax.server.service import Service
-from ca_jax.server.state import EventStream, KeyedRoute, TheService, TheTenant, while_connected
+from ca_jax.server.state import EventStream, OpenRoute, TheService, TheTenant, session_header, while_connected
 from ca_jax.server.tenants import Tenant
+from ca_jax.server.told import described, echoed, event, listed, prompt_logprobs, reported
+from ca_jax.server.tool_calls import CallDelta, Reply, parser_of, read_reply
 from ca_jax.session import Job
 from ca_jax.turns.requests import FinishReason
 
-ROUTES = fastapi.APIRouter(prefix="/v1", tags=["openai"], route_class=KeyedRoute)
-_LOG = logging.getLogger(__name__)
+ROUTES = fastapi.APIRouter(prefix="/v1", tags=["openai"], route_class=OpenRoute)
 _CREATED = int(time.time())
-_EVENT: dict[str, Any] = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
-_STREAMED: dict[str, Any] = {**OBJECT, "text/event-stream": {"itemSchema": _EVENT}}  # As OpenAPI 3.2 says of events.
 _LIST: dict[str, Any] = {"application/json": {"schema": {"type": "array", "items": {"type": "object"}}}}
 _SECONDS = ("ttft_s", "queued_s", "load_s", "load_stall_s", "prefill_s", "decode_s")  # Of the first answer's `Usage`.
 _COUNTS = ("dropped_tokens", "num_dropped", "repaired_tokens", "missed_chunks")
@@ -59,25 +55,32 @@ async def model(model: str, service: TheService, tenant: TheTenant) -> JSONRespo
 def described_model(service: Service, adapter: str | None) -> _Body:
     """The model as it is listed, or one of its adapters."""
     parent = {} if adapter is None else {"parent": service.model_name}
-    return {"id": service.model_of(adapter), "object": "model", "created": _CREATED, "owned_by": "ca_jax", **parent}
+    return {
+        "id": service.model_of(adapter),
+        "object": "model",
+        "created": _CREATED,
+        "owned_by": "ca_jax",
+        "max_model_len": service.window,
+        **parent,
+    }
 
 
 @ROUTES.post(
     "/chat/completions",
     response_class=Response,
-    responses=responses(400, 401, 403, 404, 408, 409, 413, 429, 503, content=_STREAMED),
+    responses=responses(400, 401, 403, 404, 408, 409, 413, 429, 503, content=STREAMED),
 )
 async def chat_completions(
     body: ChatRequest, request: fastapi.Request, service: TheService, tenant: TheTenant
 ) -> Response:
     """Answers a conversation; the KV of what was said before is reused."""
-    return await _Answering(body, service, tenant).response(request)
+    return await _Answering(body, service, tenant, session_header(request)).response(request)
 
 
 @ROUTES.post(
     "/completions",
     response_class=Response,
-    responses=responses(400, 401, 403, 404, 408, 413, 429, 503, content=_STREAMED),
+    responses=responses(400, 401, 403, 404, 408, 413, 429, 503, content=STREAMED),
 )
 async def completions(
     body: CompletionRequest, request: fastapi.Request, service: TheService, tenant: TheTenant
@@ -113,10 +116,12 @@ class _Answering:
       ApiError: fields do not go together, or another model is asked for.
     """
 
-    def __init__(self, body: ChatRequest | CompletionRequest, service: Service, tenant: Tenant) -> None:
+    def __init__(
+        self, body: ChatRequest | CompletionRequest, service: Service, tenant: Tenant, name: str | None = None
+    ) -> None:
         body.check()
         service.adapter_of(body.model)
-        self._body, self._service, self._tenant = body, service, tenant
+        self._body, self._service, self._tenant, self._name = body, service, tenant, name
         self._is_chat = isinstance(body, ChatRequest)
         kind = "chat.completion" if self._is_chat else "text_completion"
         response_id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
@@ -125,6 +130,8 @@ class _Answering:
         options = body.stream_options
         self._with_usage = options is not None and bool(options.include_usage)
         self._counts_on = options is not None and bool(options.continuous_usage_stats)
+        self._echoes = isinstance(body, CompletionRequest) and bool(body.echo)
+        self._is_mute = isinstance(body, CompletionRequest) and body.max_tokens == 0  # Of the prompt alone is told.
 
     async def response(self, request: fastapi.Request) -> Response:
         """Begins the answers, so that what is wrong with the request is a status, and gives them whole or streamed."""
@@ -132,7 +139,7 @@ class _Answering:
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(service.admitted(self._tenant, body.num_answers, body.priority))
             if isinstance(body, ChatRequest):
-                begun = service.chat(self._tenant, body)
+                begun = service.chat(self._tenant, body, name=self._name)
             else:
                 begun = service.complete(self._tenant, body)
             if not body.stream:
@@ -145,19 +152,21 @@ class _Answering:
     async def _whole(self, begun: contextlib.AbstractAsyncContextManager[Feed]) -> JSONResponse:
         try:
             async with self._service.deadline(self._body.timeout_s), begun as feed:
-                texts, state = [""] * len(feed.jobs), None
+                texts, state = [self._echo(index) for index in range(len(feed.jobs))], None
                 async for part in feed.parts():
-                    texts[part.index] += part.text
+                    texts[part.index] += "" if self._is_mute else part.text
                     state = part.state
         except Exception as error:
-            raise _reported(error) from error
-        choices = []
+            raise reported(error) from error
+        choices, said = list[_Body](), dict[str, Any]()
         for index, (job, text) in enumerate(zip(feed.jobs, texts, strict=True)):
-            said: _Body = {"text": text}
+            said, has_calls = {"text": text}, False
             if self._is_chat:
-                said = {"message": {"role": "assistant", "content": text, "refusal": None}}
-            logprobs, reason = self._logprobs(job, 0), _finish_reason(job)
-            choices.append({"index": index, **said, "logprobs": logprobs, "finish_reason": reason})
+                reply = read_reply(job)
+                said, has_calls = {"message": _message(reply)}, bool(reply.calls)
+            logprobs, reason = self._logprobs(job, index, 0), _finish_reason(job, has_calls)
+            told = self._prompt_logprobs(job)
+            choices.append({"index": index, **said, "logprobs": logprobs, "finish_reason": reason, **told})
         session = self._session(feed)
         if session and state is not None:
             session["session_state"] = state
@@ -170,30 +179,40 @@ class _Answering:
             for index in range(len(jobs) if self._is_chat else 0):
                 said: _Body = {"delta": {"role": "assistant", "content": "", "refusal": None}}
                 yield self._chunk(feed, Part(index, "", 0, done=False), said, None, session)
-            sent = [0] * len(jobs)
+            sent, echoes = [0] * len(jobs), [self._echo(index) for index in range(len(jobs))]
+            readers = [_StreamedReply(job) for job in jobs]
             async for part in feed.parts(until_s):
-                said, logprobs = {"text": part.text}, None
+                said, logprobs = {"text": echoes[part.index] + ("" if self._is_mute else part.text)}, None
+                echoes[part.index] = ""
                 if self._is_chat:
-                    said = {"delta": {"content": part.text} if part.text else {}}
+                    said = {"delta": readers[part.index].delta(part)}
                 if part.num_tokens > sent[part.index]:
-                    logprobs = self._logprobs(jobs[part.index], sent[part.index], part.num_tokens)
+                    logprobs = self._logprobs(jobs[part.index], part.index, sent[part.index], part.num_tokens)
                     sent[part.index] = part.num_tokens
                 state = {"session_state": part.state} if part.state is not None and session else {}
-                yield self._chunk(feed, part, said, logprobs, state)
+                yield self._chunk(feed, part, said, logprobs, state, readers[part.index].has_calls)
             if self._with_usage:
-                yield _event({**self._chunk_head, "choices": [], "usage": self._usage(feed)})
+                yield event({**self._chunk_head, "choices": [], "usage": self._usage(feed)})
             yield "data: [DONE]\n\n"
         except Exception as error:
-            yield _event(_reported(error).body())
+            yield event(reported(error).body())
 
-    def _chunk(self, feed: Feed, part: Part, said: _Body, logprobs: _Body | None, session: _Body) -> str:
+    def _chunk(
+        self,
+        feed: Feed,
+        part: Part,
+        said: _Body,
+        logprobs: _Body | None,
+        session: _Body,
+        has_calls: bool = False,
+    ) -> str:
         """A chunk of an answer's new text."""
-        reason = _finish_reason(feed.jobs[part.index]) if part.done else None
+        reason = _finish_reason(feed.jobs[part.index], has_calls) if part.done else None
         choice = {"index": part.index, **said, "logprobs": logprobs, "finish_reason": reason}
         usage: _Body = {"usage": None} if self._with_usage else {}
         if self._with_usage and self._counts_on:
             usage = {"usage": _usage_counts(feed.num_prompt_tokens[part.index], part.num_tokens)}
-        return _event({**self._chunk_head, "choices": [choice], **usage, **session})
+        return event({**self._chunk_head, "choices": [choice], **usage, **session})
 
     def _usage(self, feed: Feed) -> _Body:
         """What a request took. `ca_jax` adds to OpenAI's fields where KV came from, and what the first answer took."""
@@ -205,7 +224,7 @@ class _Answering:
         num_prompt = sum(usage.prompt_tokens for usage in of_prompts)
         no_predictions = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
         return {
-            **_usage_counts(num_prompt, sum(usage.completion_tokens for usage in usages)),
+            **_usage_counts(num_prompt, 0 if self._is_mute else sum(usage.completion_tokens for usage in usages)),
             "prompt_tokens_details": {"cached_tokens": by_tier.total(), "audio_tokens": 0},
             "completion_tokens_details": {"reasoning_tokens": 0, "audio_tokens": 0, **no_predictions},
             "ca_jax": {
@@ -215,40 +234,35 @@ class _Answering:
             },
         }
 
-    def _logprobs(self, job: Job, start: int, stop: int | None = None) -> _Body | None:
-        """Log-probabilities of tokens `[start, stop)`: of each and of the likeliest."""
+    def _echo(self, index: int) -> str:
+        """The text in front of the answer of a number: its prompt, where that is to be told."""
+        if not (self._echoes and isinstance(self._body, CompletionRequest)):
+            return ""
+        prompt, tokenizer = self._body.prompts()[index // self._body.num_choices], self._service.tokenizer
+        if isinstance(prompt, str):
+            return prompt
+        return "" if tokenizer is None else tokenizer.decode(prompt, skip_special_tokens=False)
+
+    def _prompt_logprobs(self, job: Job) -> _Body:
+        """Of the prompt, as vLLM tells it."""
+        body = self._body
+        if not isinstance(body, CompletionRequest) or body.prompt_logprobs is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(self._service.tokenizer, job, body.prompt_logprobs)}
+
+    def _logprobs(self, job: Job, index: int, start: int, stop: int | None = None) -> _Body | None:
+        """Log-probabilities of the tokens `[start, stop)` of the answer of a number, behind those of an echo."""
         if self._body.num_logprobs is None:
             return None
-        each = job.token_logprobs[start:stop]
-        if not self._is_chat:
-            ends = list(itertools.accumulate(map(len, job.token_texts), initial=0))
-            return {
-                "tokens": [self._token_text(drawn.token_id) for drawn in each],
-                "token_logprobs": [drawn.logprob for drawn in each],
-                "top_logprobs": [{self._token_text(token_id): lp for token_id, lp in drawn.top} for drawn in each],
-                "text_offset": ends[start : start + len(each)],
-            }
-        content = []
-        for drawn in each:
-            top = [self._described(token_id, logprob) for token_id, logprob in drawn.top]
-            content.append({**self._described(drawn.token_id, drawn.logprob), "top_logprobs": top})
-        return {"content": content, "refusal": None}
-
-    def _described(self, token_id: int, logprob: float) -> _Body:
-        raw = None if self._service.tokenizer is None else self._service.tokenizer.token_bytes(token_id)
-        in_bytes = None if raw is None else list(raw)
-        return {"token": self._token_text(token_id), "logprob": logprob, "bytes": in_bytes}
-
-    def _token_text(self, token_id: int) -> str:
-        """A token's text; its bytes where they are no text by themselves, as OpenAI writes them."""
-        tokenizer = self._service.tokenizer
-        if tokenizer is None:
-            return f"token_id:{token_id}"
-        raw = tokenizer.token_bytes(token_id)
-        try:
-            return tokenizer.token_text(token_id) if raw is None else raw.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw or b"")
+        each, tokenizer = job.token_logprobs[start : 0 if self._is_mute else stop], self._service.tokenizer
+        if self._is_chat:
+            return {"content": [described(tokenizer, drawn) for drawn in each], "refusal": None}
+        ends = list(itertools.accumulate(map(len, job.token_texts), initial=len(self._echo(index))))
+        told = listed(tokenizer, each, ends[start : start + len(each)], self._body.num_logprobs)
+        if not start and self._echoes:
+            prompt = echoed(tokenizer, job, self._body.num_logprobs)
+            told = {name: prompt[name] + told[name] for name in told}
+        return told
 
     def _session(self, feed: Feed) -> _Body:
         """Of a chat: what its next turn may name instead of its history."""
@@ -258,24 +272,56 @@ class _Answering:
         return {"session_id": client_name(self._tenant.domain, session.session_id)}
 
 
-def _event(body: _Body) -> str:
-    return f"data: {json.dumps(body)}\n\n"
+class _StreamedReply:
+    """What of one answer's text is content, reasoning and calls, as it comes."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._parser = job, parser_of(job)
+        self.has_calls = False
+        """Whether a whole call came."""
+
+    def delta(self, part: Part) -> _Body:
+        """What a step gave."""
+        deltas = [self._parser.feed(part.text)]
+        if part.done:
+            deltas.append(self._parser.finish(self._job.finish_reason is FinishReason.STOP))
+        content, reasoning = ("".join(getattr(each, name) for each in deltas) for name in ("content", "reasoning"))
+        told: _Body = {"reasoning_content": reasoning} if reasoning else {}
+        if content:
+            told["content"] = content
+        if calls := [call for each in deltas for call in each.calls]:
+            told["tool_calls"] = [_described_call(call) for call in calls]
+            self.has_calls |= any(call.is_whole for call in calls)
+        return told
 
 
-def _finish_reason(job: Job) -> str:
+def _described_call(call: CallDelta) -> _Body:
+    """What became certain of a call, as OpenAI streams it."""
+    if not call.is_first:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.call_id, "type": "function", "function": function}
+
+
+def _message(reply: Reply) -> _Body:
+    """A whole answer as OpenAI's messages have it; `reasoning_content` is as others add it."""
+    content = reply.content if reply.content or not reply.calls else None
+    message: _Body = {"role": "assistant", "content": content, "refusal": None}
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
+    if reply.calls:
+        message["tool_calls"] = [call.as_openai() for call in reply.calls]
+    return message
+
+
+def _finish_reason(job: Job, has_calls: bool) -> str:
     """OpenAI's word for why an answer ended; one that was given up was cut short."""
-    return "stop" if job.finish_reason is FinishReason.STOP else "length"
+    if job.finish_reason is not FinishReason.STOP:
+        return "length"
+    return "tool_calls" if has_calls else "stop"
 
 
 def _usage_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
     """Tokens of a prompt and of what was generated so far."""
     total = prompt_tokens + completion_tokens
     return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
-
-
-def _reported(error: Exception) -> ApiError:
-    """The error that a client gets for what broke its answer; more of it is in the log."""
-    api_error = as_api_error(error)
-    if api_error.status_code >= 500:
-        _LOG.error("an answer broke (%s)", correlation_id.get(), exc_info=error)
-    return api_error

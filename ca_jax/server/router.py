@@ -43,10 +43,10 @@ from ca_jax.session import Job, Session
 from ca_jax.storage.catalog.file import CatalogLateError
 from ca_jax.storage.objects.manifest import Manifest
 from ca_jax.storage.objects.store import ObjectsError
-from ca_jax.turns.conversations import OTHERWISE, Conversation, Message, chain_of, first_chain
-from ca_jax.turns.text import LIGHT_CHARS, MESSAGE_CHARS, Texts, num_chars
+from ca_jax.turns.conversations import OTHERWISE, Conversation, Message, chain_of, first_chain, message_chars
+from ca_jax.turns.text import LIGHT_CHARS, MESSAGE_CHARS, Texts
 
-_BY_NAME, _BY_HISTORY = "name", "history"  # Of `Conversation.reached`.
+BY_NAME, _BY_HISTORY = "name", "history"  # Of `Conversation.reached`.
 _KNOWN_PER_OPEN = 16  # Conversations found by their history, for each that may be open: others are found by name.
 
 _ELSEWHERE = LIGHT_CHARS + 1  # What is asked of other machines is never asked on the engine's thread.
@@ -131,17 +131,19 @@ class Router:
                 "or lost its last turns as the system went down: send the whole history"
             )
         num_known = _num_known(session.conversation, messages, texts)
-        reached = session.conversation.reached or _BY_NAME
+        if not num_known and session.token_ids:
+            messages = _without_tools(session, messages)
+        reached = session.conversation.reached or BY_NAME
         if reached == _BY_HISTORY and state is None and not num_known:
             raise SessionMovedError(
                 f"session {session_id!r} was gone on with by its whole history: with its name must come the "
                 "session_state of its last answer, or all of its messages"
             )
-        others = sorted({message["role"] for message in messages} - {"user"})
+        others = sorted({message["role"] for message in messages} - {"user", "tool"})
         if others and session.token_ids and not num_known:
             raise InvalidRequestError(
-                f"messages must be what is new to session {session_id!r}, of the user alone, or all of it and that; "
-                f"got messages of {', '.join(others)} that are not the session's"
+                f"messages must be what is new to session {session_id!r}, of user and tools alone, or all of it and "
+                f"that; got messages of {', '.join(others)} that are not the session's"
             )
         return Found(session, list(messages[num_known:]), reached)
 
@@ -153,6 +155,7 @@ class Router:
         adapter: str | None = None,
         *,
         may_drop: bool = True,
+        name: str | None = None,
     ) -> Found:
         """A conversation that stands where a history ends, and what of it is new: it is found, forked or begun.
 
@@ -162,19 +165,53 @@ class Router:
           texts: has their names, or raises `TextWork` where that is much to hash.
           adapter: the name of that it is held with; None: with none.
           may_drop: whether it may be one that tokens have left.
+          name: of one that is begun, where no other has it and no replica shares conversations; None: one is made up.
         """
         # Behind an earlier reply more than one turn would come at once: that begins anew, cut as a whole history is.
         replies = (number for number, each in enumerate(messages[:-1], 1) if each["role"] == "assistant")
         num_known = max(replies, default=0)
         first = _first_chain(self._engine, adapter)
         chain = _chains_of(messages, texts, first)[num_known - 1] if num_known else ""
-        name = self._states.get((tenant, chain))
-        session = None if name is None else self._at(tenant, name, chain, may_drop)
+        known = self._states.get((tenant, chain))
+        session = None if known is None else self._at(tenant, known, chain, may_drop)
         if session is None and chain and self._engine.elsewhere is not None:
             session = self._elsewhere(tenant, chain, texts)
         if session is not None:
-            return Found(session, list(messages[num_known:]), _BY_HISTORY if session.session_id == name else "")
-        return Found(self.begin(tenant, adapter=adapter), list(messages), "")
+            return Found(session, list(messages[num_known:]), _BY_HISTORY if session.session_id == known else "")
+        if name is not None and (self._engine.elsewhere is not None or self.look(tenant, name) is not None):
+            name = None
+        return Found(self.begin(tenant, name, adapter=adapter), list(messages), "")
+
+    def by_place(self, tenant: str, session_id: str, chain: str, messages: Sequence[Message], texts: Texts) -> Found:
+        """A conversation of a client's name at the end of the turn that a chain names: itself, or a fork.
+
+        Args:
+          tenant: whose request it is.
+          session_id: of a conversation of that tenant.
+          chain: behind one of its turns.
+          messages: what is new to it.
+          texts: as of `by_history`.
+
+        Raises:
+          UnknownSessionError: there is none of that name, or it does not have that place any more.
+        """
+        self._claims(tenant, session_id, texts)
+        session = self.find(tenant, session_id)
+        num_tokens = next((num for each, num in session.conversation.states if each == chain), None)
+        if num_tokens is None:
+            raise unknown_session(session_id)
+        is_free = not session.is_busy and session.conversation.reached != BY_NAME
+        if num_tokens == len(session.token_ids) and is_free:
+            return Found(session, list(messages), _BY_HISTORY)
+        forked = self.sibling(session, num_tokens)
+        self.use(forked)
+        return Found(forked, list(messages), "")
+
+    def keep_for(self, session: Session, ttl_s: float) -> None:
+        """Says how long a conversation's KV is kept after its last use, seconds."""
+        session.ttl_s = ttl_s
+        with contextlib.suppress(UnknownSessionError):  # Nothing is stored of it yet.
+            self._engine.stored.set_ttl(session.session_id, ttl_s, tenant=session.tenant)
 
     def begin(
         self,
@@ -310,7 +347,7 @@ class Router:
         num_tokens = self._tokens_at(conversation, chain)
         if num_tokens is None or (conversation.num_dropped and not may_drop):
             return None
-        is_free = not session.is_busy and conversation.reached != _BY_NAME
+        is_free = not session.is_busy and conversation.reached != BY_NAME
         if num_tokens == len(conversation.token_ids) and is_free:
             return session
         forked = self.sibling(session, num_tokens)
@@ -358,6 +395,18 @@ def _published(engine: Engine, tenant: str, chain: str) -> Manifest | None:
     return None
 
 
+def _without_tools(session: Session, messages: Sequence[Message]) -> Sequence[Message]:
+    """New messages without the tools that the conversation was begun with.
+
+    Raises:
+      InvalidRequestError: they are others.
+    """
+    begun = next((each["tools"] for each in session.messages if "tools" in each), None)
+    if any(each["tools"] != begun for each in messages if "tools" in each):
+        raise InvalidRequestError("tools must be those that the session began with, or left out: got others")
+    return [{name: value for name, value in each.items() if name != "tools"} for each in messages]
+
+
 def _first_chain(engine: Engine, adapter: str | None) -> str:
     """The chain of a conversation with an adapter, or with none, before anything is said.
 
@@ -374,7 +423,7 @@ def _first_chain(engine: Engine, adapter: str | None) -> str:
 
 def _chains_of(messages: Sequence[Message], texts: Texts, first: str = "") -> list[str]:
     """The chain behind each message, behind the chain `first`; raises `TextWork` where there is much to hash."""
-    size = sum(num_chars([each["content"], *(each.get("context") or ())]) for each in messages) // _HASHED_CHARS
+    size = message_chars(messages) // _HASHED_CHARS
     return texts.get(size + len(messages) * MESSAGE_CHARS, _chains, messages, first)
 
 

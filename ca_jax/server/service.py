@@ -9,11 +9,13 @@ import asyncio
 import collections
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import heapq
 import itertools
 import math
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -24,10 +26,12 @@ from ca_jax.server.config import ServerConfig
 from ca_jax.server.engine_loop import EngineLoop, Feed
 from ca_jax.server.errors import ApiError, invalid
 from ca_jax.server.metrics import RequestMetrics
-from ca_jax.server.router import Router
+from ca_jax.server.router import Found, Router
 from ca_jax.server.tenants import Tenant, Tenants
+from ca_jax.server.tool_formats import ReplyForm
 from ca_jax.serving.prompts import context_ids, prompt_ids, turn_ids
 from ca_jax.session import Job, Session
+from ca_jax.turns.requests import FinishReason
 from ca_jax.turns.text import Texts, TextWork, num_chars
 
 _TEXT_THREADS = 2  # They render and tokenise; what of that holds the interpreter's lock takes from the engine's.
@@ -56,9 +60,14 @@ class Service:
         self.max_adapters = engine.config.max_adapters
         """Most adapters that may be loaded at a time."""
         self._engine = engine
-        self._model = engine.model
+        self.model = engine.model
+        """What is served."""
+        self.window = engine.window
+        """Most tokens of a prompt and its answer."""
         self.tokenizer = engine.model.tokenizer
         """Of the model; None where it has none."""
+        self.reply_form = ReplyForm(self.tokenizer, config.tool_call_parser, config.reasoning_parser)
+        """How the model writes calls of tools, and what it thinks."""
         self._tenants = (tenants or Tenants()).all
         self.router = Router(engine, max(config.max_open_sessions // len(self._tenants), 1))
         """Which conversation a request goes on with; for the engine's thread alone."""
@@ -114,7 +123,7 @@ class Service:
         """
         with self.looking(tenant):
             async with self.deadline(None):
-                read = functools.partial(read_adapter, path, name, self._model.config)
+                read = functools.partial(read_adapter, path, name, self.model.config)
                 adapter = await asyncio.get_running_loop().run_in_executor(self._text_threads, read)
                 await self.loop.call(lambda engine: engine.load_adapter(name, adapter))
 
@@ -200,40 +209,66 @@ class Service:
         return self.metrics.text()
 
     @contextlib.asynccontextmanager
-    async def chat(self, tenant: Tenant, request: ChatRequest) -> AsyncIterator[Feed]:
+    async def chat(
+        self,
+        tenant: Tenant,
+        request: ChatRequest,
+        *,
+        name: str | None = None,
+        find: Callable[[Texts], Found] | None = None,
+        note: Callable[[Job, FinishReason], tuple[str, str]] | None = None,
+    ) -> AsyncIterator[Feed]:
         """The answers that a chat request asked for, being generated; ended with the block, if they have not ended.
+
+        Args:
+          tenant: whose it is.
+          request: what is asked.
+          name: of the conversation, where one is begun.
+          find: finds the conversation, on the engine's thread; None: it is found by the request.
+          note: what is kept of the turn, as of `TurnRequest`.
 
         Raises:
           CaJaxError: the conversation cannot go on like that.
         """
         messages, texts, adapter = request.history(), Texts(), self.adapter_of(request.model)
+        tools, request_id = request.asked_tools(), uuid.uuid4().hex
+        if tools is not None:
+            self.reply_form.check(tools)
+        grammar = self.reply_form.grammar(tools, request.guided())
         num_chunks = self._checked_chunks([chunk for each in messages for chunk in each.get("context", ())], "context")
 
         def submit(engine: Engine) -> list[Job]:
-            if request.session_id is not None:
+            if find is not None:
+                found = find(texts)
+            elif request.session_id is not None:
                 state = request.session_state
                 found = self.router.by_id(tenant.domain, request.session_id, messages, texts, state, adapter)
             else:
                 may_drop = request.truncation != "disabled"
-                found = self.router.by_history(tenant.domain, messages, texts, adapter, may_drop=may_drop)
+                found = self.router.by_history(tenant.domain, messages, texts, adapter, may_drop=may_drop, name=name)
             begun = [] if found.reached else [found.session]
             if request.store is False:
                 sessions = [engine.fork(found.session, is_kept=False) for _ in range(request.num_choices)]
                 self.router.let_go(begun)
                 siblings: list[Session] = []
             else:
+                if request.kv_retention_ttl_seconds is not None:
+                    self.router.keep_for(found.session, request.kv_retention_ttl_seconds)
                 held = len(found.session.token_ids)
                 siblings = [self.router.sibling(found.session, held) for _ in range(1, request.num_choices)]
                 sessions = [found.session, *siblings]
             jobs: list[Job] = []
             with self._all_or_none(engine, jobs, [*begun, *siblings]):
                 for choice, session in enumerate(sessions):
+                    sampling = request.sampling(choice, self._most_tokens)
                     job = session.submit(
                         found.messages,
-                        sampling=request.sampling(choice, self._most_tokens),
+                        sampling=dataclasses.replace(sampling, grammar=grammar),
                         priority=request.priority or 0,
                         texts=texts,
                         truncation=request.truncation or "auto",
+                        note=note,
+                        reader=self.reply_form.reader(tools, f"{request_id} {choice}"),
                     )
                     jobs.append(job)
             if request.store is not False:
@@ -254,13 +289,19 @@ class Service:
           CaJaxError: the prompts cannot be served.
         """
         if isinstance(request, CompletionRequest):
-            make = [functools.partial(prompt_ids, self._model, prompt) for prompt in request.prompts()]
+            make = [functools.partial(prompt_ids, self.model, prompt) for prompt in request.prompts()]
         elif request.session_id is None:
-            make = [functools.partial(turn_ids, self._model, [], [], request.history())]
+            make = [functools.partial(turn_ids, self.model, [], [], request.history())]
         else:
             raise invalid("session_id", "session_id must be left out: what is rendered is the whole history")
+        return await self.make_texts(tenant, make, request.timeout_s)
+
+    async def make_texts(
+        self, tenant: Tenant, make: Sequence[Callable[[], T]], timeout_s: float | None = None
+    ) -> list[T]:
+        """What functions give that work on text, on a thread for that; raises what they do, and as `render`."""
         with self.looking(tenant):
-            async with self.deadline(request.timeout_s):
+            async with self.deadline(timeout_s):
                 loop = asyncio.get_running_loop()
                 return [await loop.run_in_executor(self._text_threads, each) for each in make]
 
@@ -272,7 +313,7 @@ class Service:
         texts, adapter = Texts(), self.adapter_of(request.model)
 
         def tokenise() -> list[list[int]]:
-            return [prompt_ids(self._model, prompt) for prompt in prompts]
+            return [prompt_ids(self.model, prompt) for prompt in prompts]
 
         def submit(engine: Engine) -> list[Job]:
             jobs: list[Job] = []
@@ -280,7 +321,8 @@ class Service:
             with self._all_or_none(engine, jobs, sessions):
                 for index, ids in enumerate(tokenised):
                     sampling = request.sampling(index, _COMPLETION_TOKENS)
-                    sessions.append(self.router.begin(tenant.domain, adapter=adapter))
+                    begun = self.router.begin(tenant.domain, adapter=adapter, ttl_s=request.kv_retention_ttl_seconds)
+                    sessions.append(begun)
                     jobs.append(sessions[-1].submit(ids, sampling=sampling, priority=request.priority or 0))
             return jobs
 
@@ -302,7 +344,7 @@ class Service:
         texts = Texts()
 
         def submit(engine: Engine) -> list[Job]:
-            each = texts.get(num_chars(chunks), context_ids, self._model, chunks)
+            each = texts.get(num_chars(chunks), context_ids, self.model, chunks)
             if (num_tokens := sum(map(len, each))) > self.config.max_chunk_tokens:
                 most = self.config.max_chunk_tokens
                 raise invalid("chunks", f"chunks must be at most {most} tokens together, got {num_tokens}")

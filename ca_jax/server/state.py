@@ -8,6 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
+import inspect
+import urllib.parse
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -17,15 +20,23 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ca_jax.engine import Engine
+from ca_jax.server.bodies import OpenBody
 from ca_jax.server.config import ServerConfig
 from ca_jax.server.errors import ApiError
 from ca_jax.server.service import Service
-from ca_jax.server.tenants import Tenant, Tenants
+from ca_jax.server.tenants import Tenant, Tenants, authorization_of
 
 if TYPE_CHECKING:
     from ca_jax.server.kv_events import KVEvents
 
 _READING_S = 5.0  # How much longer than its deadline a client may read what was sent before.
+IGNORED_HEADER = "x-ca-jax-ignored-fields"
+"""Of an answer: names of the request's fields that are not known here, and were ignored."""
+_MOST_TOLD = 16  # Of those.
+_MOST_CHARS = 64  # Of a name.
+_NAME_CHARS = 256  # Of a conversation's name.
+SESSION_HEADERS = ("x-session-id", "session-id", "x-claude-code-session-id")
+"""Headers by which clients say which conversation of theirs a request is of, best first."""
 T = TypeVar("T")
 
 
@@ -71,7 +82,7 @@ async def tenant_of(request: fastapi.Request) -> Tenant:
     Raises:
       ApiError: it has no key, or one that is not known.
     """
-    authorization = request.headers.get("authorization")
+    authorization = authorization_of(request.headers)
     tenant = state_of(request).tenants.of_header(authorization)
     if tenant is None:
         found = "none" if authorization is None else "another"
@@ -92,6 +103,39 @@ class KeyedRoute(fastapi.routing.APIRoute):
             return await handle(request)
 
         return checked
+
+
+class OpenRoute(KeyedRoute):
+    """A route whose `body` may have fields that are not known: they are named in a header of the answer, or refused."""
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        is_told = inspect.unwrap(endpoint) is not endpoint  # Routes are made anew where they are included.
+        takes_body = "body" in inspect.signature(endpoint).parameters
+        super().__init__(path, _telling(endpoint) if takes_body and not is_told else endpoint, **options)
+
+
+def _telling(endpoint: Callable[..., Awaitable[fastapi.Response]]) -> Callable[..., Awaitable[fastapi.Response]]:
+    """A route's function that looks at its `body` first, as the config of its `service` says."""
+
+    @functools.wraps(endpoint)
+    async def answer(*, body: OpenBody, service: Service, **given: Any) -> fastapi.Response:
+        ignored = list(body.ignored())
+        if ignored and service.config.strict_fields:
+            message = f"not a field that is served: {ignored[0]}"
+            raise ApiError(400, message, code="unknown_parameter", param=ignored[0])
+        response = await endpoint(body=body, service=service, **given)
+        if ignored:
+            told = (urllib.parse.quote(name[:_MOST_CHARS], safe="") for name in ignored[:_MOST_TOLD])
+            response.headers[IGNORED_HEADER] = ", ".join(told)
+        return response
+
+    return answer
+
+
+def session_header(request: fastapi.Request) -> str | None:
+    """The name that a request's headers give its conversation; None where they give none that one may have."""
+    found = (request.headers.get(name, "") for name in SESSION_HEADERS)
+    return next((name for name in found if 0 < len(name) <= _NAME_CHARS and "/" not in name), None)
 
 
 async def _the_service(request: fastapi.Request) -> Service:

@@ -148,6 +148,12 @@ class Tenants:
         return cls(keys)
 
 
+def authorization_of(headers: Mapping[str, str]) -> str | None:
+    """The `Authorization` of a request's headers; of Anthropic's clients, what `x-api-key` says in its place."""
+    key = headers.get("x-api-key")
+    return headers.get("authorization", None if key is None else f"Bearer {key}")
+
+
 class _Keys(pydantic.BaseModel):
     """The keys of a tenant's table."""
 

@@ -21,15 +21,25 @@ from ca_jax.device.processes import Processes, from_first
 from ca_jax.errors import ContextWindowError, EmptyMessageError, InvalidRequestError, check
 from ca_jax.kv import costs
 from ca_jax.kv.session_kv import SessionKV
-from ca_jax.models.chat_template import ChatTemplate
+from ca_jax.models.chat_template import ChatTemplate, with_arguments
 from ca_jax.models.tokenizer import Tokenizer
 from ca_jax.pretrained import LoadedModel, check_token_ids
 from ca_jax.serving.adapters import LoadedAdapters
+from ca_jax.serving.grammars import CompiledGrammar, Grammars
 from ca_jax.serving.truncator import Truncator
 from ca_jax.session import Job, Session
-from ca_jax.turns.conversations import Conversation, Message, as_messages, chain_of, padded
+from ca_jax.turns.conversations import Conversation, Message, as_messages, chain_of, message_chars, padded
 from ca_jax.turns.requests import NO_ADAPTER, SamplingParams, TurnRequest, UsedAdapter
-from ca_jax.turns.text import MESSAGE_CHARS, ChunkSpan, TextOutput, Texts, chunk_text, num_chars
+from ca_jax.turns.text import (
+    LIGHT_CHARS,
+    MESSAGE_CHARS,
+    ChunkSpan,
+    ReplyReader,
+    TextOutput,
+    Texts,
+    chunk_text,
+    num_chars,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +93,7 @@ def new_turn(
                 raise InvalidRequestError("context must be of a message to the assistant, got one of the assistant's")
             contexts[number] = context_ids(model, message["context"])
             marked[-1]["content"] = f"{mark}{number}.{marked[-1]['content']}"
-        elif finds_replies and message["role"] == "assistant":
+        elif finds_replies and message["role"] == "assistant" and "tool_calls" not in message:
             replies.add(number)
             marked[-1]["content"] += f"{mark}{number}."
     before = [_told(tokenizer, message) for message in messages]
@@ -218,7 +228,8 @@ def _as_id(token: Any) -> Any:
 
 def _told(tokenizer: Tokenizer, message: Message) -> Message:
     """A message as a chat template takes it: its own text, without its context."""
-    return tokenizer.said({name: value for name, value in message.items() if name != "context"})
+    told = with_arguments({name: value for name, value in message.items() if name != "context"})
+    return tokenizer.said(told)
 
 
 def _tokenizer(model: LoadedModel) -> Tokenizer:
@@ -248,24 +259,37 @@ class TurnBuilder:
         self._truncator = truncator
         self._processes = processes
         self._adapters = adapters
+        self._grammars = Grammars(model.tokenizer, model.config.vocab_size)
 
-    def job(self, ids: list[int], params: SamplingParams, session: Session | None = None, priority: int = 0) -> Job:
-        """A job with a prompt.
+    def job(
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        session: Session | None = None,
+        priority: int = 0,
+        reader: ReplyReader | None = None,
+        compiled: CompiledGrammar | None = None,
+    ) -> Job:
+        """A job with a prompt. `compiled` is its grammar, where that has been compiled already.
 
         Raises:
           UnknownAdapterError: the session's adapter is not loaded.
-          InvalidRequestError: a `logit_bias` outside the vocabulary.
+          InvalidRequestError: a `logit_bias` outside the vocabulary, a grammar as of `Grammars.compiled`.
           ContextWindowError: the prompt leaves no room for a token of its answer.
         """
         self._check_bias(params)
         self._check_length(len(ids))
+        if params.grammar is not None and compiled is None:
+            compiled = self._grammars.compiled(params.grammar)
         tokenizer = self._model.tokenizer
+        stream = None if tokenizer is None else tokenizer.stream(frozenset() if reader is None else reader.spelled)
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self._model.stop_token_ids))
         return Job(
             prompt_ids=ids,
             params=params,
-            output=TextOutput(None if tokenizer is None else tokenizer.stream(), params.stop, params.min_tokens),
+            output=TextOutput(stream, params.stop, params.min_tokens, reader),
             stop_ids=frozenset(stops),
+            matcher=None if compiled is None else compiled.begin(stops),
             session=session,
             priority=priority,
             adapter=NO_ADAPTER if session is None else self._adapters.of(session.conversation),
@@ -280,6 +304,9 @@ class TurnBuilder:
         """
         self._adapters.of(session.conversation)  # Before any token leaves.
         self._check_bias(request.params)
+        grammar, compiled = request.params.grammar, None
+        if grammar is not None:  # Never compiled under the lock.
+            compiled = texts.get(LIGHT_CHARS + 1, self._grammars.compiled, grammar)
         said, given_ids = messages_or_ids(self._model, request.new, request.context)
         may_drop = request.truncation == "auto" and self._config.overflow is not None
         begun, history = session.conversation, None
@@ -301,8 +328,9 @@ class TurnBuilder:
         elif discarded is not None:
             self._truncator.cut(session, discarded)
         held = session.conversation
-        job = self.job([*held.token_ids, *turn.ids], request.params, session, request.priority)
-        job.messages, job.given_ids = said, given_ids
+        ids = [*held.token_ids, *turn.ids]
+        job = self.job(ids, request.params, session, request.priority, request.reader, compiled)
+        job.messages, job.given_ids, job.note = said, given_ids, request.note if session.is_kept else None
         if given_ids:
             tokenizer = self._model.tokenizer
             job.messages = as_messages("" if tokenizer is None else tokenizer.decode(given_ids))
@@ -313,7 +341,7 @@ class TurnBuilder:
         if self._config.overflow is not None and self._config.overflow.token_discarder.needs_attention:
             job.attention = padded(held.attention, len(held.token_ids))
         job.context_tokens = sum(map(len, chunks))
-        if self._config.blend.reuses_chunks:
+        if self._config.blend.reuses_chunks and request.params.prompt_logprobs is None:  # Else they are computed.
             weights = job.adapter.fingerprint
             job.spans = tuple(
                 ChunkSpan(self._kv.chunks.key(ids, session.tenant, weights), len(held.token_ids) + start, len(ids))
@@ -396,7 +424,7 @@ class TurnBuilder:
         """What a turn of messages, or of token ids with a context before them, puts behind a conversation."""
         if said:
             messages = conversation.messages
-            size = _num_chars(said) + len(messages) * MESSAGE_CHARS
+            size = message_chars(said) + message_chars(messages[:1]) + len(messages) * MESSAGE_CHARS
             return texts.get(size, new_turn, self._model, conversation.token_ids[-1:], messages, said)
         chunks = [] if context is None else texts.get(num_chars(context), context_ids, self._model, context)
         starts = itertools.accumulate(map(len, chunks), initial=0)
@@ -412,7 +440,7 @@ class TurnBuilder:
         """
         num_before = len(begun.messages)
         everything = [*begun.messages, *said]
-        turn = texts.get(_num_chars(everything), new_turn, self._model, [], [], everything, True)
+        turn = texts.get(message_chars(everything), new_turn, self._model, [], [], everything, True)
         ends = [(num_tokens, number) for num_tokens, number in turn.reply_ends if number < num_before + len(said)]
         if not ends:
             return None, said
@@ -437,8 +465,3 @@ class TurnBuilder:
         if rates is None or self._config.store.ssd_dir is None or 2 * stats.used_bytes < stats.capacity_bytes:
             return "dram"
         return costs.choose_tier(rates, num_tokens, 1, least)
-
-
-def _num_chars(messages: Sequence[Message]) -> int:
-    """Characters in messages and in the texts of their contexts."""
-    return sum(num_chars([message["content"], *(message.get("context") or ())]) for message in messages)

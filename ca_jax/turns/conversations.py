@@ -6,6 +6,7 @@ Not here: sessions (session), where the bytes are kept (storage).
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -18,17 +19,21 @@ import numpy as np
 import numpy.typing as npt
 
 Message = dict[str, Any]
-"""One message: `role` ("system", "user", "assistant") and `content`. It may have a `context`: chunks, as text or as
-lists of token ids, that stand in front of its content and are part of it."""
+"""One message: `role` ("system", "user", "assistant", "tool") and `content`. It may have a `context`: chunks, as text
+or as lists of token ids, that stand in front of its content and are part of it. One of the first turn may have `tools`,
+functions as OpenAI describes them, an assistant's `tool_calls` and `reasoning_content`, a tool's a `tool_call_id`."""
 OTHERWISE = "otherwise"
 """In `Conversation.cut_by`: the messages alone do not say which tokens left."""
 _FORMAT = 6
 _ADAPTED_FORMAT = 7  # Of one that has an adapter, which a release that knows none must not go on with.
+_EXTENDED_FORMAT = 8  # Of one whose messages have more than text, likewise.
 _CHAINED_FORMAT = 5  # The first whose chain names contexts too.
-_READABLE = (3, 4, 5, _FORMAT, _ADAPTED_FORMAT)  # What was written before additions is one without any.
+# What was written before additions is one without any.
+_READABLE = (3, 4, 5, _FORMAT, _ADAPTED_FORMAT, _EXTENDED_FORMAT)
 _PACKED = {"token_ids": "<i4", "attention": "<f4"}  # Fields that are lists of numbers.
 _OF_ADAPTER = ("adapter", "adapter_weights")  # Fields that are left out where there is none.
-_GROWING = ("token_ids", "messages", "turn_starts", "states")  # Fields that a turn only adds to.
+_GROWING = ("token_ids", "messages", "turn_starts", "states", "responses")  # Fields that a turn only adds to.
+_EXTRAS = ("tools", "tool_calls", "tool_call_id", "name", "reasoning_content")  # Of messages, beside text.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,6 +71,9 @@ class Conversation:
     """The rule by which tokens left, where that and the messages say which; "" where none left, else `OTHERWISE`."""
     reached: str = ""
     """How a server's clients have gone on with it: by `name`, or by `history`. Empty: in neither way yet."""
+    responses: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)
+    """Of turns that are found by an id: that id, the chain behind the turn, and what else is kept of it, JSON; empty
+    where it was deleted. A conversation that is forked from this one has none of them, nor has one that was cut."""
     adapter: str = ""
     """Name of the adapter that it is held with, for good; empty: none."""
     adapter_weights: str = ""
@@ -99,20 +107,22 @@ class Conversation:
         self,
         token_ids: list[int],
         messages: Sequence[Message],
-        answer: str,
+        answer: str | Message,
         attention: np.ndarray | None = None,
         given_ids: Sequence[int] = (),
+        note: tuple[str, str] | None = None,
     ) -> Conversation:
         """The conversation with a turn behind it.
 
         Args:
           token_ids: of all of it; so is `attention`.
           messages: of the turn alone, the user's mostly.
-          answer: the assistant's.
+          answer: the assistant's, its text or all of its message.
           attention: that its tokens received, where that is measured.
           given_ids: tokens of the turn that were given as ids: their text does not say what they are, the chain does.
+          note: an id by which the turn is found, and what is kept by that.
         """
-        said = [*messages, {"role": "assistant", "content": answer}]
+        said = [*messages, {"role": "assistant", "content": answer} if isinstance(answer, str) else answer]
         given = [{"role": "", "content": f"token ids {list(given_ids)}"}] if given_ids else []
         chain = chain_of([*given, *said], self.chain)
         return dataclasses.replace(
@@ -123,6 +133,7 @@ class Conversation:
             attention=[] if attention is None else padded(attention, len(token_ids)).tolist(),
             chain=chain,
             states=[*self.states, (chain, len(token_ids))],
+            responses=self.responses if note is None else [*self.responses, (note[0], chain, note[1])],
             generation=self.generation + 1,
         )
 
@@ -148,6 +159,7 @@ class Conversation:
             messages=messages,
             chain=chain,
             states=states,
+            responses=[each for each in self.responses if each[1] in dict(states)],
             turn_starts=turn_starts,
             attention=self.attention[:num_tokens],
             num_slid=min(self.num_slid, num_tokens),
@@ -161,7 +173,21 @@ class Conversation:
         Nothing of its KV is marked: it is to be what computing these tokens gives.
         """
         unmarked: dict[str, Any] = {"lineage": 0, "num_slid": 0, "num_to_repair": 0, "attention": [], "to_drift": []}
-        return dataclasses.replace(self.take(num_tokens), **unmarked, reached="")
+        return dataclasses.replace(self.take(num_tokens), **unmarked, reached="", responses=[])
+
+    def without_response(self, response_id: str, *, takes_turn: bool) -> Conversation:
+        """The same without a turn that is found by an id; where nothing is left, without tokens.
+
+        Args:
+          response_id: that id.
+          takes_turn: whether the last turns leave too as far as they were deleted. Others stay: turns behind them do.
+        """
+        responses = [(name, chain, "" if name == response_id else kept) for name, chain, kept in self.responses]
+        deleted = {chain for _, chain, kept in responses if not kept}
+        ends = [num_tokens for chain, num_tokens in self.states if chain not in deleted]
+        left = dataclasses.replace(self, responses=responses, generation=self.generation + 1, stem=object())
+        is_last = bool(self.states) and self.states[-1][0] in deleted
+        return left.take(max(ends, default=0)) if takes_turn and is_last else left
 
     def with_repair(self, num_tokens: int, *, drifts: bool) -> Conversation:
         """The same, the KV of whose first tokens the next prefill repairs; by their drift too, if they drifted."""
@@ -243,7 +269,12 @@ class Conversation:
             fields[name] = base64.b64encode(np.array(fields[name], dtype).tobytes()).decode("ascii")
         if not self.adapter:
             fields = {name: value for name, value in fields.items() if name not in _OF_ADAPTER}
+        if not self.responses:  # As it was before there were any.
+            fields = {name: value for name, value in fields.items() if name != "responses"}
+            num_before = {name: num for name, num in num_before.items() if name != "responses"}
         format_ = _ADAPTED_FORMAT if self.adapter else _FORMAT
+        if any(name in message for message in fields["messages"] for name in _EXTRAS):
+            format_ = _EXTENDED_FORMAT
         return json.dumps({"format": format_, "behind": num_before, **fields}).encode()
 
     @classmethod
@@ -269,12 +300,14 @@ class Conversation:
             plain: dict[str, Any] = {name: fields[name] for name in _PACKED}
             plain |= {name: int(fields[name]) for name in ("lineage", "num_dropped", "num_slid", "num_to_repair")}
             plain |= {name: str(fields[name]) for name in ("chain", "cut_by", "reached")}
-            plain |= {name: str(fields[name]) for name in _OF_ADAPTER if fields["format"] == _ADAPTED_FORMAT}
+            has_adapter = fields["format"] == _ADAPTED_FORMAT or "adapter" in fields
+            plain |= {name: str(fields[name]) for name in _OF_ADAPTER if has_adapter}
             return cls(
                 messages=messages,
                 turn_starts=[(int(tokens), int(messages)) for tokens, messages in fields["turn_starts"]],
                 to_drift=[int(num_tokens) for num_tokens in fields["to_drift"]],
                 states=[(str(chain), int(tokens)) for chain, tokens in fields["states"]],
+                responses=[(str(name), str(chain), str(kept)) for name, chain, kept in fields["responses"]],
                 generation=int(fields.get("generation", 0)),
                 **plain,
             )
@@ -292,6 +325,9 @@ def _add(fields: dict[str, Any], part: dict[str, Any]) -> None:
         part[name] = np.frombuffer(base64.b64decode(part[name], validate=True), dtype).tolist()
     behind = part.get("behind") or {}
     behind.pop("positions", None)
+    part.setdefault("responses", [])
+    if fields:
+        behind.setdefault("responses", len(fields["responses"]))
     if behind != {name: len(fields[name]) for name in _GROWING if name in fields}:
         raise ValueError(f"an addition must come behind what is there, got one behind {behind}")
     for name in behind:
@@ -307,14 +343,41 @@ def as_messages(new: str | Sequence[Message]) -> list[Message]:
 def chain_of(messages: Sequence[Message], chain: str = "") -> str:
     """A name for messages, in order, behind those that `chain` names: 32 hex digits of SHA-256 over name and message.
 
-    Equal names mean equal messages from the first on, character by character, and equal contexts, chunk by chunk; a
-    chunk of ids is another than a chunk of their text.
+    Equal names mean equal messages from the first on, character by character, with equal tools and calls of them, and
+    equal contexts, chunk by chunk; a chunk of ids is another than a chunk of their text. Arguments of calls are equal
+    if they are the same JSON.
     """
     for message in messages:
         context = [message["context"]] if "context" in message else []
-        said = json.dumps([chain, message["role"], message["content"], *context])
+        extras = {name: _meaning(message[name]) for name in _EXTRAS if name in message}
+        said = json.dumps([chain, message["role"], message["content"], *context, *([extras] if extras else [])])
         chain = hashlib.sha256(said.encode()).hexdigest()[:32]
     return chain
+
+
+def _meaning(value: Any) -> Any:
+    """A part of a message in which arguments of calls are told by what they are, however they are written."""
+    if isinstance(value, list):
+        return [_meaning(each) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    told = {name: _meaning(each) for name, each in value.items()}
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
+        told |= {"arguments": json.loads(value["arguments"])} if "arguments" in value else {}
+    return told
+
+
+def message_chars(messages: Sequence[Message]) -> int:
+    """Characters in messages, their contexts, tools and calls; token ids count none."""
+    return sum(_num_chars(value) for each in messages for name, value in each.items() if name != "role")
+
+
+def _num_chars(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_num_chars, value.keys())) + sum(map(_num_chars, value.values()))
+    return 0 if not isinstance(value, list) or (value and isinstance(value[0], int)) else sum(map(_num_chars, value))
 
 
 def first_chain(adapter: str = "", adapter_weights: str = "") -> str:
@@ -326,6 +389,7 @@ def _message(read: Mapping[str, Any]) -> Message:
     message: Message = {"role": str(read["role"]), "content": str(read["content"])}
     if "context" in read:
         message["context"] = [each if isinstance(each, str) else list(map(int, each)) for each in read["context"]]
+    message |= {name: read[name] for name in _EXTRAS if name in read}
     return message
 
 

@@ -8,14 +8,20 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+import numpy as np
 
 from ca_jax.errors import InvalidRequestError, check
 from ca_jax.turns.conversations import Message
+from ca_jax.turns.grammars import Grammar
+from ca_jax.turns.text import ReplyReader
 
+_Tokens = TypeVar("_Tokens", list[int], np.ndarray)
 MAX_LOGPROBS = 20
 """Most of the likeliest tokens that are told with a drawn one."""
+_LOGPROBS = (None, *range(MAX_LOGPROBS + 1))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +57,11 @@ class SamplingParams:
     """Say how likely each drawn token was, and this many of the likeliest, 0 to 20; None says nothing. By the softmax
     of the model's own logits, whatever was drawn from: before penalties, biases, temperature and filters (what vLLM
     calls `raw_logprobs`)."""
+    prompt_logprobs: int | None = None
+    """Say how likely each token of the prompt was, and this many of the likeliest in its place; None says nothing."""
+    prompt_logprobs_from: int = 1
+    """Place of the first token of which that is said. Stored KV serves tokens before the one in front of it, and no
+    others: what the model expects behind a token is not stored."""
     seed: int = 0
     """Of the draws; the same seed gives the same answer whatever else is in the batch."""
     stop: tuple[str, ...] = ()
@@ -59,6 +70,9 @@ class SamplingParams:
     """The answer ends with any of these tokens, besides the model's own."""
     ignore_eos: bool = False
     """Go on past the model's own stop tokens."""
+    grammar: Grammar | None = None
+    """What the answer's text must match: a JSON schema, say. An answer that ends by itself does. A token that it does
+    not allow is never drawn, whatever biases and `min_tokens` say."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -76,12 +90,19 @@ class SamplingParams:
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
             ("logit_bias", all(-100 <= bias <= 100 for _, bias in self.logit_bias), "numbers in [-100, 100]"),
-            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"None or 0 to {MAX_LOGPROBS}"),
+            ("logprobs", self.logprobs in _LOGPROBS, f"None or 0 to {MAX_LOGPROBS}"),
+            ("prompt_logprobs", self.prompt_logprobs in _LOGPROBS, f"None or 0 to {MAX_LOGPROBS}"),
+            ("prompt_logprobs_from", self.prompt_logprobs_from >= 1, "at least 1"),
             ("seed", 0 <= self.seed < 2**32, "in [0, 2**32)"),
             ("stop", all(self.stop), "no empty string"),
         )
         for name, holds, wanted in checks:
             check(holds, name, wanted, getattr(self, name), InvalidRequestError)
+
+    def cacheable(self, prompt_ids: _Tokens) -> _Tokens:
+        """First tokens of a prompt that stored KV may serve: what the model expects behind the others is wanted."""
+        most = len(prompt_ids) - 1
+        return prompt_ids[: most if self.prompt_logprobs is None else min(self.prompt_logprobs_from - 1, most)]
 
 
 def with_max_tokens(sampling: SamplingParams | None, max_tokens: int | None) -> SamplingParams:
@@ -151,14 +172,14 @@ class Usage:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenLogprob:
-    """How likely a generated token was by the model's own distribution; see `SamplingParams.logprobs`."""
+    """How likely a token was by the model's own distribution; see `SamplingParams.logprobs`."""
 
     token_id: int
-    """The token that was drawn."""
+    """The token that was drawn, or that stands in the prompt."""
     logprob: float
     """The natural logarithm of its probability."""
     top: tuple[tuple[int, float], ...]
-    """The likeliest tokens and theirs, likeliest first; the drawn one need not be among them."""
+    """The likeliest tokens and theirs, likeliest first; that one need not be among them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -175,6 +196,8 @@ class Completion:
     """What it took."""
     logprobs: list[TokenLogprob] | None = None
     """Of each generated token; None if that was not asked for."""
+    prompt_logprobs: list[TokenLogprob] | None = None
+    """Of each token of the prompt from `SamplingParams.prompt_logprobs_from` on; None if that was not asked for."""
 
 
 Keeps = Literal["all", "kv", "nothing"]
@@ -186,13 +209,26 @@ an error."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TurnRequest:
-    """A turn as it is asked for; see `Session.send`."""
+    """A turn as it is asked for; see `Session.send`.
+
+    Raises:
+      InvalidRequestError: a priority that is no whole number, or an unknown truncation.
+    """
 
     new: str | Sequence[Message] | Sequence[int]  # Messages, or token ids.
     params: SamplingParams  # How to draw.
     priority: int = 0  # Jobs of lower values go first.
     context: Sequence[str | Sequence[int]] | None = None  # Chunks of text that stand in front of the last message.
     truncation: Truncation = "auto"  # Whether tokens of the conversation may leave for it.
+    reader: ReplyReader | None = None  # What of the answer's text is which part of its message; None: all is content.
+    note: Callable[[Any, FinishReason], tuple[str, str]] | None = None
+    """Of the job, when it ends for a reason: an id of its own, and what is kept by that, JSON; see `Conversation`."""
+
+    def __post_init__(self) -> None:
+        is_whole = isinstance(self.priority, int) and not isinstance(self.priority, bool)
+        check(is_whole, "priority", "a whole number", self.priority, InvalidRequestError)
+        is_known = self.truncation in ("auto", "disabled")
+        check(is_known, "truncation", "'auto' or 'disabled'", self.truncation, InvalidRequestError)
 
 
 @dataclasses.dataclass(frozen=True)

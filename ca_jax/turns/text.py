@@ -19,12 +19,28 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ca_jax.errors import EmptyMessageError, InvalidRequestError, check
+from ca_jax.turns.conversations import Message
 
 if TYPE_CHECKING:
     from ca_jax.models.tokenizer import TokenStream
+
+
+class ReplyReader(Protocol):
+    """Tells what of an answer's text is said, and what is something else: a call of a tool, say. Immutable."""
+
+    spelled: frozenset[str]
+    """Special tokens whose names are part of the text that it reads."""
+
+    def message(self, text: str, *, is_whole: bool) -> Message:
+        """The assistant's message that a text is.
+
+        Args:
+          text: all of the answer.
+          is_whole: whether the answer ended by itself; else it was cut short.
+        """
 
 
 class TextOutput:
@@ -33,17 +49,31 @@ class TextOutput:
     Args:
       stream: detokeniser, or None where there is no tokenizer: the text is then empty.
       min_tokens: first tokens in whose text stop strings are not looked for.
+      reader: tells what of the text is what; None: all of it is said.
     """
 
-    def __init__(self, stream: TokenStream | None, stop: tuple[str, ...] = (), min_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        stream: TokenStream | None,
+        stop: tuple[str, ...] = (),
+        min_tokens: int = 0,
+        reader: ReplyReader | None = None,
+    ) -> None:
+        self.reader = reader
+        """Tells what of the text is what."""
         self._stream = stream
         self._stop = stop
         self._num_exempt = min_tokens
         self._held = ""
         self.text = ""
         """All text given out so far."""
-        self.stopped = False
+        self.stopped_by: str | None = None
+        """The stop string that was met."""
+
+    @property
+    def stopped(self) -> bool:
         """Whether a stop string was met."""
+        return self.stopped_by is not None
 
     def push(self, token_id: int) -> str:
         """Takes a token and returns the text that can be shown."""
@@ -56,6 +86,12 @@ class TextOutput:
         self.text += shown
         return shown
 
+    def message(self, *, is_whole: bool) -> Message:
+        """The message that the text is; `is_whole`: the answer ended by itself."""
+        if self.reader is None:
+            return {"role": "assistant", "content": self.text}
+        return self.reader.message(self.text, is_whole=is_whole)
+
     def finish(self) -> str:
         """Returns the rest, at the end of the answer."""
         if self._stream is None or self.stopped:
@@ -67,10 +103,10 @@ class TextOutput:
 
     def _give(self, piece: str) -> str:
         pending = self._held + piece
-        ends = [at for at in (pending.find(stop) for stop in self._stop) if at >= 0]
+        ends = [(at, stop) for at, stop in ((pending.find(stop), stop) for stop in self._stop) if at >= 0]
         if ends:
-            self.stopped = True
-            shown, self._held = pending[: min(ends)], ""
+            end, self.stopped_by = min(ends)
+            shown, self._held = pending[:end], ""
         else:
             keep = max((_overlap(pending, stop) for stop in self._stop), default=0)
             shown, self._held = pending[: len(pending) - keep], pending[len(pending) - keep :]

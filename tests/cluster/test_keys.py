@@ -8,8 +8,10 @@ import pytest
 from hypothesis import strategies as st
 
 from ca_jax.cluster.keys import Keys, keys_of, replica_key, session_key, told_name
+from ca_jax.server.response_ids import new_key, response_id
 
 CHAT, COMPLETIONS, SESSIONS = "/v1/chat/completions", "/v1/completions", "/v1/sessions"
+RESPONSES = "/v1/responses"
 
 
 def keys(path=CHAT, body=None, *, tenant="lab", query=b"", **headers) -> Keys:
@@ -136,3 +138,25 @@ def test_a_body_nested_beyond_all_measure_has_a_key():
 )
 def test_an_answer_tells_the_name_of_its_conversation(path, body, name):
     assert told_name(path, body) == name
+
+
+def test_a_response_goes_where_its_conversation_is():
+    response = response_id(new_key(), "mine")
+    key = session_key("lab", "mine")
+    assert {
+        keys(RESPONSES, {"input": "on", "previous_response_id": response}).key,
+        keys(RESPONSES, {"input": "on", "conversation": "mine"}).key,
+        keys(RESPONSES, {"input": "on", "conversation": {"id": "mine"}}).key,
+        keys(f"{RESPONSES}/{response}").key,
+        keys(f"{RESPONSES}/{response}/input_items").key,
+    } == {key}
+    assert keys(RESPONSES, {"input": "on", "previous_response_id": response}).is_bound
+    for body in ({"id": response, "object": "response"}, {"type": "response.created", "response": {"id": response}}):
+        assert told_name(RESPONSES, json.dumps(body).encode()) == "mine"
+    assert told_name(RESPONSES, b'{"id": "resp_of_nobody"}') is None
+    begins = keys(RESPONSES, {"input": "hello"})
+    assert begins.key == keys(RESPONSES, {"input": [{"role": "user", "content": "hello"}]}).key
+    assert not begins.is_bound
+    assert keys(RESPONSES, {"input": "hello", "instructions": "x"}).key != begins.key
+    said = {"messages": [{"role": "user", "content": "hello"}], "system": "x"}
+    assert keys("/v1/messages", said).key != keys("/v1/messages", {**said, "system": "y"}).key

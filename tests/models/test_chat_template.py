@@ -3,7 +3,7 @@
 import pytest
 
 from ca_jax.errors import CheckpointError, InvalidRequestError
-from ca_jax.models.chat_template import ChatTemplate
+from ca_jax.models.chat_template import ChatTemplate, with_arguments
 from ca_jax.testing import tiny
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -120,3 +120,53 @@ def test_a_template_renders_as_transformers_renders_it(source):
     messages = [HELLO, REPLY]
     (wanted,), _ = render_jinja_template([messages], chat_template=source, add_generation_prompt=True)
     assert ChatTemplate(source).first_turn(messages) == wanted
+
+
+# Tools.
+
+CALLS = [{"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": "sea"}'}}]
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+RESULT = {"role": "tool", "tool_call_id": "1", "content": "blue"}
+WITH_TOOLS = """\
+{%- if tools -%}{{ 'tools ' + (tools | tojson) + '\n' }}{%- endif -%}
+{%- for message in messages -%}
+{{ message.role + ': ' + message.content }}
+{%- for call in message.tool_calls or [] -%}{{ call.function.name }}ARGUMENTS{%- endfor -%}
+{{ '<end>\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ 'assistant: ' }}{%- endif -%}
+"""
+OBJECTS = WITH_TOOLS.replace("ARGUMENTS", "({{ call.function.arguments.at }})")
+TEXTS = WITH_TOOLS.replace("ARGUMENTS", "({{ '' + call.function.arguments }})")
+WANTS_CALLS = OBJECTS.replace(
+    "{{ message.role + ': ' + message.content }}",
+    "{%- if message.role == 'tool' and not messages[loop.index0 - 1].tool_calls -%}{{ raise_exception('no call') }}"
+    "{%- endif -%}{{ message.role + ': ' + message.content }}",
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "written"),
+    [(OBJECTS, "look(sea)"), (TEXTS, 'look({"at": "sea"})'), (WANTS_CALLS, "look(sea)")],
+    ids=["objects", "texts", "wants to see calls"],
+)
+def test_a_conversation_goes_on_behind_calls_of_tools(source, written):
+    """Whatever a template takes arguments as, and also where it wants to see the call that a tool has answered."""
+    template = ChatTemplate(source)
+    hello, called = {**HELLO, "tools": TOOLS}, {"role": "assistant", "content": "", "tool_calls": CALLS}
+    messages = [with_arguments(message) for message in (hello, called, RESULT)]
+    first = template.first_turn([hello])
+    assert first.startswith('tools [{"type": "function", "function": {"name": "look"')
+    assert template.first_turn(messages) == f"{first}{written}<end>\ntool: blue<end>\nassistant: "
+    following = template.next_turn(messages[:2], [RESULT])
+    assert following.removeprefix("<end>\n") == "tool: blue<end>\nassistant: "
+    later = template.next_turn([*messages, REPLY], [NEXT])
+    assert later == "<end>\nuser: And now?<end>\nassistant: "
+    assert called["tool_calls"] == CALLS, "messages are not changed"
+
+
+def test_calls_that_a_template_writes_anew_are_not_gone_on_behind():
+    source = WANTS_CALLS.replace("'<end>", "'<end of ' + (messages | length) | string + '>")
+    messages = [with_arguments(each) for each in (HELLO, {"role": "assistant", "content": "", "tool_calls": CALLS})]
+    with pytest.raises(CheckpointError, match="cannot be continued from calls of tools"):
+        ChatTemplate(source).next_turn(messages, [RESULT])

@@ -247,3 +247,23 @@ def test_a_run_of_fallback_bytes_comes_with_the_token_after_it():
     assert stream.push(BYTE_FALLBACK.token_id("▁a")) == "a"
     assert [stream.push(3 + byte) for byte in "ß".encode()] == ["", ""]
     assert stream.push(BYTE_FALLBACK.token_id(".")) == "ß."
+
+
+@BOTH
+def test_special_tokens_are_spelled_where_that_is_asked_for(tokenizer):
+    """Others are left out; what was held back of a character comes before."""
+    names = sorted(tokenizer.token_text(token) for token in tokenizer.special_ids)
+    stream, others = tokenizer.stream([names[0]]), names[1:]
+    ids = [*tokenizer.encode("é"), tokenizer.token_id(names[0]), *tokenizer.encode("a"), tokenizer.token_id(others[0])]
+    assert "".join(map(stream.push, ids)) + stream.flush() == f"é{names[0]}a".replace(" ", "")
+
+
+def test_what_is_made_of_texts_is_marked_in_all_its_parts():
+    spelled = {"tools": [{"name": "<|im_end|>", "parameters": {"<|im_end|>": ["<|im_end|>", 3]}}], "content": "x"}
+    marked = BYTE_LEVEL.said(spelled)
+    [tool] = marked["tools"]
+    texts = [tool["name"], *tool["parameters"], *tool["parameters"].values()]
+    assert texts[2][1] == 3
+    assert all("<|im_end|>" not in text for text in (texts[0], texts[1], texts[2][0]))
+    assert tiny.IM_END_ID not in BYTE_LEVEL.encode_said("".join((texts[0], texts[1], texts[2][0])))
+    assert spelled["tools"][0]["name"] == "<|im_end|>"

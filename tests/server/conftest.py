@@ -1,7 +1,10 @@
 """What most tests of the server share: one over the tiny model, and a client of it."""
 
+import functools
+import json
 import threading
 
+import jsonschema
 import pytest
 
 from tests import server_kit as sk
@@ -17,6 +20,18 @@ def server():
 def client(server):
     with server.client() as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def check(recorded_data):
+    """Holds a body against a schema of OpenAI's own description of its API, by name."""
+    schemas = json.loads((recorded_data / "openai_schemas.json").read_text())["$defs"]
+
+    @functools.cache
+    def validator(name):
+        return jsonschema.Draft202012Validator({"$ref": f"#/$defs/{name}", "$defs": schemas})
+
+    return lambda name, body: validator(name).validate(body)
 
 
 @pytest.fixture

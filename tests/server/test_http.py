@@ -142,7 +142,7 @@ def test_a_server_that_others_reach_without_a_key_warns_at_its_start(tmp_path):
         ("GET", "/live?session_id=", b"", 400, "invalid_value"),
         ("POST", "/v1/completions", b'{"model": "tiny", "prompt": ""}', 400, "empty_message"),
         ("POST", "/v1/completions", b'{"model": "tiny", "prompt": [99999]}', 400, "invalid_value"),
-        ("POST", "/v1/completions", b'{"model": "tiny", "prompt": "x", "echo": true}', 400, "unsupported_parameter"),
+        ("POST", "/v1/completions", b'{"model": "tiny", "prompt": "x", "suffix": "y"}', 400, "unsupported_parameter"),
         ("PUT", "/v1/sessions", b"", 405, "GET, POST"),
         ("PUT", "/v1/sessions/one", b"", 405, "DELETE, GET, POST"),
         ("GET", CHAT, b"", 405, "POST"),

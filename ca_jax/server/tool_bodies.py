@@ -1,0 +1,116 @@
+"""Bodies of tools, of calls to them, and of what an answer must be like, as OpenAI's requests have them.
+
+Fields of these that are not known here are left out: they say nothing to the model.
+
+Not here: whole requests (`bodies`), how a model writes calls (`tool_formats`), what a grammar is (`turns.grammars`).
+Source: OpenAI's API reference (ChatCompletionTool, ChatCompletionNamedToolChoice, ResponseFormatJsonSchema).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import Field
+
+from ca_jax.turns.grammars import Grammar
+
+_Name = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class _Body(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(
+        extra="ignore", allow_inf_nan=False, str_min_length=0, use_attribute_docstrings=True
+    )
+
+
+class Function(_Body):
+    """A function that may be called."""
+
+    name: _Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """The JSON schema of its arguments, an object; none: it takes any."""
+    strict: bool | None = None
+    """Calls that must come always have arguments as the schema says; others are as the model writes them."""
+
+
+class Tool(_Body):
+    """A tool."""
+
+    type: Literal["function"]
+    function: Function
+
+    def described(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        return self.model_dump(exclude_none=True)
+
+
+class _Named(_Body):
+    name: str
+
+
+class NamedTool(_Body):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: _Named
+
+
+class _Called(_Body):
+    name: Annotated[str, Field(max_length=256)]
+    arguments: str = "{}"
+
+
+class CalledTool(_Body):
+    """A call of a message."""
+
+    id: Annotated[str, Field(max_length=256)]
+    type: Literal["function"] = "function"
+    function: _Called
+
+
+class _Schema(_Body):
+    model_config = pydantic.ConfigDict(populate_by_name=True)
+
+    name: Annotated[str, Field(max_length=64)] | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    """What the answer must be: a JSON schema."""
+    strict: bool | None = Field(None, description="Not looked at: the schema always holds.")
+
+
+class TextFormat(_Body):
+    """Any text."""
+
+    type: Literal["text"]
+
+    def grammar(self) -> Grammar | None:
+        """What the answer must match; None: anything."""
+        return None
+
+
+class JsonFormat(_Body):
+    """An object in JSON."""
+
+    type: Literal["json_object"]
+
+    def grammar(self) -> Grammar | None:
+        """What the answer must match."""
+        return Grammar.json_object()
+
+
+class SchemaFormat(_Body):
+    """A value that a JSON schema describes."""
+
+    type: Literal["json_schema"]
+    json_schema: _Schema
+
+    def grammar(self) -> Grammar | None:
+        """What the answer must match; without a schema any object."""
+        schema = self.json_schema.schema_
+        return Grammar.json_object() if schema is None else Grammar.json_schema(schema)
+
+
+ResponseFormat = Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discriminator="type")]
+"""What a chat's answer must be like."""
