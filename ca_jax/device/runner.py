@@ -10,7 +10,6 @@ Not here: sessions, the store, what to run (batch), the pages' books (pages), ji
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -20,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ca_jax import backend
-from ca_jax.device import state_steps, steps
-from ca_jax.device.adapters import AdapterSizes, AdapterSlots
+from ca_jax.device import steps
+from ca_jax.device.adapters import AdapterSlots
 from ca_jax.device.buckets import batch_buckets, history_buckets, pad_to, token_buckets
-from ca_jax.device.pages import PagePool, PoolSize
-from ca_jax.device.passes import Decoded, Flight, Passed, PassPart, Prefill, Received, Step
+from ca_jax.device.pages import PagePool
+from ca_jax.device.passes import Decoded, Flight, Passed, PassPart, Prefill, Received, RunnerSizes, Step
 from ca_jax.device.sampler import Draw, Sampler
 from ca_jax.device.states import StatePool
 from ca_jax.device.transfer import params_to_device, to_device, to_host
@@ -39,22 +38,6 @@ from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
 _TIMED_RUNS = 3
 _READ_TOKENS = 512  # Of pages, at a time.
 _FINE_WINDOW = 32_768  # Beyond it there are so many padded histories that other functions must be fewer.
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunnerSizes:
-    """What a runner's steps are like."""
-
-    pool: PoolSize
-    """Of the pages of KV: how many jobs run at a time, and how long they may become, too."""
-    chunk_tokens: int
-    """Most tokens of a step."""
-    with_attention: bool = False
-    """Whether the attention that tokens receive is measured."""
-    packs_kv: bool = False
-    """Whether KV is kept in int8."""
-    adapters: AdapterSizes = dataclasses.field(default_factory=AdapterSizes)
-    """Room for adapters."""
 
 
 class Runner:
@@ -106,6 +89,9 @@ class Runner:
         self._num_parts = sizes.pool.num_parts
         is_coarse = backend.here().coarse_steps or self.window > _FINE_WINDOW
         self.token_buckets = token_buckets(sizes.chunk_tokens, coarse=is_coarse)
+        most = 0 if config.num_states else backend.here().whole_tokens
+        self.whole_tokens = max((size for size in self.token_buckets if size <= most), default=0)
+        """Most tokens of a pass that is one function."""
         self.history_buckets = history_buckets(self.window)
         self.batch_buckets = batch_buckets(self._num_slots // self._num_parts, backend.here().least_rows)
         """Rows of each part that decode."""
@@ -116,8 +102,6 @@ class Runner:
         self.states = StatePool(config, self.dtype, self._num_slots)
         """Where rows stand in layers that keep states."""
         self._place = {layer: at for at, layer in enumerate(config.kv_layers)}  # Of a layer in pages and in the store.
-        recurrent = () if config.recurrence is None else config.recurrence.layers
-        self._state_place = {layer: at for at, layer in enumerate(recurrent)}
         num_places = max(self.history_buckets[-1], sizes.pool.most_pages * sizes.pool.page_tokens)
         self.read_tokens = min(_READ_TOKENS, self.pool.size.most_pages * self.pool.size.page_tokens)
         """KV of so many tokens is read from pages at a time."""
@@ -177,7 +161,10 @@ class Runner:
         for slot, (start, new) in spans.items():
             self.pool.make_room(slot, start + len(new), start)
         step = self._laid_out(spans)
-        self._ahead, x = None, self.embed(step.tokens)
+        self._ahead = None
+        if step.num_tokens <= self.whole_tokens and all(part.history is None for part in parts):
+            return self._run_whole(parts, jobs, step)
+        x = self.embed(step.tokens)
         joined = parts[0].joined if parts else None
         if joined is not None:  # It is alone.
             step = step.behind(joined.num_chosen, joined.num_rows)
@@ -185,7 +172,7 @@ class Runner:
         received: list[jax.Array] = []
         for i in range(self.config.num_layers):
             with self._timeline.annotate("engine", f"dispatch {i}", layer=i):
-                if i in self._state_place:
+                if self.config.is_recurrent(i):
                     [x] = self._layer(i, x, step)
                     continue
                 at = self._place[i]
@@ -202,7 +189,30 @@ class Runner:
                 for part in parts:
                     part.take(at, kv, step.kv_row(part.prefill.slot))
         self.states.stands({slot: start + len(new) for slot, (start, new) in spans.items()})
-        return self._passed(parts, jobs, step, x, decoded, received)
+        of_jobs = steps.stack_layers(decoded, self.packs_kv, self.sharding) if jobs else None
+        return self._passed(parts, jobs, step, x, of_jobs, sum(received[1:], received[0]) if received else None)
+
+    def _run_whole(self, parts: Sequence[PassPart], jobs: Sequence[Job], step: Step) -> Passed:
+        """A pass of few tokens, all before which is in pages: one function."""
+        with self._timeline.annotate("engine", "dispatch all"):
+            x, kv, first, self.pool.buffers, received = steps.model_step(
+                self.config,
+                self.params,
+                self.pool.buffers,
+                self.to_device(step.tokens),
+                step.rows,
+                self.tables,
+                step.num_tokens,
+                self._num_slots // self._num_parts,
+                with_attention=self.with_attention,
+                packs=self.packs_kv,
+                sharding=self.sharding,
+                adapters=step.adapters,
+            )
+        for part in parts:
+            for i, of_layer in enumerate(kv):
+                part.take(i, of_layer, step.kv_row(part.prefill.slot))
+        return self._passed(parts, jobs, step, x, first if jobs else None, received)
 
     def _laid_out(self, spans: Mapping[int, tuple[int, Sequence[int]]]) -> Step:
         """How a step lies: by slot the place of the first token, and the tokens."""
@@ -241,10 +251,7 @@ class Runner:
         """
         kind = self.config.kind_of(layer)
         if kind.is_recurrent:
-            at = self._state_place[layer]
-            of_layer = self.layers[layer], x, self.states.buffers[at], step.cells, step.rows, step.num_tokens, kind
-            x, self.states.buffers[at] = state_steps.layer_step(self.config, *of_layer)
-            return [x]
+            return [self.states.layer_step(layer, self.layers[layer], x, step)]
         at = self._place[layer]
         x, kv, first, self.pool.buffers[at], *received = steps.layer_step(
             self.config,
@@ -269,18 +276,17 @@ class Runner:
         jobs: Sequence[Job],
         step: Step,
         x: jax.Array,
-        decoded: list[jax.Array],
-        received: list[jax.Array],
+        kv: jax.Array | None,
+        received: jax.Array | None,
     ) -> Passed:
         """What a pass gives, all layers of which were dispatched."""
         places = {job.slot: job.num_tokens + job.num_gone for job in jobs if job.slot is not None}
         of_slot: dict[int, Received] = {}
-        if received:
-            total = sum(received[1:], received[0])
+        if received is not None:
             rows = {slot: row for row, slot in enumerate(step.slots) if slot is not None}
             ends = {job.slot: job.num_tokens for job in jobs}
             ends |= {part.prefill.slot: part.prefill.start + part.num_tokens for part in parts}
-            of_slot = {slot: Received(total, row, ends[slot]) for slot, row in rows.items()}
+            of_slot = {slot: Received(received, row, ends[slot]) for slot, row in rows.items()}
         for part in parts:
             if part.error is not None:
                 continue
@@ -295,7 +301,6 @@ class Runner:
             index = [0 if slot is None else step.last[slot] for slot in slots]
             found = steps.row_logits(self.config, self.outer, x, self.to_device(index, np.int32), self.sharding)
             draw = self._draw(found, slots, [0 if slot is None else places[slot] for slot in slots])
-        kv = steps.stack_layers(decoded, self.packs_kv, self.sharding) if jobs else None
         rows = {slot: row for row, slot in enumerate(slots) if slot is not None}
         width = 0 if kv is None else kv.shape[2] // self._num_parts
         kv_rows = {job.slot: step.part[job.slot] * width + step.first[job.slot] for job in jobs if job.slot is not None}
@@ -377,9 +382,8 @@ class Runner:
                 adapters=None if self.adapters.are_off else self.to_device(self.adapters.of_rows(slots)),
             )
         else:
-            cells, packs = self.states.cells(slots), self.packs_kv
-            given = self.config, self.params, self.pool.buffers, self.states.buffers, cells, tokens, rows, self.tables
-            logits, likeliest, kv, self.pool.buffers, self.states.buffers = state_steps.decode(*given, packs=packs)
+            given = slots, self.params, self.pool.buffers, tokens, rows, self.tables
+            logits, likeliest, kv, self.pool.buffers = self.states.decode(*given, packs=self.packs_kv)
         found = logits, likeliest
         draw = self._draw(found, slots, lengths + num_gone + 1) if draws else None
         return Flight(batch, slots, lengths, num_gone, found, draw, kv, received)
