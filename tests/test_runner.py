@@ -17,8 +17,8 @@ import pytest
 
 from benchmarks.evaluate.by_layer import LayerByLayer
 from ca_jax.device.pages import PoolSize
-from ca_jax.device.passes import PassPart, Prefill
-from ca_jax.device.runner import Runner, RunnerSizes
+from ca_jax.device.passes import PassPart, Prefill, RunnerSizes
+from ca_jax.device.runner import Runner
 from ca_jax.device.sampler import Draw, Sampler
 from ca_jax.session import Job
 from ca_jax.turns.requests import SamplingParams

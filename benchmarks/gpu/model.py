@@ -20,8 +20,8 @@ from benchmarks.engines import random_ids
 from benchmarks.gpu.rows import MATMUL_FLOOR, ROOFLINE_FLOOR, Findings, Floor, GpuBenchConfig, Probes
 from ca_jax.config import EngineConfig
 from ca_jax.device.pages import PoolSize
-from ca_jax.device.passes import PassPart, Prefill
-from ca_jax.device.runner import Runner, RunnerSizes
+from ca_jax.device.passes import PassPart, Prefill, RunnerSizes
+from ca_jax.device.runner import Runner
 from ca_jax.models.paged_attention import paged_attention
 from ca_jax.models.transformer import Transformer
 from ca_jax.pretrained import LoadedModel, random_model

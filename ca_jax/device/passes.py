@@ -12,10 +12,28 @@ from typing import Protocol
 import jax
 import numpy as np
 
+from ca_jax.device.adapters import AdapterSizes
+from ca_jax.device.pages import PoolSize
 from ca_jax.device.sampler import Draw
 from ca_jax.device.state_steps import Cells
 from ca_jax.device.transfer import to_host
 from ca_jax.models.paged_attention import Rows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunnerSizes:
+    """What a runner's steps are like."""
+
+    pool: PoolSize
+    """Of the pages of KV: how many jobs run at a time, and how long they may become, too."""
+    chunk_tokens: int
+    """Most tokens of a step."""
+    with_attention: bool = False
+    """Whether the attention that tokens receive is measured."""
+    packs_kv: bool = False
+    """Whether KV is kept in int8."""
+    adapters: AdapterSizes = dataclasses.field(default_factory=AdapterSizes)
+    """Room for adapters."""
 
 
 class LayerSource(Protocol):

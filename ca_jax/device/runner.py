@@ -10,7 +10,6 @@ Not here: sessions, the store, what to run (batch), the pages' books (pages), ji
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -20,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ca_jax import backend
-from ca_jax.device import state_steps, steps
-from ca_jax.device.adapters import AdapterSizes, AdapterSlots
+from ca_jax.device import steps
+from ca_jax.device.adapters import AdapterSlots
 from ca_jax.device.buckets import batch_buckets, history_buckets, pad_to, token_buckets
-from ca_jax.device.pages import PagePool, PoolSize
-from ca_jax.device.passes import Decoded, Flight, Passed, PassPart, Prefill, Received, Step
+from ca_jax.device.pages import PagePool
+from ca_jax.device.passes import Decoded, Flight, Passed, PassPart, Prefill, Received, RunnerSizes, Step
 from ca_jax.device.sampler import Draw, Sampler
 from ca_jax.device.states import StatePool
 from ca_jax.device.transfer import params_to_device, to_device, to_host
@@ -39,22 +38,6 @@ from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
 _TIMED_RUNS = 3
 _READ_TOKENS = 512  # Of pages, at a time.
 _FINE_WINDOW = 32_768  # Beyond it there are so many padded histories that other functions must be fewer.
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunnerSizes:
-    """What a runner's steps are like."""
-
-    pool: PoolSize
-    """Of the pages of KV: how many jobs run at a time, and how long they may become, too."""
-    chunk_tokens: int
-    """Most tokens of a step."""
-    with_attention: bool = False
-    """Whether the attention that tokens receive is measured."""
-    packs_kv: bool = False
-    """Whether KV is kept in int8."""
-    adapters: AdapterSizes = dataclasses.field(default_factory=AdapterSizes)
-    """Room for adapters."""
 
 
 class Runner:
@@ -119,8 +102,6 @@ class Runner:
         self.states = StatePool(config, self.dtype, self._num_slots)
         """Where rows stand in layers that keep states."""
         self._place = {layer: at for at, layer in enumerate(config.kv_layers)}  # Of a layer in pages and in the store.
-        recurrent = () if config.recurrence is None else config.recurrence.layers
-        self._state_place = {layer: at for at, layer in enumerate(recurrent)}
         num_places = max(self.history_buckets[-1], sizes.pool.most_pages * sizes.pool.page_tokens)
         self.read_tokens = min(_READ_TOKENS, self.pool.size.most_pages * self.pool.size.page_tokens)
         """KV of so many tokens is read from pages at a time."""
@@ -191,7 +172,7 @@ class Runner:
         received: list[jax.Array] = []
         for i in range(self.config.num_layers):
             with self._timeline.annotate("engine", f"dispatch {i}", layer=i):
-                if i in self._state_place:
+                if self.config.is_recurrent(i):
                     [x] = self._layer(i, x, step)
                     continue
                 at = self._place[i]
@@ -270,10 +251,7 @@ class Runner:
         """
         kind = self.config.kind_of(layer)
         if kind.is_recurrent:
-            at = self._state_place[layer]
-            of_layer = self.layers[layer], x, self.states.buffers[at], step.cells, step.rows, step.num_tokens, kind
-            x, self.states.buffers[at] = state_steps.layer_step(self.config, *of_layer)
-            return [x]
+            return [self.states.layer_step(layer, self.layers[layer], x, step)]
         at = self._place[layer]
         x, kv, first, self.pool.buffers[at], *received = steps.layer_step(
             self.config,
@@ -405,9 +383,8 @@ class Runner:
                 adapters=None if self.adapters.are_off else self.to_device(self.adapters.of_rows(slots)),
             )
         else:
-            cells, packs = self.states.cells(slots), self.packs_kv
-            given = self.config, self.params, self.pool.buffers, self.states.buffers, cells, tokens, rows, self.tables
-            logits, likeliest, kv, self.pool.buffers, self.states.buffers = state_steps.decode(*given, packs=packs)
+            given = slots, self.params, self.pool.buffers, tokens, rows, self.tables
+            logits, likeliest, kv, self.pool.buffers = self.states.decode(*given, packs=self.packs_kv)
         found = logits, likeliest
         draw = self._draw(found, slots, lengths + num_gone + 1) if draws else None
         return Flight(batch, slots, lengths, num_gone, found, draw, kv, received)

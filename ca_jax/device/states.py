@@ -14,11 +14,14 @@ from functools import partial
 import jax
 import numpy as np
 
-from ca_jax.device import state_steps
+from ca_jax.device import state_steps, steps
+from ca_jax.device.passes import Step
 from ca_jax.device.state_steps import Cells
 from ca_jax.device.transfer import to_device
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import State
+from ca_jax.models.paged_attention import Rows
+from ca_jax.models.rope import Rotation
 from ca_jax.models.sharding import bytes_per_device
 
 
@@ -32,6 +35,10 @@ class StatePool:
     """
 
     def __init__(self, config: ModelConfig, dtype: str, num_rows: int) -> None:
+        self._config = config
+        self._place = (
+            {} if config.recurrence is None else {layer: i for i, layer in enumerate(config.recurrence.layers)}
+        )
         self.are_none = not config.num_states
         """Whether no layer of the model keeps a state."""
         self._num_cells = 2 * num_rows
@@ -52,6 +59,30 @@ class StatePool:
         read = [0 if row is None else self._cell(row) for row in rows]
         write = [self._num_cells if row is None else self._cell(row) ^ 1 for row in rows]
         return Cells(to_device(read, np.int32), to_device(write, np.int32))
+
+    def layer_step(self, layer: int, layer_params: steps.Params, x: jax.Array, step: Step) -> jax.Array:
+        """Dispatches a layer of a pass, and gives what goes into the next; see `state_steps.layer_step`."""
+        at, kind = self._place[layer], self._config.kind_of(layer)
+        given = layer_params, x, self.buffers[at], step.cells, step.rows, step.num_tokens, kind
+        x, self.buffers[at] = state_steps.layer_step(self._config, *given)
+        return x
+
+    def decode(
+        self,
+        slots: Sequence[int | None],
+        params: steps.Params,
+        pages: Sequence[jax.Array],
+        tokens: jax.Array,
+        rows: Rows,
+        tables: tuple[Rotation, ...],
+        *,
+        packs: bool,
+    ) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array]]:
+        """Dispatches a decode step of rows of the pool, and gives all but the states; see `state_steps.decode`."""
+        given = params, pages, self.buffers, self.cells(slots), tokens, rows, tables
+        *found, self.buffers = state_steps.decode(self._config, *given, packs=packs)
+        logits, likeliest, kv, pages = found
+        return logits, likeliest, kv, list(pages)
 
     def stands(self, rows: Mapping[int, int]) -> None:
         """Rows stand in what the last step has written for them, behind so many tokens each."""

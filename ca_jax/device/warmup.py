@@ -172,8 +172,8 @@ def functions_of(shapes: Shapes, max_new: int) -> list[Compile]:
     found: list[Compile] = [partial(shapes.embedded, width)]
     found += [partial(layer, kind, size) for size in sizes for kind in runner.kinds]
     found += [partial(step, size) for size in runner.batch_buckets for step in (decode, draw)]
-    found += [partial(whole, size) for size in sizes if size <= runner.whole_tokens]
     found += [turn_end] if config.num_states else []
+    found += [partial(whole, size) for size in sizes if size <= runner.whole_tokens]
     return [*found, stack, *(partial(fill, size) for size in runner.history_buckets[1:]), read]
 
 

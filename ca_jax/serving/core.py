@@ -22,8 +22,9 @@ from ca_jax.config import EngineConfig
 from ca_jax.device import warmup
 from ca_jax.device.adapters import AdapterSizes, array_bytes
 from ca_jax.device.pages import PoolSize
+from ca_jax.device.passes import RunnerSizes
 from ca_jax.device.processes import Processes, check_alike
-from ca_jax.device.runner import Runner, RunnerSizes
+from ca_jax.device.runner import Runner
 from ca_jax.device.runtime import ComputeWatch, Runtime
 from ca_jax.device.transfer import device_memory_bytes
 from ca_jax.device.warmup import Background, Compile, Shapes, compile_all

@@ -6,7 +6,8 @@ import pytest
 
 from ca_jax.config import EngineConfig
 from ca_jax.device.buckets import history_buckets
-from ca_jax.device.runner import Runner, RunnerSizes
+from ca_jax.device.passes import RunnerSizes
+from ca_jax.device.runner import Runner
 from ca_jax.device.transfer import params_to_device
 from ca_jax.kv.layout import pool_size, staging_bytes
 from ca_jax.launch.plan import make_plan
