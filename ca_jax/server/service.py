@@ -287,12 +287,15 @@ class Service:
 
         def submit(engine: Engine) -> list[Job]:
             jobs: list[Job] = []
+            sessions.clear()  # Of an attempt that asked for work elsewhere first: those were let go of.
             tokenised = texts.get(num_chars(prompts), tokenise)
             with self._all_or_none(engine, jobs, sessions):
                 for index, ids in enumerate(tokenised):
                     sampling = request.sampling(index, _COMPLETION_TOKENS)
                     sessions.append(self.router.begin(tenant.domain, adapter=adapter))
-                    jobs.append(sessions[-1].submit(ids, sampling=sampling, priority=request.priority or 0))
+                    jobs.append(
+                        sessions[-1].submit(ids, sampling=sampling, priority=request.priority or 0, texts=texts)
+                    )
             return jobs
 
         try:
