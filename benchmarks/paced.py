@@ -17,7 +17,7 @@ import math
 import sched
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, Self, TypeVar
 
 import numpy as np
@@ -225,9 +225,11 @@ class ControlledTicket:
         transfer = Transfer("save", self.key, layer, 1, kv.nbytes)
         return self._transfers.submit(transfer, lambda: bool(self.ticket.write(layer, kv, token_offset))).result()
 
-    def write_all(self, kv: np.ndarray, token_offset: int = 0) -> bool:
+    def write_all(self, kv: np.ndarray | Sequence[np.ndarray], token_offset: int = 0) -> bool:
         """As `SaveTicket.write_all`; one transfer, of all layers."""
-        transfer = Transfer("save", self.key, None, len(kv), kv.nbytes)
+        arrays = [kv] if isinstance(kv, np.ndarray) else kv
+        num_bytes = sum(each.nbytes for each in arrays)
+        transfer = Transfer("save", self.key, None, sum(map(len, arrays)), num_bytes)
         return self._transfers.submit(transfer, lambda: bool(self.ticket.write_all(kv, token_offset))).result()
 
     def settle(self) -> None:

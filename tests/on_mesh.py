@@ -17,6 +17,7 @@ import ca_jax
 from benchmarks.compiles import CompileCounter
 from ca_jax.device import steps, transfer
 from ca_jax.device.transfer import params_to_device
+from ca_jax.device.variables import layer_of
 from ca_jax.kv import layout as device_memory
 from ca_jax.kv.layer_loader import LayerLoad
 from ca_jax.kv.save import TurnSaver
@@ -157,7 +158,7 @@ def passing(monkeypatch) -> dict[str, list[jax.Array]]:
         seen["prefilled"] = prefilled
 
     def add_decoded(self, token, kv, row, original=TurnSaver.add_decoded):
-        seen["decoded"].append(kv)
+        seen["decoded"] += kv
         original(self, token, kv, row)
 
     for owner, method in ((LayerLoad, layer), *((TurnSaver, each) for each in (add_layer, add_pass, add_decoded))):
@@ -406,7 +407,7 @@ def test_a_layer_of_a_pass_adds_up_twice_and_gathers_nothing():
     on = OnMesh(2, 2, 4)
     x = steps.embed(on.config, on.params, on.put(np.zeros((2, 24))), on.sharding)
     rows = on.rows._replace(places=on.put(np.zeros(48)))
-    given = on.config, steps.layer_of(on.params, 0), x, on.pages[0], rows, on.rotations[0], 16, on.config.kind_of(0)
+    given = on.config, layer_of(on.params, 0), x, on.pages[0], rows, on.rotations[0], 16, on.config.kind_of(0)
     found = on.collectives(steps.layer_step, *given)
     assert [(kind, shapes.split("{")[0]) for kind, shapes in found] == [("all-reduce", "f32[16,32]")] * 2
 

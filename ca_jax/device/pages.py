@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -100,7 +100,7 @@ class PagePool:
         total = size.num_pages * size.num_parts
         self._make = partial(steps.make_pages, config, total, size.page_tokens, dtype, sharding)
         self.buffers = self._make()
-        """Per layer `[P, 2, K, page, H]`; donated by every call."""
+        """Per layer with KV of its own `[P, 2, K, page, H]`; donated by every call."""
         self.generation = 0
         """How often the buffers were made anew: what was held before is nothing."""
         self._sharding = sharding
@@ -262,13 +262,15 @@ class PagePool:
         )
         return done
 
-    def cut(self, row: int, kept: np.ndarray, *, drift: np.ndarray | None = None, drifts_from: int = 0) -> None:
+    def cut(
+        self, row: int, kept: np.ndarray, *, drift: Sequence[np.ndarray] | None = None, drifts_from: int = 0
+    ) -> None:
         """Moves the tokens of a row that stay to its beginning.
 
         Args:
           row: which.
           kept: i64 `[T]`, increasing: the places of the tokens that stay.
-          drift: f32 `[L, 2, K, H]`, added to their KV; None adds nothing.
+          drift: of each layer f32 `[2, K, H]`, added to their KV; None adds nothing.
           drifts_from: the first of the tokens that stay which drift.
         """
         holding, before = self._rows[row], self._numbers(row)
@@ -286,7 +288,7 @@ class PagePool:
             self._to_device(holding.part, np.int32),
             self._to_device(places),
             self._to_device(len(kept), np.int32),
-            None if drift is None else self._to_device(drift),
+            None if drift is None else [self._to_device(each) for each in drift],
             None if drift is None else self._to_device(drifts_from, np.int32),
             self._sharding,
         )

@@ -1,4 +1,5 @@
-"""What a pass is asked for, and what it gives: prompts' tokens, where their history comes from, and tokens drawn.
+"""What a pass is asked for, how its tokens lie, and what it gives: prompts' tokens, where their history comes from, and
+tokens drawn.
 
 Not here: how it is computed (runner), what is asked for when (serving.batch).
 """
@@ -14,6 +15,7 @@ import numpy as np
 
 from ca_jax.device.sampler import Draw
 from ca_jax.device.transfer import to_host
+from ca_jax.models.paged_attention import Rows
 
 
 class LayerSource(Protocol):
@@ -127,6 +129,37 @@ class PassPart:
 
 
 @dataclasses.dataclass(frozen=True)
+class Step:
+    """How the tokens of a step lie on the device."""
+
+    rows: Rows
+    """Whose they are."""
+    slots: list[int | None]
+    """By row."""
+    tokens: np.ndarray
+    """i32 `[D, T']`."""
+    num_tokens: int
+    """T, of each part."""
+    part: dict[int, int]
+    """By slot, which part it is in."""
+    first: dict[int, int]
+    """By slot, the first of its tokens there."""
+    last: dict[int, int]
+    """By slot, the last."""
+    adapters: jax.Array | None
+    """Slots of adapters, i32 `[D, T']`."""
+
+    def behind(self, count: int, num_tokens: int) -> Step:
+        """The same with so many others before a part's tokens, of so many in all."""
+        first, last = ({slot: at + count for slot, at in each.items()} for each in (self.first, self.last))
+        return dataclasses.replace(self, num_tokens=num_tokens, first=first, last=last)
+
+    def kv_row(self, slot: int) -> int:
+        """Which of all tokens, as their KV is handed out, is a slot's first."""
+        return self.part[slot] * self.num_tokens + self.first[slot]
+
+
+@dataclasses.dataclass(frozen=True)
 class Passed:
     """What a pass gives."""
 
@@ -134,8 +167,8 @@ class Passed:
     """The tokens behind the prompts that it completed and those of jobs that decoded, by row; not waited for."""
     rows: dict[int, int]
     """By slot the row of each there."""
-    kv: jax.Array | None = None
-    """Unrotated KV of the tokens of jobs that decoded, `[L, 2, n, K, H]`."""
+    kv: tuple[jax.Array, ...] | None = None
+    """Unrotated KV of the tokens of jobs that decoded, of each of `config.kv_groups` `[l, 2, n, K, H]`."""
     kv_rows: dict[int, int] = dataclasses.field(default_factory=dict)
     """By slot the row of each there."""
     received: dict[int, Received] = dataclasses.field(default_factory=dict)
@@ -148,8 +181,8 @@ class Decoded:
 
     draw: Draw
     """Tokens by row, on the host."""
-    kv: jax.Array
-    """Unrotated KV of the jobs' last tokens, `[L, 2, n, K, H]`."""
+    kv: tuple[jax.Array, ...]
+    """Unrotated KV of the jobs' last tokens, of each of `config.kv_groups` `[l, 2, n, K, H]`."""
     rows: dict[int, int]
     """By slot the row of each job."""
     received: np.ndarray | None

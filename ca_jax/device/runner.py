@@ -14,6 +14,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,14 +25,14 @@ from ca_jax.device import steps
 from ca_jax.device.adapters import AdapterSizes, AdapterSlots
 from ca_jax.device.buckets import batch_buckets, history_buckets, pad_to, token_buckets
 from ca_jax.device.pages import PagePool, PoolSize
-from ca_jax.device.passes import Decoded, Passed, PassPart, Prefill, Received
+from ca_jax.device.passes import Decoded, Passed, PassPart, Prefill, Received, Step
 from ca_jax.device.sampler import Draw, Sampler
 from ca_jax.device.transfer import params_to_device, to_device, to_host
+from ca_jax.device.variables import Params, layer_of, with_places
 from ca_jax.models.adapters import Adapter
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.cpu_kernels import pack_params
 from ca_jax.models.kv import SCALE_BYTES
-from ca_jax.models.paged_attention import Rows
 from ca_jax.models.sharding import ModelSharding, bytes_per_device, replicated
 from ca_jax.session import Job
 from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
@@ -67,31 +68,8 @@ class _Flight:
     num_gone: np.ndarray
     found: tuple[jax.Array, jax.Array]  # Logits, and the likeliest tokens.
     draw: Draw | None  # None: it depends on the last step's tokens.
-    kv: jax.Array
+    kv: tuple[jax.Array, ...]
     received: jax.Array | None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """How the tokens of a step lie on the device."""
-
-    rows: Rows
-    slots: list[int | None]  # By row.
-    tokens: np.ndarray  # i32 [D, T'].
-    num_tokens: int  # T, of each part.
-    part: dict[int, int]  # By slot, which part it is in.
-    first: dict[int, int]  # By slot, the first of its tokens there.
-    last: dict[int, int]  # The last.
-    adapters: jax.Array | None  # Slots of adapters, i32 [D, T'].
-
-    def behind(self, count: int, num_tokens: int) -> _Step:
-        """The same with so many others before a part's tokens, of so many in all."""
-        first, last = ({slot: at + count for slot, at in each.items()} for each in (self.first, self.last))
-        return dataclasses.replace(self, num_tokens=num_tokens, first=first, last=last)
-
-    def kv_row(self, slot: int) -> int:
-        """Which of all tokens, as their KV is handed out, is a slot's first."""
-        return self.part[slot] * self.num_tokens + self.first[slot]
 
 
 class Runner:
@@ -100,7 +78,7 @@ class Runner:
     def __init__(
         self,
         config: ModelConfig,
-        params: steps.Params,
+        params: Params,
         sizes: RunnerSizes,
         *,
         timeline: Timeline = NO_TIMELINE,
@@ -122,6 +100,7 @@ class Runner:
         """Which adapters there are, and which each row has."""
         if not self.adapters.are_off:
             params = {**params, "adapters": self.adapters.arrays()}
+        params = with_places(config, params, self.to_device)
         self.param_bytes = bytes_per_device(params)
         """Of the model's parameters, on each device."""
         self.params = params
@@ -130,7 +109,7 @@ class Runner:
         self.with_attention = sizes.with_attention
         self.packs_kv = sizes.packs_kv
         """Whether KV is kept in int8."""
-        self.layers = [steps.layer_of(params, i) for i in range(config.num_layers)]
+        self.layers = [layer_of(params, i) for i in range(config.num_layers)]
         self.outer = {
             kind: {name: part for name, part in tree.items() if not name.startswith("layer_")}
             for kind, tree in params.items()
@@ -148,6 +127,9 @@ class Runner:
         """Rows of each part that decode."""
         self.kinds = tuple({config.kind_of(layer): layer for layer in reversed(range(config.num_layers))}.values())
         """A layer of each kind."""
+        self.shapes = tuple({shape: number for number, shape in enumerate(config.kv_shapes)}.values())
+        """A layer of each shape of KV, by its number among `config.kv_layers`."""
+        self._kv_number = [config.kv_number(layer) for layer in range(config.num_layers)]
         self.pool = PagePool(config, self.dtype, sizes.pool, sharding)
         """The pages of all contexts."""
         num_places = max(self.history_buckets[-1], sizes.pool.most_pages * sizes.pool.page_tokens)
@@ -162,7 +144,7 @@ class Runner:
         """Has a slot hold an adapter, or none, from the next step on. Steps that were dispatched are not changed."""
         self.adapters.put(slot, adapter)
         self.params = {**self.params, "adapters": self.adapters.arrays()}
-        self.layers = [steps.layer_of(self.params, i) for i in range(self.config.num_layers)]
+        self.layers = [layer_of(self.params, i) for i in range(self.config.num_layers)]
 
     def padded_history(self, num_tokens: int) -> int:
         """The history length that `num_tokens` are padded to where they are brought or recomputed."""
@@ -225,13 +207,13 @@ class Runner:
                     x, kv = joined.joined
                 else:
                     x, kv, first, *seen = self._layer(i, x, step)
-                    decoded.append(first)
                     received += seen
-                for part in parts:
-                    part.take(i, kv, step.kv_row(part.prefill.slot))
+                    decoded += [] if first is None else [first]
+                for part in parts if i in self.config.kv_layers else ():
+                    part.take(self._kv_number[i], kv, step.kv_row(part.prefill.slot))
         return self._passed(parts, jobs, step, x, decoded, received)
 
-    def _laid_out(self, spans: Mapping[int, tuple[int, Sequence[int]]]) -> _Step:
+    def _laid_out(self, spans: Mapping[int, tuple[int, Sequence[int]]]) -> Step:
         """How a step lies: by slot the place of the first token, and the tokens."""
         slots = self._placed(spans, self._num_slots // self._num_parts)
         tokens = np.zeros((self._num_parts, self.step_tokens), np.int32)
@@ -247,28 +229,30 @@ class Runner:
         of_part = {slot: self.pool.size.part_of(slot) for slot in spans}
         at = {slot: (of_part[slot], first[slot], len(new)) for slot, (_, new) in spans.items()}
         adapters = None if self.adapters.are_off else self.to_device(self.adapters.of_tokens(tokens.shape, at))
-        return _Step(rows, slots, tokens, num_tokens, of_part, first, last, adapters)
+        return Step(rows, slots, tokens, num_tokens, of_part, first, last, adapters)
 
     def _bring(self, part: PassPart, layer: int) -> None:
         """Puts a layer of a part's history into its pages."""
         if part.history is None or part.error is not None:
             return
         try:
-            with self._timeline.annotate("engine", f"await {layer}", layer=layer):
-                kv = part.history.layer(layer)
-            part.history.computed(layer, self.pool.fill(part.prefill.slot, layer, kv, 0, part.prefill.history_length))
+            if layer in self.config.kv_layers:
+                number, count = self._kv_number[layer], part.prefill.history_length
+                with self._timeline.annotate("engine", f"await {layer}", layer=layer):
+                    kv = part.history.layer(number)
+                part.history.computed(number, self.pool.fill(part.prefill.slot, number, kv, 0, count))
             part.mend(layer)
         except Exception as error:
             part.error = error
 
-    def _layer(self, layer: int, x: jax.Array, step: _Step) -> list[jax.Array]:
+    def _layer(self, layer: int, x: jax.Array, step: Step) -> list[Any]:
         """Dispatches a layer of a pass: `x`, new KV, that of first tokens and, if it is measured, what was received."""
-        kind = self.config.kind_of(layer)
-        x, kv, first, self.pool.buffers[layer], *received = steps.layer_step(
+        kind, source = self.config.kind_of(layer), self._kv_number[layer]
+        x, kv, first, self.pool.buffers[source], *received = steps.layer_step(
             self.config,
             self.layers[layer],
             x,
-            self.pool.buffers[layer],
+            self.pool.buffers[source],
             step.rows,
             self.tables[kind.rope],
             step.num_tokens,
@@ -285,7 +269,7 @@ class Runner:
         self,
         parts: Sequence[PassPart],
         jobs: Sequence[Job],
-        step: _Step,
+        step: Step,
         x: jax.Array,
         decoded: list[jax.Array],
         received: list[jax.Array],
@@ -313,9 +297,9 @@ class Runner:
             index = [0 if slot is None else step.last[slot] for slot in slots]
             found = steps.row_logits(self.config, self.outer, x, self.to_device(index, np.int32), self.sharding)
             draw = self._draw(found, slots, [0 if slot is None else places[slot] for slot in slots])
-        kv = steps.stack_layers(decoded, self.packs_kv, self.sharding) if jobs else None
+        kv = steps.stack_layers(self.config, decoded, self.packs_kv, self.sharding) if jobs else None
         rows = {slot: row for row, slot in enumerate(slots) if slot is not None}
-        width = 0 if kv is None else kv.shape[2] // self._num_parts
+        width = 0 if kv is None else kv[0].shape[2] // self._num_parts
         kv_rows = {job.slot: step.part[job.slot] * width + step.first[job.slot] for job in jobs if job.slot is not None}
         return Passed(draw, rows, kv, kv_rows, of_slot)
 
@@ -445,12 +429,12 @@ class Runner:
         self.pool.end(0)
         return samples
 
-    def _timed(self, step: _Step) -> float:
+    def _timed(self, step: Step) -> float:
         """Seconds of all layers and the head, from one layer of each kind."""
         kinds = [self.config.kind_of(layer) for layer in range(self.config.num_layers)]
         seconds, x = 0.0, self.embed(step.tokens)
         for layer in self.kinds:
-            jax.block_until_ready((x, self.pool.buffers[layer]))
+            jax.block_until_ready((x, self.pool.buffers[self._kv_number[layer]]))
             started_s = time.perf_counter()
             x, *_ = self._layer(layer, x, step)
             x.block_until_ready()
@@ -473,20 +457,21 @@ class Runner:
         size = self.read_tokens
         row = self.pool.size.part_of(slot) * size
         for start in range(0, num_tokens, size):
-            layers = [self.pool.read(slot, i, start, size, packs=self.packs_kv) for i in range(self.config.num_layers)]
-            yield slice(start, min(start + size, num_tokens)), row, layers
+            numbers = range(len(self.config.kv_layers))
+            kv = [self.pool.read(slot, number, start, size, packs=self.packs_kv) for number in numbers]
+            yield slice(start, min(start + size, num_tokens)), row, kv
 
-    def loaded_shape(self, num_tokens: int) -> jax.ShapeDtypeStruct:
-        """How a layer's history comes, as it is kept: `[2, T, K, H]`, or in int8 `[2, T, K, H + 2]`."""
-        (parts, num_kv, width), dtype = self.config.kv_shape(0), self.dtype
+    def loaded_shape(self, layer: int, num_tokens: int) -> jax.ShapeDtypeStruct:
+        """How the history of a layer with KV comes, as it is kept: `[2, T, K, H]`, or in int8 `[2, T, K, H + 2]`."""
+        (parts, num_kv, width), dtype = self.config.kv_shapes[layer], self.dtype
         if self.packs_kv:
             width, dtype = width + SCALE_BYTES, "int8"
         sharding = None if self.sharding is None else self.sharding.kv
         return jax.ShapeDtypeStruct((parts, num_tokens, num_kv, width), dtype, sharding=sharding)
 
-    def empty_kv(self, num_tokens: int) -> jax.Array:
-        """One layer's KV as it is kept, all zeros."""
-        shape = self.loaded_shape(num_tokens)
+    def empty_kv(self, layer: int, num_tokens: int) -> jax.Array:
+        """A layer's KV as it is kept, all zeros."""
+        shape = self.loaded_shape(layer, num_tokens)
         return to_device(np.zeros(shape.shape, shape.dtype), sharding=shape.sharding)
 
     def unpacked(self, kv: jax.Array) -> jax.Array:

@@ -20,26 +20,22 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ca_jax.device.sampler import greedy
+from ca_jax.device.variables import Params, apply, layer_of, variables_of
 from ca_jax.models import paged_attention as paged
 from ca_jax.models import rope
 from ca_jax.models.config import LayerKind, ModelConfig
 from ca_jax.models.kv import LayerKV, dequantize, quantize, unpacked
 from ca_jax.models.sharding import Axes, ModelSharding, by_device, constrain
-from ca_jax.models.transformer import Layer, Transformer, scale_embedded, scale_queries
+from ca_jax.models.transformer import Layer, Learned, Transformer, put_stream, scale_embedded, scale_queries
 
-Params = Any
-"""A tree of linen variables."""
 Move = Callable[..., jax.Array]
 """Of pages, new KV, rows and some arrays; gives the pages."""
 
-BESIDE = ("packed", "adapters")
-"""Collections of variables beside the parameters: weights packed for a CPU, matrices of adapters."""
 KV_HEADS: Axes = (None, None, "kv_heads", None)
 """Of new KV `[1, T, K, H]` and of unrotated KV `[2, S, K, H]`."""
 ROWS: Axes = ("batch",)
@@ -54,35 +50,6 @@ STEP_KV: Axes = (None, "batch", "kv_heads", None)
 """Of a layer's new KV as it is handed out `[2, D T, K, H]`."""
 PAGES: Axes = ("batch", None, "kv_heads", None, None)
 """Of a layer's pages `[P, 2, K, page, H]`."""
-
-
-def apply(module: nn.Module, variables: Params, *args: Any, method: Any = None) -> Any:
-    """`module.apply`, typed as it is used here."""
-    return module.apply(variables, *args, method=method)
-
-
-def variables_of(layer_params: Params, adapters: jax.Array | None = None) -> Params:
-    """A layer's variables, from its parameters and, under `packed` and `adapters`, those that lie beside them.
-
-    Args:
-      adapters: i32 `[D, T]`, the adapter slot of each token that is computed, -1 for none; None: there are no slots.
-    """
-    params = dict(layer_params)
-    beside = {kind: params.pop(kind) for kind in BESIDE if kind in params}
-    if adapters is None:
-        beside.pop("adapters", None)
-    elif "adapters" in beside:
-        of_queries = beside["adapters"]["attn"]["wq_b"]
-        chosen = (adapters[..., None] == jnp.arange(len(of_queries)))[..., None].astype(of_queries.dtype)
-        beside["adapters"] = {module: {**arrays, "chosen": chosen} for module, arrays in beside["adapters"].items()}
-    return {"params": params, **beside}
-
-
-def layer_of(variables: Params, layer: int) -> Params:
-    """The parameters of one layer, with what lies beside them."""
-    name = f"layer_{layer}"
-    beside = {kind: variables[kind][name] for kind in BESIDE if name in variables.get(kind, {})}
-    return {**variables["params"][name], **beside}
 
 
 def logits_of(
@@ -107,7 +74,7 @@ def rotation_tables(
       context: how long a text may become, tokens, static; `dynamic` and `longrope` rope ask for it. None: P.
     """
     places, context = jnp.arange(num_positions), context or num_positions
-    tables = (rope.rotation_at(each, config.head_dim, places, context) for each in config.ropes)
+    tables = (rope.rotation_at(*each, places, context) for each in config.ropes)
     return tuple(rope.Rotation(*(constrain(part, sharding) for part in table)) for table in tables)
 
 
@@ -119,7 +86,7 @@ def unpack_kv(kv: jax.Array, dtype: str, sharding: ModelSharding | None = None) 
 
 @partial(jax.jit, static_argnames=("config", "sharding"))
 def embed(config: ModelConfig, params: Params, tokens: jax.Array, sharding: ModelSharding | None = None) -> jax.Array:
-    """i32 `[D, T]` to `[D, T, F]`.
+    """i32 `[D, T]` to `[D, T, F]`, and behind it what layers are given.
 
     Each device looks up those that its part of the vocabulary has: left to itself XLA may gather the whole table.
     """
@@ -129,12 +96,15 @@ def embed(config: ModelConfig, params: Params, tokens: jax.Array, sharding: Mode
     def look_up(table: jax.Array, ids: jax.Array, tokens: jax.Array) -> jax.Array:
         places = tokens - ids[0]
         is_own = (places >= 0) & (places < len(table))
-        found = jnp.where(is_own[..., None], table.at[places].get(mode="clip"), 0)
-        return scale_embedded(config, found)[None]
+        return jnp.where(is_own[..., None], table.at[places].get(mode="clip"), 0)[None]
 
     of_device = by_device(look_up, sharding, (("vocab", None), ("vocab",), ROWS), ("vocab", *ROWS))
-    found = of_device(params["params"]["embed"]["embedding"], jnp.arange(config.vocab_size), tokens)
-    return constrain(found.sum(0), sharding, ROWS)
+    names, ids = ("embed", "inputs") if config.layer_input_dim else ("embed",), jnp.arange(config.vocab_size)
+    found, *rows = (of_device(params["params"][name]["embedding"], ids, tokens).sum(0) for name in names)
+    x = scale_embedded(config, found)
+    if rows:
+        x = apply(Transformer(config), params, x, *rows, method=Transformer.with_inputs)
+    return constrain(x, sharding, ROWS)
 
 
 @partial(jax.jit, static_argnames=("config",))
@@ -150,9 +120,8 @@ def all_logits(config: ModelConfig, params: Params, x: jax.Array) -> jax.Array:
 def make_pages(
     config: ModelConfig, num_pages: int, page_tokens: int, dtype: str, sharding: ModelSharding | None = None
 ) -> list[jax.Array]:
-    """Per layer `[P, 2, K, page, H]`, all zeros, in buffers of their own."""
-    shapes = map(config.kv_shape, range(config.num_layers))
-    pages = [(num_pages, parts, num_kv, page_tokens, width) for parts, num_kv, width in shapes]
+    """Per layer with KV of its own `[P, 2, K, page, H]`, all zeros, in buffers of their own."""
+    pages = [(num_pages, parts, num_kv, page_tokens, width) for parts, num_kv, width in config.kv_shapes]
     return [constrain(jnp.zeros(shape, dtype), sharding, PAGES) for shape in pages]
 
 
@@ -174,8 +143,10 @@ def through_layer(
     move: Move | None = None,
     moved: tuple[jax.Array, ...] = (),
     adapters: jax.Array | None = None,
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+) -> tuple[jax.Array, tuple[Any, ...]]:
     """`x [D, T, F]` through a layer; its new KV, that of each part's first tokens, pages, and what places received.
+
+    A layer without KV of its own gives None for both, and only reads its pages: those of the layer whose KV it reads.
 
     Args:
       adapters: as of `variables_of`.
@@ -186,36 +157,44 @@ def through_layer(
 
     def attend_heads(
         q: jax.Array,
-        new: LayerKV,
+        new: tuple[LayerKV, ...],
         pages: jax.Array,
         rows: tuple[jax.Array, ...],
         table: rope.Rotation,
         moved: tuple[jax.Array, ...],
-        sinks: tuple[jax.Array, ...],
+        *learned: tuple[jax.Array, ...],
     ) -> tuple[jax.Array, ...]:
-        own = paged.Rows(*rows)
+        own, own_new = paged.Rows(*rows), new[0] if new else None
         own_q = scale_queries(config, q[0], own.places[: q.shape[1]])
-        options: dict[str, Any] = {"cap": config.score_cap, "sinks": sinks[0] if sinks else None, "one_each": one_each}
-        if move is not None:
-            pages = move(pages, new, own, *(each[0] for each in moved))
-        out, pages = paged.attend_pages(own_q, new, pages, own, table, kind.window, has_gaps=has_gaps, **options)
-        kv = jnp.concatenate(new.parts, axis=0)
-        given = (out[None], kv, kv[:, :num_first], pages)
+        sinks, key_scale = (each[0] if each else None for each in learned)
+        options: dict[str, Any] = {"cap": config.score_cap, "one_each": one_each}
+        options |= {"sinks": sinks, "key_scale": key_scale}
+        if move is not None and own_new is not None:
+            pages = move(pages, own_new, own, *(each[0] for each in moved))
+        out, pages = paged.attend_pages(own_q, own_new, pages, own, table, kind.window, has_gaps=has_gaps, **options)
+        kv = [jnp.concatenate(each.parts, axis=0) for each in new]
+        given = (out[None], *kv, *(each[:, :num_first] for each in kv), pages)
         if not with_attention:
             return given
         return *given, paged.attention_received(own_q, pages, own, table, kind.window, **options)[None]
 
-    def attend_fn(q: jax.Array, new: LayerKV, sinks: jax.Array | None) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        of_heads = () if sinks is None else (sinks,)
-        in_axes = (TOKEN_HEADS, TOKEN_KV, PAGES, (ROWS, ROWS, ROWS), (), (ROWS,) * len(moved), (HEADS,) * len(of_heads))
+    def attend_fn(q: jax.Array, new: LayerKV | None, learned: Learned) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        own = () if new is None else (new,)
+        of_heads, of_all = (() if each is None else (each,) for each in learned)
+        given = ((TOKEN_KV,) * len(own), PAGES, (ROWS, ROWS, ROWS), (), (ROWS,) * len(moved))
+        in_axes = (TOKEN_HEADS, *given, (HEADS,) * len(of_heads), ((),) * len(of_all))
         received: tuple[Axes, ...] = (("heads", "batch"),) if with_attention else ()
-        of_device = by_device(attend_heads, sharding, in_axes, (TOKEN_HEADS, STEP_KV, STEP_KV, PAGES, *received))
-        out, *carried = of_device(q, new, pages, tuple(rows), table, moved, of_heads)
+        out_axes = (TOKEN_HEADS, *(STEP_KV,) * 2 * len(own), PAGES, *received)
+        of_device = by_device(attend_heads, sharding, in_axes, out_axes)
+        out, *carried = of_device(q, own, pages, tuple(rows), table, moved, of_heads, of_all)
         return out, tuple(carried)
 
     variables = variables_of(layer_params, adapters)
-    x, (kv, first, pages, *seen) = apply(Layer(config, kind, sharding), variables, x, attend_fn)
-    kv, first = (constrain(each, sharding, _handed_out(sharding)) for each in (quantize(kv) if packs else kv, first))
+    x, carried = apply(Layer(config, kind, sharding), variables, x, attend_fn)
+    kv, first, pages, *seen = carried if kind.has_kv else (None, None, *carried)
+    if kind.has_kv:
+        handed_out = quantize(kv) if packs else kv, first
+        kv, first = (constrain(each, sharding, _handed_out(sharding)) for each in handed_out)
     return constrain(x, sharding, ROWS), (kv, first, pages, *(constrain(each.sum(0), sharding) for each in seen))
 
 
@@ -243,12 +222,12 @@ def layer_step(
     packs: bool = False,
     sharding: ModelSharding | None = None,
     adapters: jax.Array | None = None,
-) -> tuple[jax.Array, ...]:
+) -> tuple[Any, ...]:
     """One layer over some tokens of each row. Layers of a kind share a compiled function for each T. Donates both.
 
     Args:
       x: `[D, T', F]`, of which the first T tokens of each part are computed.
-      pages: this layer's, `[P, 2, K, page, H]`.
+      pages: this layer's, `[P, 2, K, page, H]`, or those that it reads.
       num_tokens: T, static.
       num_first: static: of how many first tokens of each part KV is handed out by itself, too.
       with_attention: static: also return the attention that places received.
@@ -257,8 +236,8 @@ def layer_step(
 
     Returns:
       `x` for the next layer; the tokens' unrotated KV `[2, D T, K, H]`, or packed; that of each part's first tokens,
-      both fresh buffers; the pages. If asked for, the attention that places received, f32 `[n, M page]`: summed over
-      query heads and new tokens.
+      both fresh buffers, or None where the layer has no KV of its own; the pages. If asked for, the attention that
+      places received, f32 `[n, M page]`: summed over query heads and new tokens.
     """
     part, carried = through_layer(
         config,
@@ -291,11 +270,14 @@ def row_logits(
     return logits, greedy(logits)
 
 
-@partial(jax.jit, static_argnames=("packs", "sharding"))
-def stack_layers(kv: Sequence[jax.Array], packs: bool = False, sharding: ModelSharding | None = None) -> jax.Array:
-    """KV of layers `[2, n, K, H]` as one array, `[L, 2, n, K, H]`, or packed as int8."""
-    stacked = jnp.stack(kv)
-    return constrain(quantize(stacked) if packs else stacked, sharding, (None, *_handed_out(sharding)))
+@partial(jax.jit, static_argnames=("config", "packs", "sharding"))
+def stack_layers(
+    config: ModelConfig, kv: Sequence[jax.Array], packs: bool = False, sharding: ModelSharding | None = None
+) -> tuple[jax.Array, ...]:
+    """KV of layers `[2, n, K, H]` as one array for each of `config.kv_groups`, `[l, 2, n, K, H]`, or packed as int8."""
+    stacked = (jnp.stack([kv[number] for number in numbers]) for numbers in config.kv_groups)
+    axes = (None, *_handed_out(sharding))
+    return tuple(constrain(quantize(each) if packs else each, sharding, axes) for each in stacked)
 
 
 @partial(jax.jit, static_argnames=("config", "with_attention", "packs", "sharding"), donate_argnames=("pages",))
@@ -311,7 +293,7 @@ def decode(
     packs: bool = False,
     sharding: ModelSharding | None = None,
     adapters: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array], jax.Array | None]:
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...], list[jax.Array], jax.Array | None]:
     """One token for each row, through all layers. Donates the pages.
 
     Args:
@@ -322,22 +304,22 @@ def decode(
       adapters: i32 `[n]`, the adapter slots of rows, -1 for none; None where there are no slots.
 
     Returns:
-      Logits f32 `[n, V]`; the likeliest tokens i32 `[n]`; the tokens' unrotated KV `[L, 2, n, K, H]`, or packed, fresh;
-      the pages; and if asked for, the attention that places received, f32 `[n, M page]`: summed over query
-      heads and layers; else None.
+      Logits f32 `[n, V]`; the likeliest tokens i32 `[n]`; the tokens' unrotated KV of each of `config.kv_groups`
+      `[l, 2, n, K, H]`, or packed, fresh; the pages; and if asked for, the attention that places received, f32
+      `[n, M page]`: summed over query heads and layers; else None.
     """
     num_parts = 1 if sharding is None else sharding.num_data
     x = embed(config, params, tokens.reshape(num_parts, -1), sharding)
     if adapters is not None:
         adapters = adapters.reshape(num_parts, -1)
-    new_kv, new_pages, received = [], [], []
-    for i, of_layer in enumerate(pages):
-        kind = config.kind_of(i)
-        x, (kv, _, of_layer, *seen) = through_layer(
+    new_kv, new_pages, received = [], list(pages), []
+    for i in range(config.num_layers):
+        kind, source = config.kind_of(i), config.kv_number(i)
+        stream, (kv, _, new_pages[source], *seen) = through_layer(
             config,
             layer_of(params, i),
             x,
-            of_layer,
+            new_pages[source],
             rows,
             tables[kind.rope],
             kind,
@@ -347,12 +329,12 @@ def decode(
             sharding=sharding,
             adapters=adapters,
         )
-        new_kv.append(kv)
-        new_pages.append(of_layer)
+        x = put_stream(x, stream)
+        new_kv += [kv] if kind.has_kv else []
         received += seen
     logits = logits_of(config, params, x.reshape(-1, 1, x.shape[-1]), sharding, ROWS)
     given = sum(received[1:], received[0]) if received else None
-    return logits, greedy(logits), stack_layers(new_kv, packs, sharding), new_pages, given
+    return logits, greedy(logits), stack_layers(config, new_kv, packs, sharding), new_pages, given
 
 
 @partial(jax.jit, static_argnames=("sharding",), donate_argnames=("pages",))
@@ -427,7 +409,7 @@ def cut_pages(
     part: jax.Array,
     places: jax.Array,
     count: jax.Array,
-    drift: jax.Array | None = None,
+    drift: Sequence[jax.Array] | None = None,
     drifts_from: jax.Array | None = None,
     sharding: ModelSharding | None = None,
 ) -> list[jax.Array]:
@@ -439,7 +421,7 @@ def cut_pages(
       part: i32 scalar, that the row is in.
       places: i32 `[C]`, where the token of each place comes from; anything where none comes.
       count: i32 scalar, tokens that stay.
-      drift: f32 `[L, 2, K, H]`, added to keys and values; None adds nothing.
+      drift: of each layer f32 `[2, K, H]`, added to keys and values; None adds nothing.
       drifts_from: i32 scalar, with a drift: the new place of the first of the tokens that drift.
     """
 

@@ -45,7 +45,7 @@ class Shapes:
         self.outer = self.of(runner.outer)
         """The other parameters."""
         self.pages = self.of(runner.pool.buffers)
-        """Of each layer."""
+        """Of each layer with KV of its own."""
         self.tables = self.of(runner.tables)
         """Rotations of all places, of each of `config.ropes`."""
         self.num_parts, self.most_pages = runner.pool.size.num_parts, runner.pool.size.most_pages
@@ -103,20 +103,21 @@ def functions_of(shapes: Shapes, max_new: int) -> list[Compile]:
     width, num_slots, scalar = runner.step_tokens, runner.pool.size.num_rows, shapes.small()
     each_part = num_slots // shapes.num_parts
     most = pad_to(runner.token_buckets, min(max_new, runner.chunk_tokens))
-    table, first = shapes.small(shapes.most_pages), dict[int, Any]()
+    table, first = shapes.small(shapes.most_pages), dict[tuple[int, int, int], Any]()
     attention = {"with_attention": runner.with_attention, "sharding": sharding}
 
     def layer(layer: int, num_tokens: int) -> None:
         x, rows, kind = shapes.embedded(width), shapes.rows(num_slots, width), config.kind_of(layer)
-        of_layer = shapes.layers[layer], x, shapes.pages[layer], rows, shapes.tables[kind.rope]
+        of_layer = shapes.layers[layer], x, shapes.pages[config.kv_number(layer)], rows, shapes.tables[kind.rope]
         given = config, *of_layer, num_tokens, kind, each_part
         adapters = shapes.adapters(shapes.num_parts, width)
         given_out = shapes.compiled(steps.layer_step, *given, packs=runner.packs_kv, adapters=adapters, **attention)
-        first[layer] = given_out[2]
+        if kind.has_kv:
+            first[config.kv_shape(layer)] = given_out[2]
 
     def stack() -> None:
-        of_each = [first[runner.kinds[0]]] * config.num_layers
-        shapes.compiled(steps.stack_layers, of_each, runner.packs_kv, sharding)
+        of_each = [first[shape] for shape in config.kv_shapes]
+        shapes.compiled(steps.stack_layers, config, of_each, runner.packs_kv, sharding)
 
     def decode(size: int) -> None:
         num_rows = size * shapes.num_parts
@@ -132,19 +133,22 @@ def functions_of(shapes: Shapes, max_new: int) -> list[Compile]:
         )
         sampler.compile(shapes.compiled, shapes.small, logits, tokens)
 
-    def fill(size: int) -> None:
-        kv = runner.loaded_shape(size)
-        shapes.compiled(steps.fill_pages, shapes.pages[0], kv, table, scalar, scalar, scalar, sharding)
+    def fill(layer: int, size: int) -> None:
+        kv = runner.loaded_shape(layer, size)
+        shapes.compiled(steps.fill_pages, shapes.pages[layer], kv, table, scalar, scalar, scalar, sharding)
 
     def read() -> None:
-        shapes.compiled(steps.read_pages, shapes.pages[0], table, scalar, runner.read_tokens, runner.packs_kv, sharding)
+        for layer in runner.shapes:
+            given = shapes.pages[layer], table, scalar, runner.read_tokens, runner.packs_kv, sharding
+            shapes.compiled(steps.read_pages, *given)
         shapes.compiled(steps.copy_page, shapes.pages, scalar, scalar, scalar, sharding)
 
     sizes = [size for size in runner.token_buckets if size <= most]
     found: list[Compile] = [partial(shapes.embedded, width)]
     found += [partial(layer, kind, size) for size in sizes for kind in runner.kinds]
     found += [partial(step, size) for size in runner.batch_buckets for step in (decode, draw)]
-    return [*found, stack, *(partial(fill, size) for size in runner.history_buckets[1:]), read]
+    fills = (partial(fill, layer, size) for size in runner.history_buckets[1:] for layer in runner.shapes)
+    return [*found, stack, *fills, read]
 
 
 def compile_all(

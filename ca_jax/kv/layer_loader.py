@@ -23,6 +23,7 @@ import dataclasses
 import math
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -304,7 +305,8 @@ class LayerLoad:
         """Puts layers up to `stop` on the device whose bytes are there."""
         for stage in self._stages[:stop]:
             if stage.array is None and stage.computed is None and stage.future.done():
-                stage.array = transfer.staging_to_device(stage.view, self._loader.sharding, self._loader.heads)
+                heads = self._loader.heads[stage.layer] if self._loader.heads else None
+                stage.array = transfer.staging_to_device(stage.view, self._loader.sharding, heads)
 
 
 class LayerLoader:
@@ -312,7 +314,8 @@ class LayerLoader:
 
     Args:
       sharding: of a layer's KV `[2, S, K, H]`; None: all on the default device.
-      heads: which of its heads the store has, where other processes have the others; None: all.
+      heads: of each layer, which of its heads the store has, where other processes have the others; None, or nothing
+        said: all.
     """
 
     def __init__(
@@ -321,7 +324,7 @@ class LayerLoader:
         num_bytes: int,
         *,
         sharding: jax.sharding.Sharding | None = None,
-        heads: transfer.HeldHeads | None = None,
+        heads: Sequence[transfer.HeldHeads | None] = (),
         timeline: Timeline = NO_TIMELINE,
     ) -> None:
         self.layout = layout

@@ -192,8 +192,8 @@ class Histories:
         job.load_s, job.load_stall_s, job.load_span_s = sum(times_s), load.stall_s, load.span_s
         self._metrics.load_stall_s += load.stall_s
         if not self._loader.device_ahead:  # Elsewhere that is staging alone, and not the way to the device.
-            for seconds in times_s:
-                self._meter.add_load(self._layer_bytes(history.num_loaded), seconds)
+            for layer, seconds in enumerate(times_s):
+                self._meter.add_load(history.num_loaded * self._layout.layer_token_bytes(layer), seconds)
 
     def learn(self, history: History | None, num_before: int, num_new: int, seconds: float) -> None:
         """A prompt was computed alone, in one pass: what that took says how fast this engine computes.

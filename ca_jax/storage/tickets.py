@@ -104,13 +104,19 @@ class SaveTicket:
         group, index = self._tier.layout.place(layer)
         return self._write({group: (slice(index, index + 1), kv[None])}, token_offset)
 
-    def write_all(self, kv: np.ndarray, token_offset: int = 0) -> bool:
-        """Copies all layers' KV in, `[L, P, T, K, H]`, of layers of one shape. Otherwise as `write`."""
+    def write_all(self, kv: np.ndarray | Sequence[np.ndarray], token_offset: int = 0) -> bool:
+        """Copies all layers' KV in. Otherwise as `write`.
+
+        Args:
+          kv: of each of the layout's groups `[l, P, T, K, H]`; or of all layers as one array, where they are of one
+            shape.
+          token_offset: as in `write`.
+        """
         groups = self._tier.layout.groups
-        if len(groups) == 1:
-            return self._write({0: (slice(0, len(groups[0].layers)), kv)}, token_offset)
-        of_groups = (kv[list(group.layers)] for group in groups)
-        return self._write({i: (slice(0, len(each)), each) for i, each in enumerate(of_groups)}, token_offset)
+        if isinstance(kv, np.ndarray):
+            kv = [kv if len(groups) == 1 else kv[list(group.layers)] for group in groups]
+        layers = [slice(0, len(group.layers)) for group in groups]
+        return self._write(dict(enumerate(zip(layers, kv, strict=True))), token_offset)
 
     def mark_written(self) -> None:
         """Says that all is written, by other means than this ticket's: a simulator has no bytes."""

@@ -23,6 +23,7 @@ from ca_jax.config import EngineConfig
 from ca_jax.device import sampler, steps
 from ca_jax.device.buckets import batch_buckets, history_buckets, token_buckets
 from ca_jax.device.pages import PoolSize
+from ca_jax.device.variables import Params, layer_of
 from ca_jax.kv.layout import pool_bytes, pool_size
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import SCALE_BYTES
@@ -152,7 +153,7 @@ class Setup:
         return SingleDeviceSharding(self.chip.devices(1)[0])
 
     @cached_property
-    def params(self) -> steps.Params:
+    def params(self) -> Params:
         """Of the whole model."""
         leaves = {
             ("params", *slot.path): self.shape(*slot.shape, dtype=resolve_dtype(DTYPE), axes=slot.axes)
@@ -161,7 +162,7 @@ class Setup:
         return flax.traverse_util.unflatten_dict(leaves)
 
     @property
-    def outer(self) -> steps.Params:
+    def outer(self) -> Params:
         """What is outside the layers."""
         return {"params": {name: part for name, part in self.params["params"].items() if not name.startswith("layer_")}}
 
@@ -213,7 +214,7 @@ class Setup:
         sent = {"num_sums": 1, "sent_bytes": self._activations(width)}
         yield self._step("embed", steps.embed, model, self.outer, tokens, sharding=sharding, **sent)
         buckets = token_buckets(longest, coarse=True)
-        layer, kind = steps.layer_of(self.params, 0), model.kind_of(0)
+        layer, kind = layer_of(self.params, 0), model.kind_of(0)
         for num_tokens in (buckets[0], buckets[-1]):
             arguments = (model, layer, x, self.pages, self.rows(num_rows, width), self.tables[kind.rope], num_tokens)
             yield self._step(
@@ -240,7 +241,7 @@ class Setup:
         first = [self.kv(num_rows, axes=steps.STEP_KV)] * model.num_layers
         for packs in (False, True):
             name = "stack_layers" + (", int8" if packs else "")
-            yield self._step(name, steps.stack_layers, first, packs=packs, sharding=sharding)
+            yield self._step(name, steps.stack_layers, model, first, packs=packs, sharding=sharding)
 
     def _decoding(self) -> Iterator[Step]:
         """A step of decoding, and drawing."""
