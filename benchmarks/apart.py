@@ -19,8 +19,8 @@ from benchmarks.harness import BenchError, Sample
 from ca_jax.device.passes import LayerSource, PassPart, Prefill
 from ca_jax.engine import Engine
 from ca_jax.kv.chunk_kv import FusedTicket
+from ca_jax.kv.history import History
 from ca_jax.kv.layer_loader import LayerLoad, LayerLoader
-from ca_jax.kv.load import History
 from ca_jax.recompute.plan import blend_plan
 from ca_jax.recompute.recomputer import RecomputedHistory
 from ca_jax.session import Session

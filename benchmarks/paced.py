@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import math
 import sched
 import threading
@@ -212,12 +213,13 @@ class ControlledTicket:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.ticket, name)
 
-    def read(self, layer: int, dst: np.ndarray) -> Future[None]:
+    def read(self, layer: int, dst: np.ndarray, first_token: int = 0) -> Future[None]:
         """As `LoadTicket.read`."""
-        num_bytes = dst.nbytes * self.num_tokens // max(dst.shape[1], 1)
+        num_bytes = dst.nbytes * (self.num_tokens - first_token) // max(dst.shape[1], 1)
         memory = dst.ctypes.data, dst.ctypes.data + dst.nbytes
         transfer = Transfer("load", self.key, layer, 1, num_bytes, memory=memory)
-        self._reads.append(self._transfers.submit(transfer, lambda: self.ticket.read(layer, dst).result()))
+        read = functools.partial(self.ticket.read, layer, dst, first_token)
+        self._reads.append(self._transfers.submit(transfer, lambda: read().result()))
         return self._reads[-1]
 
     def write(self, layer: int, kv: np.ndarray, token_offset: int = 0) -> bool:

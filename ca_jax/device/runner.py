@@ -237,10 +237,12 @@ class Runner:
             return
         try:
             if layer in self.config.kv_layers:
-                number, count = self._kv_number[layer], part.prefill.history_length
+                slot, number = part.prefill.slot, self._kv_number[layer]
+                start = self.pool.first_seen(slot, number)
                 with self._timeline.annotate("engine", f"await {layer}", layer=layer):
                     kv = part.history.layer(number)
-                part.history.computed(number, self.pool.fill(part.prefill.slot, number, kv, 0, count))
+                count = part.prefill.history_length - start
+                part.history.computed(number, self.pool.fill(slot, number, kv, start, count))
             part.mend(layer)
         except Exception as error:
             part.error = error

@@ -50,6 +50,13 @@ def kept_window(layout: KVLayout, config: EngineConfig, window: int) -> int | No
     return max(windows) if slides and not (config.overflow and config.overflow.needs_everything) else None
 
 
+def first_seen(layout: KVLayout, num_tokens: int, page_tokens: int) -> tuple[int, ...]:
+    """Of each layer, the first of a history's tokens that tokens behind it see, or where its page begins."""
+    of_groups = [0 if each.window is None else max(num_tokens - each.window + 1, 0) for each in layout.groups]
+    places = (layout.place(layer)[0] for layer in range(layout.num_layers))
+    return tuple(of_groups[group] // page_tokens * page_tokens for group in places)
+
+
 def kv_layout(model: LoadedModel, config: EngineConfig) -> KVLayout:
     """As `rest_layout`, of a model that is loaded: of the heads that this process has."""
     layout = rest_layout(model.config, model.dtype, config)

@@ -8,7 +8,6 @@ Not here: staging and copies (layer_loader), arithmetic (costs), what is stored 
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import time
@@ -17,7 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 import numpy as np
 
-from ca_jax.device.pages import Holding
 from ca_jax.device.processes import from_first, least
 from ca_jax.device.runner import Runner
 from ca_jax.device.runtime import Runtime
@@ -25,8 +23,9 @@ from ca_jax.device.transfer import to_device
 from ca_jax.kv import costs
 from ca_jax.kv.chunk_kv import ChunkKV, FusedTicket
 from ca_jax.kv.costs import RateMeter
-from ca_jax.kv.layer_loader import LayerLoad, LayerLoader
-from ca_jax.kv.layout import kept_window
+from ca_jax.kv.history import History
+from ca_jax.kv.layer_loader import LayerLoader
+from ca_jax.kv.layout import first_seen, kept_window
 from ca_jax.kv.resident import ResidentPages
 from ca_jax.kv.save import owner_of
 from ca_jax.kv.shared_load import SharedLoad
@@ -43,67 +42,6 @@ _NO_STALL = 0.02  # Of a prefill: it waited for less than that, so that what it 
 _MIN_GAIN = 0.1  # What recomputing must save to be chosen: rates are measured, and loading leaves the device free.
 _RATIO_STEP = 0.05
 _SLACK_LAYERS = 1  # Behind what S_buf says, which leaves out that a first layer has nothing to hide behind.
-
-
-@dataclasses.dataclass(eq=False)
-class History:
-    """What of a turn's history is loaded."""
-
-    key: str
-    """Of its session, in the store."""
-    load: LayerLoad | None
-    """On its way; None where nothing is loaded."""
-    source: LayerLoad | SharedLoad | None
-    """What its prefill takes layers from."""
-    num_stored: int
-    """Tokens whose KV is stored, and need not be saved again."""
-    num_slid: int
-    """First tokens of the conversation that no layer looks back to, of which nothing is stored."""
-    predicted_s: float | None
-    """What prefilling over it is predicted to take; None without rates."""
-    chunks: tuple[ChunkSpan, ...] = ()
-    """Chunks that are loaded, each to its place. Between them is room for what is not."""
-    missed_chunks: int = 0
-    """Chunks of its context that are not."""
-    num_resident: int = 0
-    """Tokens whose KV is on the device still, so that nothing is loaded."""
-    resident: Holding | None = None
-    """The pages of those, until a row has them."""
-
-    @property
-    def tickets(self) -> tuple[LoadTicket, ...]:
-        """Open loads of the store."""
-        return () if self.load is None else tuple(ticket for ticket, _ in self.load.ticket.parts)
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Of all that is loaded, and of its session."""
-        return (self.key, *(ticket.key for ticket in self.tickets))
-
-    @property
-    def broken(self) -> set[str]:
-        """Keys of what of it could not be read, where more than one was."""
-        return self.load.ticket.broken if self.load is not None and len(self.tickets) > 1 else set()
-
-    @property
-    def num_places(self) -> int:
-        """Places that need not be computed: the first ones of the context."""
-        return self.num_resident if self.load is None else self.load.ticket.num_tokens
-
-    @property
-    def num_loaded(self) -> int:
-        """Tokens whose KV is loaded, or there: the first ones, unless there are chunks."""
-        return self.num_resident + sum(ticket.num_tokens for ticket in self.tickets)
-
-    @property
-    def from_ssd(self) -> bool:
-        """Whether they were fetched from SSD for this load."""
-        return self.load is not None and self.load.ticket.from_ssd
-
-    @property
-    def tier(self) -> str:
-        """Where they were: `device`, `ssd` or `dram`."""
-        return "device" if self.num_resident else "ssd" if self.from_ssd else "dram"
 
 
 class Histories:
@@ -193,7 +131,8 @@ class Histories:
         self._metrics.load_stall_s += load.stall_s
         if not self._loader.device_ahead:  # Elsewhere that is staging alone, and not the way to the device.
             for layer, seconds in enumerate(times_s):
-                self._meter.add_load(history.num_loaded * self._layout.layer_token_bytes(layer), seconds)
+                num_tokens = history.num_loaded - (history.first_seen[layer] if history.first_seen else 0)
+                self._meter.add_load(num_tokens * self._layout.layer_token_bytes(layer), seconds)
 
     def learn(self, history: History | None, num_before: int, num_new: int, seconds: float) -> None:
         """A prompt was computed alone, in one pass: what that took says how fast this engine computes.
@@ -343,7 +282,7 @@ class Histories:
             if is_resident and holder is not None and held[0] is not None and num_stored:
                 return self._go_on(job, session, holder, held[0], num_slid)
             self.resident.drop(key)
-            return self._begin(job, key, held, spans, num_loaded, num_slid)
+            return self._begin(job, session, held, spans, num_loaded, num_slid)
         except Exception:
             self._abort(ticket for ticket in held if ticket is not None)
             raise
@@ -364,13 +303,15 @@ class Histories:
         if shares:
             key, wanted = self.resident.like(owner_of(session).domain, token_ids) or key, (0, 0)
         has_all = self.resident.num_tokens(key, token_ids, wanted) >= num_stored
-        return key if has_all and self.resident.is_near(key, job.slot) else None
+        is_near = has_all and self.resident.is_near(key, job.slot)
+        return key if is_near and self.resident.has_seen(key, self._first_seen(num_stored)) else None
 
     def _go_on(self, job: Job, session: Session, holder: str, ticket: LoadTicket, num_slid: int) -> History:
         """A history whose pages a session has, all that a ticket says: its own, or those of one that it begins like."""
         num_tokens, rates = ticket.num_tokens, self._meter.rates
         self._store.complete_load(ticket, was_read=False)
         take = self.resident.take if holder == session.key else self.resident.share
+        held = take(holder, num_tokens)
         num_new = len(job.prompt_ids) - num_slid - num_tokens
         compute_s = None
         if rates is not None:
@@ -383,8 +324,12 @@ class Histories:
             num_slid=num_slid,
             predicted_s=compute_s,
             num_resident=num_tokens,
-            resident=take(holder, num_tokens),
+            resident=held,
+            first_seen=held.first_seen,
         )
+
+    def _first_seen(self, num_tokens: int) -> tuple[int, ...]:
+        return first_seen(self._layout, num_tokens, self._runner.pool.size.page_tokens)
 
     def _layer_bytes(self, num_tokens: int) -> int:
         return num_tokens * self._layout.token_bytes // self._layout.num_layers
@@ -415,7 +360,7 @@ class Histories:
     def _begin(
         self,
         job: Job,
-        key: str,
+        session: Session,
         held: Sequence[LoadTicket | None],
         spans: Sequence[ChunkSpan],
         num_loaded: int,
@@ -434,12 +379,16 @@ class Histories:
         ticket = FusedTicket(parts) if parts else None
         num_places = 0 if ticket is None else ticket.num_tokens
         num_new = len(job.prompt_ids) - num_slid - num_places
-        depth, load = self._depth(num_places, num_new), None
+        depth, load, firsts = self._depth(num_places, num_new), None, tuple[int, ...]()
         if ticket is not None:
-            padded, all_at_once = self._runner.padded_history(num_places), self._config.read_buffer == "off"
-            load = self._loader.open(ticket, padded, depth, all_at_once=all_at_once, job=job.job_id)
+            pad, options = self._runner.padded_history, {"all_at_once": self._config.read_buffer == "off"}
+            if not found and not self._may_read_all(job, session):
+                firsts = self._first_seen(num_places)
+            reads = [(first, pad(num_places - first)) for first in firsts]
+            load = self._loader.open(ticket, pad(num_places), depth, job=job.job_id, reads=reads, **options)
         return History(
-            key=key,
+            key=session.key,
+            first_seen=firsts,
             load=load,
             source=load if load is None or self._processes.count == 1 else SharedLoad(load, self._runner),
             num_stored=num_stored,
@@ -448,6 +397,13 @@ class Histories:
             chunks=tuple(span for _, span in found),
             missed_chunks=len(chunks) - len(found),
         )
+
+    def _may_read_all(self, job: Job, session: Session) -> bool:
+        """Whether more of a history may come to be read than tokens behind it see: as it is repaired, or cut while the
+        job runs.
+        """
+        state = session.conversation
+        return bool(state.num_to_repair or state.to_drift) or job.most_tokens > self._runner.window
 
     def _num_worth_loading(self, num_stored: int, num_new: int) -> int:
         """How many tokens of a stored history are loaded: all of them, where no rates say otherwise."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -29,8 +29,8 @@ from ca_jax.device.sampler import Draw
 from ca_jax.device.transfer import to_host_memory
 from ca_jax.errors import ProcessesError
 from ca_jax.kv import costs
+from ca_jax.kv.history import History
 from ca_jax.kv.layer_loader import LoadError
-from ca_jax.kv.load import History
 from ca_jax.kv.save import TurnSaver, owner_of
 from ca_jax.kv.session_kv import SessionKV
 from ca_jax.recompute.recomputer import RecomputedHistory
@@ -82,7 +82,7 @@ class Prefilling:
             self._mended = self._truncator.recomputed(job, job.session, history, self.prefill.slot, self._blend_config)
             if self._mended is None:
                 self.saver = self._kv.write_buffer.begin_turn(job.session, history.num_stored)
-            self._start(history.num_places)
+            self._start(history.num_places, history.first_seen)
 
     @property
     def may_pack(self) -> bool:
@@ -173,7 +173,8 @@ class Prefilling:
         if self._history is not None:
             self._kv.histories.release(self._history)
 
-    def _start(self, num_loaded: int) -> None:
+    def _start(self, num_loaded: int, first_seen: Sequence[int] = ()) -> None:
+        self._runner.pool.begin_at(self.prefill.slot, first_seen)
         self.prefill = Prefill(self.prefill.slot, self.job.prompt_ids[num_loaded:], num_loaded)
 
     def _take_layer(self, layer: int, kv: jax.Array, first: int) -> None:

@@ -22,7 +22,7 @@ from ca_jax.device import steps
 from ca_jax.device.runner import Runner
 from ca_jax.device.warmup import Compile, Shapes
 from ca_jax.errors import InvalidRequestError
-from ca_jax.kv.load import History
+from ca_jax.kv.history import History
 from ca_jax.kv.save import TurnSaver
 from ca_jax.kv.session_kv import SessionKV
 from ca_jax.overflow.config import (

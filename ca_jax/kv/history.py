@@ -1,0 +1,78 @@
+"""What of a turn's history is loaded: KV of its first tokens and of chunks, or pages that have it.
+
+Not here: choosing and beginning it (load), computing behind it (serving.batch).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ca_jax.device.pages import Holding
+from ca_jax.kv.layer_loader import LayerLoad
+from ca_jax.kv.shared_load import SharedLoad
+from ca_jax.storage.tickets import LoadTicket
+from ca_jax.turns.text import ChunkSpan
+
+
+@dataclasses.dataclass(eq=False)
+class History:
+    """What of a turn's history is loaded."""
+
+    key: str
+    """Of its session, in the store."""
+    load: LayerLoad | None
+    """On its way; None where nothing is loaded."""
+    source: LayerLoad | SharedLoad | None
+    """What its prefill takes layers from."""
+    num_stored: int
+    """Tokens whose KV is stored, and need not be saved again."""
+    num_slid: int
+    """First tokens of the conversation that no layer looks back to, of which nothing is stored."""
+    predicted_s: float | None
+    """What prefilling over it is predicted to take; None without rates."""
+    chunks: tuple[ChunkSpan, ...] = ()
+    """Chunks that are loaded, each to its place. Between them is room for what is not."""
+    missed_chunks: int = 0
+    """Chunks of its context that are not."""
+    num_resident: int = 0
+    """Tokens whose KV is on the device still, so that nothing is loaded."""
+    resident: Holding | None = None
+    """The pages of those, until a row has them."""
+    first_seen: tuple[int, ...] = ()
+    """Of each layer the first of its tokens whose KV is loaded, or there: no later token sees those before it. Nothing
+    said: all are."""
+
+    @property
+    def tickets(self) -> tuple[LoadTicket, ...]:
+        """Open loads of the store."""
+        return () if self.load is None else tuple(ticket for ticket, _ in self.load.ticket.parts)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Of all that is loaded, and of its session."""
+        return (self.key, *(ticket.key for ticket in self.tickets))
+
+    @property
+    def broken(self) -> set[str]:
+        """Keys of what of it could not be read, where more than one was."""
+        return self.load.ticket.broken if self.load is not None and len(self.tickets) > 1 else set()
+
+    @property
+    def num_places(self) -> int:
+        """Places that need not be computed: the first ones of the context."""
+        return self.num_resident if self.load is None else self.load.ticket.num_tokens
+
+    @property
+    def num_loaded(self) -> int:
+        """Tokens whose KV is loaded, or there: the first ones, unless there are chunks."""
+        return self.num_resident + sum(ticket.num_tokens for ticket in self.tickets)
+
+    @property
+    def from_ssd(self) -> bool:
+        """Whether they were fetched from SSD for this load."""
+        return self.load is not None and self.load.ticket.from_ssd
+
+    @property
+    def tier(self) -> str:
+        """Where they were: `device`, `ssd` or `dram`."""
+        return "device" if self.num_resident else "ssd" if self.from_ssd else "dram"
