@@ -18,8 +18,8 @@ import numpy as np
 
 from ca_jax import backend
 from ca_jax.config import WEIGHT_DTYPES
+from ca_jax.device.steps import Params
 from ca_jax.device.transfer import leaf_to_device, params_to_device, to_device, to_host
-from ca_jax.device.variables import Params
 from ca_jax.errors import InvalidRequestError, UnknownModelError, check
 from ca_jax.models.checkpoint import load_checkpoint
 from ca_jax.models.config import ModelConfig

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ca_jax.device import steps
+from ca_jax.device.steps import Params, layer_of, with_places
 from ca_jax.device.transfer import to_device
-from ca_jax.device.variables import Params, layer_of, with_places
 from ca_jax.errors import check
 from ca_jax.models.paged_attention import Rows
 from ca_jax.pretrained import LoadedModel

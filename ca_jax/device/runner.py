@@ -25,10 +25,9 @@ from ca_jax.device import steps
 from ca_jax.device.adapters import AdapterSizes, AdapterSlots
 from ca_jax.device.buckets import batch_buckets, history_buckets, pad_to, token_buckets
 from ca_jax.device.pages import PagePool, PoolSize
-from ca_jax.device.passes import Decoded, Passed, PassPart, Prefill, Received, Step
+from ca_jax.device.passes import Decoded, Flight, Passed, PassPart, Prefill, Received, Step
 from ca_jax.device.sampler import Draw, Sampler
 from ca_jax.device.transfer import params_to_device, to_device, to_host
-from ca_jax.device.variables import Params, layer_of, with_places
 from ca_jax.models.adapters import Adapter
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.cpu_kernels import pack_params
@@ -58,27 +57,13 @@ class RunnerSizes:
     """Room for adapters."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Flight:
-    """A decode step that has been dispatched."""
-
-    batch: tuple[tuple[int, int, int], ...]  # Slot, job, and tokens before the one that is computed.
-    slots: list[int | None]  # By row.
-    lengths: np.ndarray
-    num_gone: np.ndarray
-    found: tuple[jax.Array, jax.Array]  # Logits, and the likeliest tokens.
-    draw: Draw | None  # None: it depends on the last step's tokens.
-    kv: tuple[jax.Array, ...]
-    received: jax.Array | None
-
-
 class Runner:
     """Runs a model over the pages of contexts. Belongs to the engine's thread."""
 
     def __init__(
         self,
         config: ModelConfig,
-        params: Params,
+        params: steps.Params,
         sizes: RunnerSizes,
         *,
         timeline: Timeline = NO_TIMELINE,
@@ -100,7 +85,7 @@ class Runner:
         """Which adapters there are, and which each row has."""
         if not self.adapters.are_off:
             params = {**params, "adapters": self.adapters.arrays()}
-        params = with_places(config, params, self.to_device)
+        params = steps.with_places(config, params, self.to_device)
         self.param_bytes = bytes_per_device(params)
         """Of the model's parameters, on each device."""
         self.params = params
@@ -109,7 +94,7 @@ class Runner:
         self.with_attention = sizes.with_attention
         self.packs_kv = sizes.packs_kv
         """Whether KV is kept in int8."""
-        self.layers = [layer_of(params, i) for i in range(config.num_layers)]
+        self.layers = [steps.layer_of(params, i) for i in range(config.num_layers)]
         self.outer = {
             kind: {name: part for name, part in tree.items() if not name.startswith("layer_")}
             for kind, tree in params.items()
@@ -122,6 +107,8 @@ class Runner:
         self._num_parts = sizes.pool.num_parts
         is_coarse = backend.here().coarse_steps or self.window > _FINE_WINDOW
         self.token_buckets = token_buckets(sizes.chunk_tokens, coarse=is_coarse)
+        self.whole_tokens = max((size for size in self.token_buckets if size <= backend.here().whole_tokens), default=0)
+        """Most tokens of a pass that is one function."""
         self.history_buckets = history_buckets(self.window)
         self.batch_buckets = batch_buckets(self._num_slots // self._num_parts, backend.here().least_rows)
         """Rows of each part that decode."""
@@ -138,13 +125,13 @@ class Runner:
         self.tables = steps.rotation_tables(config, num_places, self.window, sharding)
         """Rotations of all places, of each of `config.ropes`."""
         self.sampler = Sampler(self._num_slots, config.vocab_size, sharding)
-        self._ahead: _Flight | None = None  # A step that was dispatched before it was asked for.
+        self._ahead: Flight | None = None  # A step that was dispatched before it was asked for.
 
     def put_adapter(self, slot: int, adapter: Adapter | None) -> None:
         """Has a slot hold an adapter, or none, from the next step on. Steps that were dispatched are not changed."""
         self.adapters.put(slot, adapter)
         self.params = {**self.params, "adapters": self.adapters.arrays()}
-        self.layers = [layer_of(self.params, i) for i in range(self.config.num_layers)]
+        self.layers = [steps.layer_of(self.params, i) for i in range(self.config.num_layers)]
 
     def padded_history(self, num_tokens: int) -> int:
         """The history length that `num_tokens` are padded to where they are brought or recomputed."""
@@ -191,7 +178,10 @@ class Runner:
         for slot, (start, new) in spans.items():
             self.pool.make_room(slot, start + len(new), start)
         step = self._laid_out(spans)
-        self._ahead, x = None, self.embed(step.tokens)
+        self._ahead = None
+        if step.num_tokens <= self.whole_tokens and all(part.history is None for part in parts):
+            return self._run_whole(parts, jobs, step)
+        x = self.embed(step.tokens)
         joined = parts[0].joined if parts else None
         if joined is not None:  # It is alone.
             step = step.behind(joined.num_chosen, joined.num_rows)
@@ -211,7 +201,30 @@ class Runner:
                     decoded += [] if first is None else [first]
                 for part in parts if i in self.config.kv_layers else ():
                     part.take(self._kv_number[i], kv, step.kv_row(part.prefill.slot))
-        return self._passed(parts, jobs, step, x, decoded, received)
+        of_jobs = steps.stack_layers(self.config, decoded, self.packs_kv, self.sharding) if jobs else None
+        return self._passed(parts, jobs, step, x, of_jobs, sum(received[1:], received[0]) if received else None)
+
+    def _run_whole(self, parts: Sequence[PassPart], jobs: Sequence[Job], step: Step) -> Passed:
+        """A pass of few tokens, all before which is in pages: one function."""
+        with self._timeline.annotate("engine", "dispatch all"):
+            x, kv, first, self.pool.buffers, received = steps.model_step(
+                self.config,
+                self.params,
+                self.pool.buffers,
+                self.to_device(step.tokens),
+                step.rows,
+                self.tables,
+                step.num_tokens,
+                self._num_slots // self._num_parts,
+                with_attention=self.with_attention,
+                packs=self.packs_kv,
+                sharding=self.sharding,
+                adapters=step.adapters,
+            )
+        for part in parts:
+            for i, of_layer in enumerate(kv):
+                part.take(i, of_layer, step.kv_row(part.prefill.slot))
+        return self._passed(parts, jobs, step, x, first if jobs else None, received)
 
     def _laid_out(self, spans: Mapping[int, tuple[int, Sequence[int]]]) -> Step:
         """How a step lies: by slot the place of the first token, and the tokens."""
@@ -273,18 +286,17 @@ class Runner:
         jobs: Sequence[Job],
         step: Step,
         x: jax.Array,
-        decoded: list[jax.Array],
-        received: list[jax.Array],
+        kv: tuple[jax.Array, ...] | None,
+        received: jax.Array | None,
     ) -> Passed:
         """What a pass gives, all layers of which were dispatched."""
         places = {job.slot: job.num_tokens + job.num_gone for job in jobs if job.slot is not None}
         of_slot: dict[int, Received] = {}
-        if received:
-            total = sum(received[1:], received[0])
+        if received is not None:
             rows = {slot: row for row, slot in enumerate(step.slots) if slot is not None}
             ends = {job.slot: job.num_tokens for job in jobs}
             ends |= {part.prefill.slot: part.prefill.start + part.num_tokens for part in parts}
-            of_slot = {slot: Received(total, row, ends[slot]) for slot, row in rows.items()}
+            of_slot = {slot: Received(received, row, ends[slot]) for slot, row in rows.items()}
         for part in parts:
             if part.error is not None:
                 continue
@@ -299,7 +311,6 @@ class Runner:
             index = [0 if slot is None else step.last[slot] for slot in slots]
             found = steps.row_logits(self.config, self.outer, x, self.to_device(index, np.int32), self.sharding)
             draw = self._draw(found, slots, [0 if slot is None else places[slot] for slot in slots])
-        kv = steps.stack_layers(self.config, decoded, self.packs_kv, self.sharding) if jobs else None
         rows = {slot: row for row, slot in enumerate(slots) if slot is not None}
         width = 0 if kv is None else kv[0].shape[2] // self._num_parts
         kv_rows = {job.slot: step.part[job.slot] * width + step.first[job.slot] for job in jobs if job.slot is not None}
@@ -358,7 +369,7 @@ class Runner:
         num_gone: np.ndarray,
         *,
         draws: bool = True,
-    ) -> _Flight:
+    ) -> Flight:
         spans: list[tuple[int, int, int] | None] = []
         for slot, length in zip(slots, map(int, lengths), strict=True):
             if slot is not None:
@@ -378,7 +389,7 @@ class Runner:
         )
         found = logits, likeliest
         draw = self._draw(found, slots, lengths + num_gone + 1) if draws else None
-        return _Flight(batch, slots, lengths, num_gone, found, draw, kv, received)
+        return Flight(batch, slots, lengths, num_gone, found, draw, kv, received)
 
     def _draw(self, found: tuple[jax.Array, jax.Array], slots: Sequence[int | None], places: npt.ArrayLike) -> Draw:
         """By how many tokens there were: the same number must not come again when some have left."""
@@ -458,8 +469,8 @@ class Runner:
         """
         size = self.read_tokens
         row = self.pool.size.part_of(slot) * size
+        numbers = range(len(self.config.kv_layers))
         for start in range(0, num_tokens, size):
-            numbers = range(len(self.config.kv_layers))
             kv = [self.pool.read(slot, number, start, size, packs=self.packs_kv) for number in numbers]
             yield slice(start, min(start + size, num_tokens)), row, kv
 

@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ca_jax.device.steps import Params
 from ca_jax.device.transfer import to_device, to_host
-from ca_jax.device.variables import Params
 from ca_jax.errors import check
 from ca_jax.models import kv
 from ca_jax.models.config import ModelConfig

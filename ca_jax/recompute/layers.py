@@ -20,8 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ca_jax.device.steps import PAGES, ROWS, TOKEN_KV, through_layer
-from ca_jax.device.variables import Params, apply, variables_of
+from ca_jax.device.steps import PAGES, ROWS, TOKEN_KV, Params, apply, through_layer, variables_of
 from ca_jax.models import paged_attention as paged
 from ca_jax.models import rope
 from ca_jax.models.config import LayerKind, ModelConfig

@@ -21,7 +21,7 @@ import numpy as np
 
 from ca_jax.device.passes import LayerSource
 from ca_jax.device.runner import Runner
-from ca_jax.device.variables import Params
+from ca_jax.device.steps import Params
 from ca_jax.device.warmup import Compile, Shapes
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.paged_attention import Rows

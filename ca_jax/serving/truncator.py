@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ca_jax.config import BlendConfig
-from ca_jax.device import steps
+from ca_jax.device import page_steps, steps
 from ca_jax.device.runner import Runner
 from ca_jax.device.warmup import Compile, Shapes
 from ca_jax.errors import InvalidRequestError
@@ -131,14 +131,14 @@ class Truncator:
         def cut() -> None:
             places = shapes.small(shapes.most_pages * runner.pool.size.page_tokens)
             given = shapes.pages, shapes.small(2, shapes.most_pages), scalar, places, scalar
-            shapes.compiled(steps.cut_pages, *given, drift, None if drift is None else scalar, runner.sharding)
+            shapes.compiled(page_steps.cut_pages, *given, drift, None if drift is None else scalar, runner.sharding)
 
         def add(layer: int, drift: jax.ShapeDtypeStruct, size: int) -> None:
             kept = runner.loaded_shape(layer, size)
             if runner.packs_kv:
                 kept = shapes.compiled(steps.unpack_kv, kept, runner.dtype, runner.sharding)
                 given = kept, shapes.small(shapes.most_pages), scalar, scalar, scalar, runner.sharding
-                shapes.compiled(steps.fill_pages, shapes.pages[layer], *given)
+                shapes.compiled(page_steps.fill_pages, shapes.pages[layer], *given)
             shapes.compiled(add_drift, kept, drift, scalar, scalar)
 
         found: list[Compile] = [cut]
