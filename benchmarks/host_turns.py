@@ -130,7 +130,7 @@ def _turn(
             raise BenchError(
                 f"the store must have {num_before} tokens, got {0 if ticket is None else ticket.num_tokens}"
             )
-        _ = ticket.plan
+        ticket.plan()
         store.complete_load(ticket)
     for token in answer_ids:
         job.add(token)

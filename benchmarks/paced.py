@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import math
 import sched
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, Self, TypeVar
 
 import numpy as np
@@ -212,12 +213,13 @@ class ControlledTicket:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.ticket, name)
 
-    def read(self, layer: int, dst: np.ndarray) -> Future[None]:
+    def read(self, layer: int, dst: np.ndarray, first_token: int = 0) -> Future[None]:
         """As `LoadTicket.read`."""
-        num_bytes = dst.nbytes * self.num_tokens // max(dst.shape[1], 1)
+        num_bytes = dst.nbytes * (self.num_tokens - first_token) // max(dst.shape[1], 1)
         memory = dst.ctypes.data, dst.ctypes.data + dst.nbytes
         transfer = Transfer("load", self.key, layer, 1, num_bytes, memory=memory)
-        self._reads.append(self._transfers.submit(transfer, lambda: self.ticket.read(layer, dst).result()))
+        read = functools.partial(self.ticket.read, layer, dst, first_token)
+        self._reads.append(self._transfers.submit(transfer, lambda: read().result()))
         return self._reads[-1]
 
     def write(self, layer: int, kv: np.ndarray, token_offset: int = 0) -> bool:
@@ -225,9 +227,11 @@ class ControlledTicket:
         transfer = Transfer("save", self.key, layer, 1, kv.nbytes)
         return self._transfers.submit(transfer, lambda: bool(self.ticket.write(layer, kv, token_offset))).result()
 
-    def write_all(self, kv: np.ndarray, token_offset: int = 0) -> bool:
+    def write_all(self, kv: np.ndarray | Sequence[np.ndarray], token_offset: int = 0) -> bool:
         """As `SaveTicket.write_all`; one transfer, of all layers."""
-        transfer = Transfer("save", self.key, None, len(kv), kv.nbytes)
+        arrays = [kv] if isinstance(kv, np.ndarray) else kv
+        num_bytes = sum(each.nbytes for each in arrays)
+        transfer = Transfer("save", self.key, None, sum(map(len, arrays)), num_bytes)
         return self._transfers.submit(transfer, lambda: bool(self.ticket.write_all(kv, token_offset))).result()
 
     def settle(self) -> None:

@@ -138,7 +138,7 @@ def full_pass(token_ids: Sequence[int], model: LoadedModel | None = None) -> tup
     padded = np.zeros((1, WINDOW), np.int32)
     padded[0, : len(token_ids)] = token_ids
     logits, kv = _pass(model.model, model.params, padded)
-    layers = np.stack([np.stack([part[0] for part in layer.parts]) for layer in kv.layers])
+    layers = stacked([np.stack([part[0] for part in layer.parts]) for layer in kv.layers])
     return np.asarray(logits)[0, : len(token_ids)], layers[:, :, : len(token_ids)]
 
 
@@ -241,10 +241,19 @@ def stored_kv(engine: Engine, session: Session) -> np.ndarray:
 
 
 def loaded(store: AttentionStore, ticket: LoadTicket) -> np.ndarray:
-    """All that a ticket loads, as it is at rest: `[L, 2, T, K, H]`."""
+    """All that a ticket loads, as it is at rest: `[L, 2, T, K, H]`, zeros behind what layers of other shapes have."""
     layout = store.layout
-    out = np.zeros((layout.num_layers, *layout.layer_shape(0, ticket.num_tokens)), layout.numpy_dtype)
-    for layer in range(layout.num_layers):
-        ticket.read(layer, out[layer]).result()
+    layers = [
+        np.zeros(layout.layer_shape(layer, ticket.num_tokens), layout.numpy_dtype) for layer in range(layout.num_layers)
+    ]
+    for layer, kv in enumerate(layers):
+        ticket.read(layer, kv).result()
     store.complete_load(ticket)
-    return out
+    return stacked(layers)
+
+
+def stacked(layers: Sequence[np.ndarray]) -> np.ndarray:
+    """Arrays of layers as one, zeros behind those that are smaller."""
+    sizes = np.max([kv.shape for kv in layers], axis=0)
+    padded = [np.pad(kv, [(0, size - own) for size, own in zip(sizes, kv.shape, strict=True)]) for kv in layers]
+    return np.stack(padded)

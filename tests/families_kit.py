@@ -53,6 +53,10 @@ _NOT_PARALLEL = {"use_parallel_residual": False, "hidden_act": "gelu_new"}
 _GEMMA = {**_LLAMA, "head_dim": 12, "query_pre_attn_scalar": 12, "tie_word_embeddings": True, "num_hidden_layers": 3}
 _GEMMA2 = {**_GEMMA, "sliding_window": 7, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0}
 _GEMMA3 = {**_GEMMA, "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_GEMMA4 = {**_LLAMA, "head_dim": 12, "global_head_dim": 20, "tie_word_embeddings": True, "num_hidden_layers": 6}
+_GEMMA4 |= {"sliding_window": 20, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB_SIZE}
+_GEMMA4 |= {"layer_types": [*["sliding_attention", "full_attention"] * 3], "final_logit_softcapping": 4.0}
+_ALIKE = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0}
 _BY_LAYER = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
@@ -136,6 +140,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2_window_1": ("Gemma2", {**_GEMMA2, "sliding_window": 1, "query_pre_attn_scalar": 20}),
     "gemma3": ("Gemma3", _GEMMA3),
     "gemma3_scaled_rope": ("Gemma3", {**_GEMMA3, "rope_parameters": _BY_LAYER, "final_logit_softcapping": 4.0}),
+    "gemma4": ("Gemma4", {**_GEMMA4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}),
+    "gemma4_keys_are_values": ("Gemma4", {**_GEMMA4, **_ALIKE}),
     "gpt_oss": ("GptOss", {**_GPT_OSS, **_SHORT_YARN}),
     "gpt_oss_plain_rope": ("GptOss", {**_GPT_OSS, **_rope("default"), "sliding_window": 1}),
     "neox_sequential": ("GPTNeoX", {**_NEOX, **_NOT_PARALLEL, **_rope("default", partial_rotary_factor=0.5)}),
@@ -190,12 +196,15 @@ def make(name: str, directory: Path, seed: int = 0, **changes: Any) -> Any:
     config._experts_implementation = "eager"  # The other one needs sizes that are multiples of 4.
     model = of_kind(config).eval()
     generator = torch.Generator().manual_seed(seed)
-    scale = 0.0 if kind.startswith(("Gemma", "Qwen3Next", "Qwen3_5")) else 1.0  # Of norms, as files hold it.
+    plus_one = kind.startswith(("Qwen3Next", "Qwen3_5")) or kind in ("Gemma2", "Gemma3")
+    scale = 0.0 if plus_one else 1.0  # Of norms, as files hold it.
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             numbers = torch.randn(parameter.shape, generator=generator)
             if parameter.ndim == 1:
                 parameter.copy_(0.2 * numbers + (scale if key.endswith("weight") else 0.0))
+                if kind == "Gemma4" and key.endswith("q_norm.weight"):  # Nothing else scales its scores down.
+                    parameter.mul_(parameter.shape[0] ** -0.5)
             else:
                 gain = 2.0 if "embed" in key or "lm_head" in key else 1.3
                 if kind == "GptOss" and "gate_up" in key:
@@ -204,6 +213,8 @@ def make(name: str, directory: Path, seed: int = 0, **changes: Any) -> Any:
         for key, buffer in model.named_buffers():
             if key.endswith("e_score_correction_bias"):  # By which experts are chosen, and not weighed.
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+            if key.endswith("layer_scalar"):
+                buffer.copy_(1 + 0.2 * torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(directory)
     return model
 

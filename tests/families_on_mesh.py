@@ -32,6 +32,13 @@ GPT_OSS = {
     **{"mlp": "swiglu_clipped", "mlp_bias": True, "router_bias": True, "has_sinks": True},
     **{"sliding_window": 40, "full_layers": (1,)},
 }
+GEMMA4 = {
+    **{"norms_behind": True, "mlp": "geglu_tanh", "tie_embeddings": True, "sliding_window": 40, "qk_norm": True},
+    **{"value_norm": True, "attention_scale": 1.0, "embed_scale": 32**0.5, "has_layer_scale": True},
+    **{"local_rope": RopeConfig(theta=300.0), "rope": RopeConfig(scaling="proportional", num_turning=2)},
+    **{"full_head_dim": 12},
+}
+ALIKE = {"num_kv_heads": 4, "full_kv_heads": 2, "full_keys_are_values": True}
 FAMILIES = {
     "mixtral": {"num_experts": 4, "num_experts_per_token": 2, "num_kv_heads": 4},
     "qwen3": {"qkv_bias": True, "qk_norm": True, "sliding_window": 40, "full_layers": (0,)},
@@ -42,6 +49,8 @@ FAMILIES = {
     "cohere2": {**UNBIASED, "sliding_window": 40, "full_layers": (1,), "nope_layers": (1,), "logit_scale": 0.5},
     "gemma2": {**GEMMA, "score_cap": 3.0, "logit_cap": 8.0},
     "gemma3": {**GEMMA, "qk_norm": True, "local_rope": RopeConfig(theta=300.0)},
+    "gemma4": {**GEMMA4, "num_layers": 4, "full_layers": (1, 3), "num_readers": 2, "layer_input_dim": 6},
+    "gemma4-alike": {**GEMMA4, **ALIKE, "full_layers": (1,)},
     "gpt_oss": {**GPT_OSS, "num_experts": 4, "num_experts_per_token": 2, "qkv_bias": True, "out_bias": True},
     "llama": {"num_kv_heads": 4},
     "deepseek_v3": {**SIGMOID, **DENSE_FIRST, **LATENT, "shared_mlp_dim": 24, "query_rank": 24},

@@ -157,7 +157,7 @@ def passing(monkeypatch) -> dict[str, list[jax.Array]]:
         seen["prefilled"] = prefilled
 
     def add_decoded(self, token, kv, row, original=TurnSaver.add_decoded):
-        seen["decoded"].append(kv)
+        seen["decoded"] += kv
         original(self, token, kv, row)
 
     for owner, method in ((LayerLoad, layer), *((TurnSaver, each) for each in (add_layer, add_pass, add_decoded))):

@@ -38,16 +38,19 @@ _REPAIR_STEP = 8  # Repaired tokens are a multiple of it.
 
 @functools.partial(jax.jit, static_argnames=("model",))
 def _apply(model, params, tokens, history, length):
-    """Logits `[T, V]` and KV `[L, 2, T, K, H]` of tokens `[T]` behind the first `length` of `[L, 2, S, K, H]`."""
-    layers = tuple(LayerKV.of(layer) for layer in history)
+    """Logits `[T, V]` and KV of each layer `[2, T, K, H]` of tokens `[T]` behind the first `length` of
+    `[L, 2, S, K, H]`.
+    """
+    layers = tuple(LayerKV.of(kv[:p, :, :k, :h]) for kv, (p, k, h) in zip(history, model.config.kv_shapes, strict=True))
     positions = length + jnp.arange(len(tokens))[None]
     context = history.shape[2]
     logits, new = model.apply(params, tokens[None], positions, KVCache(layers, length[None]), context)
-    return logits[0], jnp.stack([jnp.concatenate(layer.parts) for layer in new.layers])
+    return logits[0], [jnp.concatenate(layer.parts) for layer in new.layers]
 
 
 class SlicedCache:
-    """A context as plain arrays: `kv [L, 2, T, K, H]` unrotated, one row for each of `token_ids`.
+    """A context as plain arrays: `kv [L, 2, T, K, H]` unrotated, one row for each of `token_ids`; of layers that differ
+    zeros behind what is there.
 
     Args:
       window: most tokens of it.
@@ -59,8 +62,8 @@ class SlicedCache:
         config = self.model.config
         self.window = window
         self.token_ids: list[int] = []
-        num_parts, *of_token = config.kv_shape(0)
-        self.kv = np.zeros((config.num_layers, num_parts, 0, *of_token), np.float32)
+        shapes = ((num_parts, 0, *of_token) for num_parts, *of_token in config.kv_shapes)
+        self.kv = kit.stacked([np.zeros(shape, np.float32) for shape in shapes])
 
     def feed(self, token_ids: Sequence[int]) -> np.ndarray:
         """Puts tokens behind the context; logits of the last one, `[V]`."""
@@ -84,8 +87,10 @@ class SlicedCache:
     def blend(self, plan: Plan) -> None:
         """Has some of the tokens' KV computed anew, layer by layer, and the others move as these have."""
         by_layer = LayerByLayer(self.model, self.window, self.window)
-        pages = [as_pages(jnp.asarray(layer)) for layer in self.kv]
-        self.kv = np.stack([from_pages(found) for found in by_layer.recomputed(plan, self.token_ids, pages)])
+        shapes = zip(self.kv, self.model.config.kv_shapes, strict=True)
+        pages = [as_pages(jnp.asarray(kv[:p, :, :k, :h])) for kv, (p, k, h) in shapes]
+        found = by_layer.recomputed(plan, self.token_ids, pages)
+        self.kv = kit.stacked([np.asarray(from_pages(each)) for each in found])
 
     def _feed(self, part: list[int]) -> np.ndarray:
         """Puts at most a step of tokens behind the context; logits of each, `[T, V]`."""
@@ -96,7 +101,7 @@ class SlicedCache:
         padded = np.zeros(num_rows, np.int32)
         padded[: len(part)] = part
         logits, new = _apply(model.model, model.params, padded, room, np.int32(length))
-        self.kv = np.concatenate([self.kv, np.asarray(new)[:, :, : len(part)]], axis=2)
+        self.kv = np.concatenate([self.kv, kit.stacked(list(map(np.asarray, new)))[:, :, : len(part)]], axis=2)
         self.token_ids += part
         return np.asarray(logits)[: len(part)]
 
@@ -231,7 +236,7 @@ class Conversation:
         if overflow.method != "ca":
             return
         if self.drift is not None and not by_hand:
-            self.cache.kv[:, :, overflow.keep_first_tokens :] += self.drift.values[:, :, None]
+            self.cache.kv[:, :, overflow.keep_first_tokens :] += kit.stacked(self.drift.values)[:, :, None]
         if overflow.recomputes and overflow.anchor_tokens:
             num_anchors = -(-overflow.anchor_tokens // _REPAIR_STEP) * _REPAIR_STEP
             self.cache.compute_anew(min(num_anchors, num_left))
@@ -305,9 +310,8 @@ def recorded_logits(engine: Engine) -> Iterator[list[np.ndarray]]:
 
 def random_drift(model: LoadedModel, window: int, directory: Path) -> tuple[str, Drift]:
     """A file with a drift of a model that nobody measured, and what is in it."""
-    config = model.config
-    shape = (config.num_layers, 2, config.num_kv_heads, config.head_dim)
-    values = np.random.default_rng(0).normal(0, 0.2, shape).astype(np.float32)
+    rng = np.random.default_rng(0)
+    values = tuple(rng.normal(0, 0.2, shape).astype(np.float32) for shape in model.config.kv_shapes)
     drift = Drift(values=values, fingerprint=model.fingerprint, window=window, truncation_ratio=0.5, num_tokens=1)
     drift.save(directory / "drift.npz")
     return str(directory / "drift.npz"), drift

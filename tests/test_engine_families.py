@@ -42,6 +42,8 @@ NAMES = (
     "mistral4",
     "gemma2",
     "gemma3_scaled_rope",
+    "gemma4",
+    "gemma4_keys_are_values",
     "gpt_oss",
 )
 

@@ -221,7 +221,7 @@ def test_hbm_to_dram_to_hbm_is_bit_exact(dtype):
                 turn.add_layer(layer, to_device(kv[layer, :, start:padded]))
             turn.end_pass()
         for token in range(30, 45):
-            turn.add_decoded(token, to_device(np.stack([kv[:, :, token]] * 3, axis=2)), token % 3)
+            turn.add_decoded(token, (to_device(np.stack([kv[:, :, token]] * 3, axis=2)),), token % 3)
         turn.end()
         for result in saver.poll(wait=True):
             assert result.error is None

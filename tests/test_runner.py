@@ -163,7 +163,7 @@ def run_pass(runner: Runner, rows: Sequence[Row], sizes: Iterator[int]) -> list[
     for row in rows:
         slot = row.job.slot
         if row in decoding:
-            row.kv.append(np.asarray(passed.kv)[:, :, passed.kv_rows[slot]][:, :, None])
+            row.kv.append(np.asarray(passed.kv[0])[:, :, passed.kv_rows[slot]][:, :, None])
             if runner.with_attention:
                 passed.received[slot].add_to(row.received)
         if slot in passed.rows:
@@ -176,7 +176,7 @@ def decode(runner: Runner, rows: Sequence[Row]) -> None:
     decoded = runner.decode([row.job for row in rows], run_ahead=False)
     for row in rows:
         index = decoded.rows[row.job.slot]
-        row.kv.append(np.asarray(decoded.kv)[:, :, index][:, :, None])
+        row.kv.append(np.asarray(decoded.kv[0])[:, :, index][:, :, None])
         if runner.with_attention:
             row.received += decoded.received[index, : kit.WINDOW]
         row.take(decoded.draw, index)

@@ -166,7 +166,7 @@ def test_copies_large_enough_to_say_something_are_measured_and_all_are_on_the_ti
     for key, num_tokens in (("small", 63), ("large", 64)):
         ticket = rig.store.prepare_save(key, 0, range(num_tokens))
         submit(rig.saver, ticket, [Part.of_layer(0, to_device(kv[0, :, :num_tokens]), num_tokens)])
-    decoded = Part.decoded([to_device(kv[:, :, :1])] * 64, [0] * 64)
+    decoded = Part.decoded([(to_device(kv[:, :, :1]),)] * 64, [0] * 64)
     submit(rig.saver, rig.store.prepare_save("decoded", 0, range(64)), [decoded])
     rig.saver.close()  # What was added is written first.
     assert len(rig.saver.poll()) == 3
@@ -198,7 +198,7 @@ def decode(turn: TurnSaver, start: int, stop: int) -> None:
     """Decodes tokens in changing company."""
     for token in range(start, stop):
         rows = np.stack([KV[:, :, (token + other) % NUM_TOKENS] for other in range(3)], axis=2)
-        turn.add_decoded(TOKENS[token], to_device(np.roll(rows, token % 3, axis=2)), token % 3)
+        turn.add_decoded(TOKENS[token], (to_device(np.roll(rows, token % 3, axis=2)),), token % 3)
 
 
 @pytest.mark.parametrize("num_layers", [0, 1, 3])

@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ca_jax.device import steps
+from ca_jax.device.steps import Params, layer_of, with_places
 from ca_jax.device.transfer import to_device
+from ca_jax.errors import check
 from ca_jax.models.paged_attention import Rows
 from ca_jax.pretrained import LoadedModel
 from ca_jax.recompute.plan import Plan
@@ -35,7 +37,8 @@ class LayerByLayer:
         params = model.params["params"]
         self.config = model.config
         """Of the model."""
-        self.layers: list[steps.Params] = [params[f"layer_{i}"] for i in range(model.config.num_layers)]
+        variables = with_places(model.config, {"params": params}, to_device)
+        self.layers: list[Params] = [layer_of(variables, i) for i in range(model.config.num_layers)]
         """Parameters of each layer."""
         self.outer = {"params": {name: part for name, part in params.items() if not name.startswith("layer_")}}
         """The other parameters."""
@@ -60,9 +63,15 @@ class LayerByLayer:
         return self.embed(row)
 
     def empty(self, num_places: int) -> jax.Array:
-        """A layer's KV of a context with room for so many tokens, none of which are there."""
-        shape = (1, 2, self.config.num_kv_heads, num_places, self.config.head_dim)
-        return jnp.zeros(shape, self._dtype)
+        """Any layer's KV of a context with room for so many tokens, none of which are there.
+
+        Raises:
+          ValueError: layers differ in it, or have none.
+        """
+        shapes, num_layers = self.config.kv_shapes, self.config.num_layers
+        check(len({*shapes}) == 1 and len(shapes) == num_layers, "KV of layers", "of one shape, of each", shapes)
+        num_parts, num_kv_heads, head_dim = shapes[0]
+        return jnp.zeros((1, num_parts, num_kv_heads, num_places, head_dim), self._dtype)
 
     def layer(
         self, layer: int, x: jax.Array, pages: jax.Array, start: int, num_new: int, *, with_attention: bool = False
@@ -89,7 +98,7 @@ class LayerByLayer:
         return [x, kv, *rest]
 
     def recomputed(self, plan: Plan, token_ids: Sequence[int], pages: Sequence[jax.Array]) -> list[jax.Array]:
-        """A context of which some tokens are computed anew. Donates its pages.
+        """A context of which some tokens are computed anew, in layers with KV of their own. Donates their pages.
 
         Args:
           token_ids: of all its places.

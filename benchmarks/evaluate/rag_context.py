@@ -26,14 +26,14 @@ from benchmarks.evaluate.items import RagPrompt
 from benchmarks.evaluate.statistics import log_softmax
 from ca_jax.config import EngineConfig
 from ca_jax.device import page_steps, steps
-from ca_jax.device.steps import Params, apply
+from ca_jax.device.steps import Params, apply, variables_of
 from ca_jax.device.transfer import to_device, to_host
 from ca_jax.models import rope
 from ca_jax.models.attention import MASKED, dot, seen_keys
 from ca_jax.models.config import LayerKind, ModelConfig
 from ca_jax.models.kv import LayerKV
 from ca_jax.models.paged_attention import Rows
-from ca_jax.models.transformer import Layer, scale_queries
+from ca_jax.models.transformer import Layer, Learned, scale_queries
 from ca_jax.pretrained import LoadedModel
 from ca_jax.recompute.plan import Plan, TokenKind, plan_blend
 
@@ -210,7 +210,7 @@ def forward_attention(
     """
     num_places, num_tokens = history.shape[1], x.shape[1]
 
-    def attend_fn(q: jax.Array, new: LayerKV, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    def attend_fn(q: jax.Array, new: LayerKV, learned: Learned) -> tuple[jax.Array, jax.Array]:
         q = scale_queries(config, q, history_length + jnp.arange(num_tokens)[None])
         rotation = rope.Rotation(*(lax.dynamic_slice_in_dim(part, history_length, num_tokens)[None] for part in table))
         old = rope.rotate(history[0], rope.Rotation(*(part[:num_places] for part in table)))
@@ -224,14 +224,14 @@ def forward_attention(
         if config.score_cap is not None:
             scores = config.score_cap * jnp.tanh(scores / config.score_cap)
         scores = jnp.where(seen, scores, MASKED)
-        if sinks is not None:
-            of_heads = sinks.reshape(config.num_kv_heads, -1, 1, 1)
+        if learned.sinks is not None:
+            of_heads = learned.sinks.reshape(config.num_kv_heads, -1, 1, 1)
             scores = jnp.concatenate([scores, jnp.broadcast_to(of_heads, (*scores.shape[:3], 1))], axis=-1)
         given = jnp.where(seen[..., :num_places], jax.nn.softmax(scores, axis=-1)[..., :num_places], 0)
         given = jnp.where(query_index < num_new, given, 0)
         return jnp.zeros_like(q), given.reshape(-1, num_tokens, num_places)
 
-    return apply(Layer(config, kind), {"params": layer_params}, x, attend_fn)[1]
+    return apply(Layer(config, kind), variables_of(layer_params), x, attend_fn)[1]
 
 
 @jax.jit

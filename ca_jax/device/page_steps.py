@@ -25,9 +25,8 @@ from ca_jax.models.sharding import ModelSharding, by_device, constrain
 def make_pages(
     config: ModelConfig, num_pages: int, page_tokens: int, dtype: str, sharding: ModelSharding | None = None
 ) -> list[jax.Array]:
-    """Per layer `[P, 2, K, page, H]`, all zeros, in buffers of their own."""
-    shapes = map(config.kv_shape, config.kv_layers)
-    pages = [(num_pages, parts, num_kv, page_tokens, width) for parts, num_kv, width in shapes]
+    """Per layer with KV of its own `[P, 2, K, page, H]`, all zeros, in buffers of their own."""
+    pages = [(num_pages, parts, num_kv, page_tokens, width) for parts, num_kv, width in config.kv_shapes]
     return [constrain(jnp.zeros(shape, dtype), sharding, PAGES) for shape in pages]
 
 
@@ -103,7 +102,7 @@ def cut_pages(
     part: jax.Array,
     places: jax.Array,
     count: jax.Array,
-    drift: jax.Array | None = None,
+    drift: Sequence[jax.Array] | None = None,
     drifts_from: jax.Array | None = None,
     sharding: ModelSharding | None = None,
 ) -> list[jax.Array]:
@@ -115,7 +114,7 @@ def cut_pages(
       part: i32 scalar, that the row is in.
       places: i32 `[C]`, where the token of each place comes from; anything where none comes.
       count: i32 scalar, tokens that stay.
-      drift: f32 `[L, 2, K, H]`, added to keys and values; None adds nothing.
+      drift: of each layer f32 `[2, K, H]`, added to keys and values; None adds nothing.
       drifts_from: i32 scalar, with a drift: the new place of the first of the tokens that drift.
     """
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -85,6 +85,8 @@ class Holding:
     """Their numbers there."""
     generation: int = 0
     """Of the pool's buffers that they are in; they are nothing in others."""
+    first_seen: tuple[int, ...] = ()
+    """Of each layer the first token whose KV is in them: no token behind sees one before it. Nothing said: all are."""
 
 
 class PagePool:
@@ -100,7 +102,7 @@ class PagePool:
         total = size.num_pages * size.num_parts
         self._make = partial(page_steps.make_pages, config, total, size.page_tokens, dtype, sharding)
         self.buffers = self._make()
-        """Per layer `[P, 2, K, page, H]`; donated by every call."""
+        """Per layer with KV of its own `[P, 2, K, page, H]`; donated by every call."""
         self.generation = 0
         """How often the buffers were made anew: what was held before is nothing."""
         self._sharding = sharding
@@ -161,6 +163,15 @@ class PagePool:
         self._release(self._rows[row])
         self._rows[row] = holding
 
+    def begin_at(self, row: int, first_seen: Sequence[int]) -> None:
+        """Says of each layer from which token on a row's pages have, or will have, the KV of its history."""
+        self._rows[row].first_seen = tuple(first_seen)
+
+    def first_seen(self, row: int, layer: int) -> int:
+        """The first token whose KV of a layer a row's pages have, or will have."""
+        found = self._rows[row].first_seen
+        return found[layer] if found else 0
+
     def end(self, row: int) -> None:
         """Gives a row back, with what it holds."""
         self._promised.pop(row, None)
@@ -205,7 +216,8 @@ class PagePool:
 
     def share(self, holding: Holding, num_tokens: int) -> Holding:
         """Holds the pages of its first tokens once more."""
-        shared = Holding(holding.part, holding.pages[: self.size.pages_of(num_tokens)], holding.generation)
+        kept = holding.pages[: self.size.pages_of(num_tokens)]
+        shared = Holding(holding.part, kept, holding.generation, holding.first_seen)
         self._holders[shared.part].update(shared.pages)
         return shared
 
@@ -262,16 +274,23 @@ class PagePool:
         )
         return done
 
-    def cut(self, row: int, kept: np.ndarray, *, drift: np.ndarray | None = None, drifts_from: int = 0) -> None:
+    def cut(
+        self, row: int, kept: np.ndarray, *, drift: Sequence[np.ndarray] | None = None, drifts_from: int = 0
+    ) -> None:
         """Moves the tokens of a row that stay to its beginning.
 
         Args:
           row: which.
           kept: i64 `[T]`, increasing: the places of the tokens that stay.
-          drift: f32 `[L, 2, K, H]`, added to their KV; None adds nothing.
+          drift: of each layer f32 `[2, K, H]`, added to their KV; None adds nothing.
           drifts_from: the first of the tokens that stay which drift.
+
+        Raises:
+          RuntimeError: not all of the row's KV is there.
         """
         holding, before = self._rows[row], self._numbers(row)
+        if any(holding.first_seen):
+            raise RuntimeError(f"all KV of a row that is cut must be in its pages, got it from {holding.first_seen} on")
         old, wanted, own = holding.pages, self.size.pages_of(len(kept)), self._own(holding)
         while wanted - len(own) > len(self._free[holding.part]) and self.evict(holding.part):
             own = self._own(holding)
@@ -286,7 +305,7 @@ class PagePool:
             self._to_device(holding.part, np.int32),
             self._to_device(places),
             self._to_device(len(kept), np.int32),
-            None if drift is None else self._to_device(drift),
+            None if drift is None else [self._to_device(each) for each in drift],
             None if drift is None else self._to_device(drifts_from, np.int32),
             self._sharding,
         )

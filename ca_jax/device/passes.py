@@ -1,4 +1,5 @@
-"""What a pass is asked for, and what it gives: prompts' tokens, where their history comes from, and tokens drawn.
+"""What a pass is asked for, how its tokens lie, and what it gives: prompts' tokens, where their history comes from, and
+tokens drawn.
 
 Not here: how it is computed (runner), what is asked for when (serving.batch).
 """
@@ -165,8 +166,8 @@ class Passed:
     """The tokens behind the prompts that it completed and those of jobs that decoded, by row; not waited for."""
     rows: dict[int, int]
     """By slot the row of each there."""
-    kv: jax.Array | None = None
-    """Unrotated KV of the tokens of jobs that decoded, `[L, 2, n, K, H]`."""
+    kv: tuple[jax.Array, ...] | None = None
+    """Unrotated KV of the tokens of jobs that decoded, of each of `config.kv_groups` `[l, 2, n, K, H]`."""
     kv_rows: dict[int, int] = dataclasses.field(default_factory=dict)
     """By slot the row of each there."""
     received: dict[int, Received] = dataclasses.field(default_factory=dict)
@@ -179,8 +180,8 @@ class Decoded:
 
     draw: Draw
     """Tokens by row, on the host."""
-    kv: jax.Array
-    """Unrotated KV of the jobs' last tokens, `[L, 2, n, K, H]`."""
+    kv: tuple[jax.Array, ...]
+    """Unrotated KV of the jobs' last tokens, of each of `config.kv_groups` `[l, 2, n, K, H]`."""
     rows: dict[int, int]
     """By slot the row of each job."""
     received: np.ndarray | None
@@ -203,7 +204,7 @@ class Flight:
     """Logits, and the likeliest tokens."""
     draw: Draw | None
     """None: it depends on the last step's tokens."""
-    kv: jax.Array
+    kv: tuple[jax.Array, ...]
     """As `Decoded.kv`."""
     received: jax.Array | None
     """As `Decoded.received`."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -68,6 +69,7 @@ class Runner:
         """Which adapters there are, and which each row has."""
         if not self.adapters.are_off:
             params = {**params, "adapters": self.adapters.arrays()}
+        params = steps.with_places(config, params, self.to_device)
         self.param_bytes = bytes_per_device(params)
         """Of the model's parameters, on each device."""
         self.params = params
@@ -97,11 +99,13 @@ class Runner:
         """Rows of each part that decode."""
         self.kinds = tuple({config.kind_of(layer): layer for layer in reversed(range(config.num_layers))}.values())
         """A layer of each kind."""
+        self.shapes = tuple({shape: number for number, shape in enumerate(config.kv_shapes)}.values())
+        """A layer of each shape of KV, by its number among `config.kv_layers`."""
+        self._kv_number = [config.kv_number(layer) for layer in range(config.num_layers)]
         self.pool = PagePool(config, self.dtype, sizes.pool, sharding)
         """The pages of all contexts."""
         self.states = StatePool(config, self.dtype, self._num_slots)
         """Where rows stand in layers that keep states."""
-        self._place = {layer: at for at, layer in enumerate(config.kv_layers)}  # Of a layer in pages and in the store.
         num_places = max(self.history_buckets[-1], sizes.pool.most_pages * sizes.pool.page_tokens)
         self.read_tokens = min(_READ_TOKENS, self.pool.size.most_pages * self.pool.size.page_tokens)
         """KV of so many tokens is read from pages at a time."""
@@ -175,21 +179,20 @@ class Runner:
                 if self.config.is_recurrent(i):
                     [x] = self._layer(i, x, step)
                     continue
-                at = self._place[i]
                 for part in parts:
-                    self._bring(part, at)
+                    self._bring(part, i)
                 if not jobs and all(part.error is not None for part in parts):
                     break
                 if joined is not None:
                     x, kv = joined.joined
                 else:
                     x, kv, first, *seen = self._layer(i, x, step)
-                    decoded.append(first)
                     received += seen
-                for part in parts:
-                    part.take(at, kv, step.kv_row(part.prefill.slot))
+                    decoded += [] if first is None else [first]
+                for part in parts if i in self.config.kv_layers else ():
+                    part.take(self._kv_number[i], kv, step.kv_row(part.prefill.slot))
         self.states.stands({slot: start + len(new) for slot, (start, new) in spans.items()})
-        of_jobs = steps.stack_layers(decoded, self.packs_kv, self.sharding) if jobs else None
+        of_jobs = steps.stack_layers(self.config, decoded, self.packs_kv, self.sharding) if jobs else None
         return self._passed(parts, jobs, step, x, of_jobs, sum(received[1:], received[0]) if received else None)
 
     def _run_whole(self, parts: Sequence[PassPart], jobs: Sequence[Job], step: Step) -> Passed:
@@ -237,27 +240,30 @@ class Runner:
         if part.history is None or part.error is not None:
             return
         try:
-            with self._timeline.annotate("engine", f"await {layer}", layer=layer):
-                kv = part.history.layer(layer)
-            part.history.computed(layer, self.pool.fill(part.prefill.slot, layer, kv, 0, part.prefill.history_length))
+            if layer in self.config.kv_layers:
+                slot, number = part.prefill.slot, self._kv_number[layer]
+                start = self.pool.first_seen(slot, number)
+                with self._timeline.annotate("engine", f"await {layer}", layer=layer):
+                    kv = part.history.layer(number)
+                count = part.prefill.history_length - start
+                part.history.computed(number, self.pool.fill(slot, number, kv, start, count))
             part.mend(layer)
         except Exception as error:
             part.error = error
 
-    def _layer(self, layer: int, x: jax.Array, step: Step) -> list[jax.Array]:
+    def _layer(self, layer: int, x: jax.Array, step: Step) -> list[Any]:
         """Dispatches a layer of a pass: `x`, new KV, that of first tokens and, if it is measured, what was received.
 
         Of one that keeps states `x` alone.
         """
-        kind = self.config.kind_of(layer)
+        kind, source = self.config.kind_of(layer), self._kv_number[layer]
         if kind.is_recurrent:
             return [self.states.layer_step(layer, self.layers[layer], x, step)]
-        at = self._place[layer]
-        x, kv, first, self.pool.buffers[at], *received = steps.layer_step(
+        x, kv, first, self.pool.buffers[source], *received = steps.layer_step(
             self.config,
             self.layers[layer],
             x,
-            self.pool.buffers[at],
+            self.pool.buffers[source],
             step.rows,
             self.tables[kind.rope],
             step.num_tokens,
@@ -276,7 +282,7 @@ class Runner:
         jobs: Sequence[Job],
         step: Step,
         x: jax.Array,
-        kv: jax.Array | None,
+        kv: tuple[jax.Array, ...] | None,
         received: jax.Array | None,
     ) -> Passed:
         """What a pass gives, all layers of which were dispatched."""
@@ -303,7 +309,7 @@ class Runner:
             found = steps.row_logits(self.config, self.outer, x, self.to_device(index, np.int32), self.sharding)
             draw = self._draw(found, slots, [0 if slot is None else places[slot] for slot in slots])
         rows = {slot: row for row, slot in enumerate(slots) if slot is not None}
-        width = 0 if kv is None else kv.shape[2] // self._num_parts
+        width = 0 if kv is None else kv[0].shape[2] // self._num_parts
         kv_rows = {job.slot: step.part[job.slot] * width + step.first[job.slot] for job in jobs if job.slot is not None}
         return Passed(draw, rows, kv, kv_rows, of_slot)
 
@@ -467,21 +473,22 @@ class Runner:
         """
         size = self.read_tokens
         row = self.pool.size.part_of(slot) * size
+        numbers = range(len(self.config.kv_layers))
         for start in range(0, num_tokens, size):
-            layers = [self.pool.read(slot, i, start, size, packs=self.packs_kv) for i in range(len(self.pool.buffers))]
-            yield slice(start, min(start + size, num_tokens)), row, layers
+            kv = [self.pool.read(slot, number, start, size, packs=self.packs_kv) for number in numbers]
+            yield slice(start, min(start + size, num_tokens)), row, kv
 
-    def loaded_shape(self, num_tokens: int) -> jax.ShapeDtypeStruct:
-        """How a layer's history comes, as it is kept: `[2, T, K, H]`, or in int8 `[2, T, K, H + 2]`."""
-        (parts, num_kv, width), dtype = self.config.kv_shape(0), self.dtype
+    def loaded_shape(self, layer: int, num_tokens: int) -> jax.ShapeDtypeStruct:
+        """How the history of a layer with KV comes, as it is kept: `[2, T, K, H]`, or in int8 `[2, T, K, H + 2]`."""
+        (parts, num_kv, width), dtype = self.config.kv_shapes[layer], self.dtype
         if self.packs_kv:
             width, dtype = width + SCALE_BYTES, "int8"
         sharding = None if self.sharding is None else self.sharding.kv
         return jax.ShapeDtypeStruct((parts, num_tokens, num_kv, width), dtype, sharding=sharding)
 
-    def empty_kv(self, num_tokens: int) -> jax.Array:
-        """One layer's KV as it is kept, all zeros."""
-        shape = self.loaded_shape(num_tokens)
+    def empty_kv(self, layer: int, num_tokens: int) -> jax.Array:
+        """A layer's KV as it is kept, all zeros."""
+        shape = self.loaded_shape(layer, num_tokens)
         return to_device(np.zeros(shape.shape, shape.dtype), sharding=shape.sharding)
 
     def unpacked(self, kv: jax.Array) -> jax.Array:

@@ -103,7 +103,7 @@ def decode(
     tables: tuple[rope.Rotation, ...],
     *,
     packs: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array], list[State]]:
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...], list[jax.Array], list[State]]:
     """One token for each row, through all layers; as `steps.decode`. Donates pages and states.
 
     Returns:
@@ -126,7 +126,7 @@ def decode(
         )
         new_kv.append(kv)
     logits = steps.logits_of(config, params, x.reshape(-1, 1, x.shape[-1]), None, steps.ROWS)
-    return logits, greedy(logits), steps.stack_layers(new_kv, packs), new_pages, new_states
+    return logits, greedy(logits), steps.stack_layers(config, new_kv, packs), new_pages, new_states
 
 
 @jax.jit

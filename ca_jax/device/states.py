@@ -77,7 +77,7 @@ class StatePool:
         tables: tuple[Rotation, ...],
         *,
         packs: bool,
-    ) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array]]:
+    ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...], list[jax.Array]]:
         """Dispatches a decode step of rows of the pool, and gives all but the states; see `state_steps.decode`."""
         given = params, pages, self.buffers, self.cells(slots), tokens, rows, tables
         *found, self.buffers = state_steps.decode(self._config, *given, packs=packs)

@@ -32,15 +32,15 @@ from ca_jax.models import rope
 from ca_jax.models.config import LayerKind, ModelConfig
 from ca_jax.models.kv import LayerKV, dequantize, quantize
 from ca_jax.models.sharding import Axes, ModelSharding, by_device, constrain
-from ca_jax.models.transformer import Layer, Transformer, scale_embedded, scale_queries
+from ca_jax.models.transformer import Layer, Learned, Transformer, put_stream, scale_embedded, scale_queries
 
 Params = Any
 """A tree of linen variables."""
 Move = Callable[..., jax.Array]
 """Of pages, new KV, rows and some arrays; gives the pages."""
 
-BESIDE = ("packed", "adapters")
-"""Collections of variables beside the parameters: weights packed for a CPU, matrices of adapters."""
+BESIDE = ("packed", "adapters", "places")
+"""Collections of variables beside the parameters: weights packed for a CPU, matrices of adapters, layers' numbers."""
 KV_HEADS: Axes = (None, None, "kv_heads", None)
 """Of new KV `[1, T, K, H]` and of unrotated KV `[2, S, K, H]`."""
 ROWS: Axes = ("batch",)
@@ -79,6 +79,13 @@ def variables_of(layer_params: Params, adapters: jax.Array | None = None) -> Par
     return {"params": params, **beside}
 
 
+def with_places(config: ModelConfig, variables: Params, to_device: Callable[..., jax.Array]) -> Params:
+    """A model's variables with each layer's number among them, where layers are given something by it."""
+    if not config.layer_input_dim:
+        return variables
+    return {**variables, "places": {f"layer_{i}": {"number": to_device(i, "int32")} for i in range(config.num_layers)}}
+
+
 def layer_of(variables: Params, layer: int) -> Params:
     """The parameters of one layer, with what lies beside them."""
     name = f"layer_{layer}"
@@ -108,7 +115,7 @@ def rotation_tables(
       context: how long a text may become, tokens, static; `dynamic` and `longrope` rope ask for it. None: P.
     """
     places, context = jnp.arange(num_positions), context or num_positions
-    tables = (rope.rotation_at(each, config.head_dim, places, context) for each in config.ropes)
+    tables = (rope.rotation_at(*each, places, context) for each in config.ropes)
     return tuple(rope.Rotation(*(constrain(part, sharding) for part in table)) for table in tables)
 
 
@@ -120,7 +127,7 @@ def unpack_kv(kv: jax.Array, dtype: str, sharding: ModelSharding | None = None) 
 
 @partial(jax.jit, static_argnames=("config", "sharding"))
 def embed(config: ModelConfig, params: Params, tokens: jax.Array, sharding: ModelSharding | None = None) -> jax.Array:
-    """i32 `[D, T]` to `[D, T, F]`.
+    """i32 `[D, T]` to `[D, T, F]`, and behind it what layers are given.
 
     Each device looks up those that its part of the vocabulary has: left to itself XLA may gather the whole table.
     """
@@ -130,12 +137,15 @@ def embed(config: ModelConfig, params: Params, tokens: jax.Array, sharding: Mode
     def look_up(table: jax.Array, ids: jax.Array, tokens: jax.Array) -> jax.Array:
         places = tokens - ids[0]
         is_own = (places >= 0) & (places < len(table))
-        found = jnp.where(is_own[..., None], table.at[places].get(mode="clip"), 0)
-        return scale_embedded(config, found)[None]
+        return jnp.where(is_own[..., None], table.at[places].get(mode="clip"), 0)[None]
 
     of_device = by_device(look_up, sharding, (("vocab", None), ("vocab",), ROWS), ("vocab", *ROWS))
-    found = of_device(params["params"]["embed"]["embedding"], jnp.arange(config.vocab_size), tokens)
-    return constrain(found.sum(0), sharding, ROWS)
+    names, ids = ("embed", "inputs") if config.layer_input_dim else ("embed",), jnp.arange(config.vocab_size)
+    found, *rows = (of_device(params["params"][name]["embedding"], ids, tokens).sum(0) for name in names)
+    x = scale_embedded(config, found)
+    if rows:
+        x = apply(Transformer(config), params, x, *rows, method=Transformer.with_inputs)
+    return constrain(x, sharding, ROWS)
 
 
 @partial(jax.jit, static_argnames=("config",))
@@ -165,8 +175,10 @@ def through_layer(
     move: Move | None = None,
     moved: tuple[jax.Array, ...] = (),
     adapters: jax.Array | None = None,
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+) -> tuple[jax.Array, tuple[Any, ...]]:
     """`x [D, T, F]` through a layer; its new KV, that of each part's first tokens, pages, and what places received.
+
+    A layer without KV of its own gives None for both, and only reads its pages: those of the layer whose KV it reads.
 
     Args:
       adapters: as of `variables_of`.
@@ -177,36 +189,44 @@ def through_layer(
 
     def attend_heads(
         q: jax.Array,
-        new: LayerKV,
+        new: tuple[LayerKV, ...],
         pages: jax.Array,
         rows: tuple[jax.Array, ...],
         table: rope.Rotation,
         moved: tuple[jax.Array, ...],
-        sinks: tuple[jax.Array, ...],
+        *learned: tuple[jax.Array, ...],
     ) -> tuple[jax.Array, ...]:
-        own = paged.Rows(*rows)
+        own, own_new = paged.Rows(*rows), new[0] if new else None
         own_q = scale_queries(config, q[0], own.places[: q.shape[1]])
-        options: dict[str, Any] = {"cap": config.score_cap, "sinks": sinks[0] if sinks else None, "one_each": one_each}
-        if move is not None:
-            pages = move(pages, new, own, *(each[0] for each in moved))
-        out, pages = paged.attend_pages(own_q, new, pages, own, table, kind.window, has_gaps=has_gaps, **options)
-        kv = jnp.concatenate(new.parts, axis=0)
-        given = (out[None], kv, kv[:, :num_first], pages)
+        sinks, key_scale = (each[0] if each else None for each in learned)
+        options: dict[str, Any] = {"cap": config.score_cap, "one_each": one_each}
+        options |= {"sinks": sinks, "key_scale": key_scale}
+        if move is not None and own_new is not None:
+            pages = move(pages, own_new, own, *(each[0] for each in moved))
+        out, pages = paged.attend_pages(own_q, own_new, pages, own, table, kind.window, has_gaps=has_gaps, **options)
+        kv = [jnp.concatenate(each.parts, axis=0) for each in new]
+        given = (out[None], *kv, *(each[:, :num_first] for each in kv), pages)
         if not with_attention:
             return given
         return *given, paged.attention_received(own_q, pages, own, table, kind.window, **options)[None]
 
-    def attend_fn(q: jax.Array, new: LayerKV, sinks: jax.Array | None) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        of_heads = () if sinks is None else (sinks,)
-        in_axes = (TOKEN_HEADS, TOKEN_KV, PAGES, (ROWS, ROWS, ROWS), (), (ROWS,) * len(moved), (HEADS,) * len(of_heads))
+    def attend_fn(q: jax.Array, new: LayerKV | None, learned: Learned) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        own = () if new is None else (new,)
+        of_heads, of_all = (() if each is None else (each,) for each in learned)
+        given = ((TOKEN_KV,) * len(own), PAGES, (ROWS, ROWS, ROWS), (), (ROWS,) * len(moved))
+        in_axes = (TOKEN_HEADS, *given, (HEADS,) * len(of_heads), ((),) * len(of_all))
         received: tuple[Axes, ...] = (("heads", "batch"),) if with_attention else ()
-        of_device = by_device(attend_heads, sharding, in_axes, (TOKEN_HEADS, STEP_KV, STEP_KV, PAGES, *received))
-        out, *carried = of_device(q, new, pages, tuple(rows), table, moved, of_heads)
+        out_axes = (TOKEN_HEADS, *(STEP_KV,) * 2 * len(own), PAGES, *received)
+        of_device = by_device(attend_heads, sharding, in_axes, out_axes)
+        out, *carried = of_device(q, own, pages, tuple(rows), table, moved, of_heads, of_all)
         return out, tuple(carried)
 
     variables = variables_of(layer_params, adapters)
-    x, (kv, first, pages, *seen) = apply(Layer(config, kind, sharding), variables, x, attend_fn)
-    kv, first = (constrain(each, sharding, handed_out(sharding)) for each in (quantize(kv) if packs else kv, first))
+    x, carried = apply(Layer(config, kind, sharding), variables, x, attend_fn)
+    kv, first, pages, *seen = carried if kind.has_kv else (None, None, *carried)
+    if kind.has_kv:
+        given = quantize(kv) if packs else kv, first
+        kv, first = (constrain(each, sharding, handed_out(sharding)) for each in given)
     return constrain(x, sharding, ROWS), (kv, first, pages, *(constrain(each.sum(0), sharding) for each in seen))
 
 
@@ -235,12 +255,12 @@ def layer_step(
     packs: bool = False,
     sharding: ModelSharding | None = None,
     adapters: jax.Array | None = None,
-) -> tuple[jax.Array, ...]:
+) -> tuple[Any, ...]:
     """One layer over some tokens of each row. Layers of a kind share a compiled function for each T. Donates both.
 
     Args:
       x: `[D, T', F]`, of which the first T tokens of each part are computed.
-      pages: this layer's, `[P, 2, K, page, H]`.
+      pages: this layer's, `[P, 2, K, page, H]`, or those that it reads.
       num_tokens: T, static.
       num_first: static: of how many first tokens of each part KV is handed out by itself, too.
       with_attention: static: also return the attention that places received.
@@ -249,8 +269,8 @@ def layer_step(
 
     Returns:
       `x` for the next layer; the tokens' unrotated KV `[2, D T, K, H]`, or packed; that of each part's first tokens,
-      both fresh buffers; the pages. If asked for, the attention that places received, f32 `[n, M page]`: summed over
-      query heads and new tokens.
+      both fresh buffers, or None where the layer has no KV of its own; the pages. If asked for, the attention that
+      places received, f32 `[n, M page]`: summed over query heads and new tokens.
     """
     part, carried = through_layer(
         config,
@@ -283,11 +303,14 @@ def row_logits(
     return logits, greedy(logits)
 
 
-@partial(jax.jit, static_argnames=("packs", "sharding"))
-def stack_layers(kv: Sequence[jax.Array], packs: bool = False, sharding: ModelSharding | None = None) -> jax.Array:
-    """KV of layers `[2, n, K, H]` as one array, `[L, 2, n, K, H]`, or packed as int8."""
-    stacked = jnp.stack(kv)
-    return constrain(quantize(stacked) if packs else stacked, sharding, (None, *handed_out(sharding)))
+@partial(jax.jit, static_argnames=("config", "packs", "sharding"))
+def stack_layers(
+    config: ModelConfig, kv: Sequence[jax.Array], packs: bool = False, sharding: ModelSharding | None = None
+) -> tuple[jax.Array, ...]:
+    """KV of layers `[2, n, K, H]` as one array for each of `config.kv_groups`, `[l, 2, n, K, H]`, or packed as int8."""
+    stacked = (jnp.stack([kv[number] for number in numbers]) for numbers in config.kv_groups)
+    axes = (None, *handed_out(sharding))
+    return tuple(constrain(quantize(each) if packs else each, sharding, axes) for each in stacked)
 
 
 def through_layers(
@@ -297,15 +320,21 @@ def through_layers(
     pages: Sequence[jax.Array],
     tables: tuple[rope.Rotation, ...],
     **options: Any,
-) -> tuple[jax.Array, list[tuple[jax.Array, ...]]]:
-    """`x [D, T, F]` through all layers, and what each gives beside it: `through_layer` has the options."""
-    carried = []
-    for i, of_layer in enumerate(pages):
-        kind = config.kind_of(i)
+) -> tuple[jax.Array, list[jax.Array], list[jax.Array], list[jax.Array], list[jax.Array]]:
+    """`x [D, T, F]` through all layers, and beside it what these give: new KV and that of first tokens, of layers that
+    have some, pages, and what places received. `through_layer` has the options.
+    """
+    kv, first, received, pages = list[jax.Array](), list[jax.Array](), list[jax.Array](), list(pages)
+    for i in range(config.num_layers):
+        kind, source = config.kind_of(i), config.kv_number(i)
         of_params, table = layer_of(params, i), tables[kind.rope]
-        x, given = through_layer(config, of_params, x, of_layer, table=table, kind=kind, **options)
-        carried.append(given)
-    return x, carried
+        stream, given = through_layer(config, of_params, x, pages[source], table=table, kind=kind, **options)
+        x, pages[source] = put_stream(x, stream), given[2]
+        if kind.has_kv:
+            kv.append(given[0])
+            first.append(given[1])
+        received += given[3:]
+    return x, kv, first, pages, received
 
 
 @partial(
@@ -327,7 +356,7 @@ def model_step(
     packs: bool = False,
     sharding: ModelSharding | None = None,
     adapters: jax.Array | None = None,
-) -> tuple[jax.Array, list[jax.Array], jax.Array, list[jax.Array], jax.Array | None]:
+) -> tuple[jax.Array, list[jax.Array], tuple[jax.Array, ...], list[jax.Array], jax.Array | None]:
     """Some tokens of each row through all layers, as `layer_step` takes them through one. Donates the pages.
 
     Args:
@@ -335,18 +364,19 @@ def model_step(
       tokens: i32 `[D, T']`, of which the first T of each part are computed.
 
     Returns:
-      What the head takes `[D, T', F]`; per layer the tokens' unrotated KV `[2, D T, K, H]`, or packed, fresh; that of
-      each part's first tokens, `[L, 2, n, K, H]`, or packed; the pages; and if asked for, the attention that places
-      received, f32 `[n, M page]`, summed over layers; else None.
+      What the head takes `[D, T', F]`; per layer with KV the tokens' unrotated KV `[2, D T, K, H]`, or packed, fresh;
+      that of each part's first tokens, of each of `config.kv_groups` `[l, 2, n, K, H]`, or packed; the pages; and if
+      asked for, the attention that places received, f32 `[n, M page]`, summed over layers; else None.
     """
     options = {"with_attention": with_attention, "packs": packs, "sharding": sharding, "one_each": False}
     x = embed(config, params, tokens, sharding)
     chosen = None if adapters is None else adapters[:, :num_tokens]
     of_first = {"rows": rows, "num_first": num_first, "adapters": chosen}
-    part, carried = through_layers(config, params, x[:, :num_tokens], pages, tables, **of_first, **options)
+    part, kv, first, new_pages, received = through_layers(
+        config, params, x[:, :num_tokens], pages, tables, **of_first, **options
+    )
     x = constrain(lax.dynamic_update_slice_in_dim(x, part, 0, 1), sharding, ROWS)
-    kv, first, new_pages, *received = map(list, zip(*carried, strict=True))
-    return x, kv, stack_layers(first, packs, sharding), new_pages, _summed(received)
+    return x, kv, stack_layers(config, first, packs, sharding), new_pages, _summed(received)
 
 
 @partial(jax.jit, static_argnames=("config", "with_attention", "packs", "sharding"), donate_argnames=("pages",))
@@ -362,7 +392,7 @@ def decode(
     packs: bool = False,
     sharding: ModelSharding | None = None,
     adapters: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array], jax.Array | None]:
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...], list[jax.Array], jax.Array | None]:
     """One token for each row, through all layers. Donates the pages.
 
     Args:
@@ -373,20 +403,21 @@ def decode(
       adapters: i32 `[n]`, the adapter slots of rows, -1 for none; None where there are no slots.
 
     Returns:
-      Logits f32 `[n, V]`; the likeliest tokens i32 `[n]`; the tokens' unrotated KV `[L, 2, n, K, H]`, or packed, fresh;
-      the pages; and if asked for, the attention that places received, f32 `[n, M page]`: summed over query
-      heads and layers; else None.
+      Logits f32 `[n, V]`; the likeliest tokens i32 `[n]`; the tokens' unrotated KV of each of `config.kv_groups`
+      `[l, 2, n, K, H]`, or packed, fresh; the pages; and if asked for, the attention that places received, f32
+      `[n, M page]`: summed over query heads and layers; else None.
     """
     num_parts = 1 if sharding is None else sharding.num_data
     x = embed(config, params, tokens.reshape(num_parts, -1), sharding)
     options = {"with_attention": with_attention, "sharding": sharding, "one_each": True, "num_first": 0}
     chosen = None if adapters is None else adapters.reshape(num_parts, -1)
-    x, carried = through_layers(config, params, x, pages, tables, rows=rows, adapters=chosen, **options)
-    new_kv, _, new_pages, *received = map(list, zip(*carried, strict=True))
+    x, new_kv, _, new_pages, received = through_layers(
+        config, params, x, pages, tables, rows=rows, adapters=chosen, **options
+    )
     logits = logits_of(config, params, x.reshape(-1, 1, x.shape[-1]), sharding, ROWS)
-    return logits, greedy(logits), stack_layers(new_kv, packs, sharding), new_pages, _summed(received)
+    return logits, greedy(logits), stack_layers(config, new_kv, packs, sharding), new_pages, _summed(received)
 
 
-def _summed(received: list[list[jax.Array]]) -> jax.Array | None:
+def _summed(received: list[jax.Array]) -> jax.Array | None:
     """What places received in all layers, if that was measured."""
-    return sum(received[0][1:], received[0][0]) if received else None
+    return sum(received[1:], received[0]) if received else None

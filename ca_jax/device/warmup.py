@@ -46,7 +46,7 @@ class Shapes:
         self.outer = self.of(runner.outer)
         """The other parameters."""
         self.pages = self.of(runner.pool.buffers)
-        """Of each layer that has any."""
+        """Of each layer with KV of its own."""
         self.states = self.of(runner.states.buffers)
         """Of each layer that keeps one."""
         self.tables = self.of(runner.tables)
@@ -110,7 +110,7 @@ def functions_of(shapes: Shapes, max_new: int) -> list[Compile]:
     width, num_slots, scalar = runner.step_tokens, runner.pool.size.num_rows, shapes.small()
     each_part = num_slots // shapes.num_parts
     most = pad_to(runner.token_buckets, min(max_new, runner.chunk_tokens))
-    table, first = shapes.small(shapes.most_pages), dict[int, Any]()
+    table, first = shapes.small(shapes.most_pages), dict[tuple[int, int, int], Any]()
     attention = {"with_attention": runner.with_attention, "sharding": sharding}
 
     def layer(layer: int, num_tokens: int) -> None:
@@ -119,12 +119,12 @@ def functions_of(shapes: Shapes, max_new: int) -> list[Compile]:
             of_states = shapes.states[0], shapes.cells(num_slots)
             shapes.compiled(state_steps.layer_step, config, shapes.layers[layer], x, *of_states, rows, num_tokens, kind)
             return
-        pages = shapes.pages[config.kv_layers.index(layer)]
-        of_layer = shapes.layers[layer], x, pages, rows, shapes.tables[kind.rope]
+        of_layer = shapes.layers[layer], x, shapes.pages[config.kv_number(layer)], rows, shapes.tables[kind.rope]
         given = config, *of_layer, num_tokens, kind, each_part
         adapters = shapes.adapters(shapes.num_parts, width)
         given_out = shapes.compiled(steps.layer_step, *given, packs=runner.packs_kv, adapters=adapters, **attention)
-        first[layer] = given_out[2]
+        if kind.has_kv:
+            first[config.kv_shape(layer)] = given_out[2]
 
     def whole(num_tokens: int) -> None:
         tokens, rows = shapes.small(shapes.num_parts, width), shapes.rows(num_slots, width)
@@ -133,8 +133,8 @@ def functions_of(shapes: Shapes, max_new: int) -> list[Compile]:
         shapes.compiled(steps.model_step, *given, packs=runner.packs_kv, adapters=adapters, **attention)
 
     def stack() -> None:
-        of_each = [next(iter(first.values()))] * len(config.kv_layers)
-        shapes.compiled(steps.stack_layers, of_each, runner.packs_kv, sharding)
+        of_each = [first[shape] for shape in config.kv_shapes]
+        shapes.compiled(steps.stack_layers, config, of_each, runner.packs_kv, sharding)
 
     def decode(size: int) -> None:
         num_rows = size * shapes.num_parts
@@ -155,17 +155,18 @@ def functions_of(shapes: Shapes, max_new: int) -> list[Compile]:
         )
         sampler.compile(shapes.compiled, shapes.small, logits, tokens)
 
-    def fill(size: int) -> None:
-        kv = runner.loaded_shape(size)
-        shapes.compiled(page_steps.fill_pages, shapes.pages[0], kv, table, scalar, scalar, scalar, sharding)
+    def fill(layer: int, size: int) -> None:
+        kv = runner.loaded_shape(layer, size)
+        shapes.compiled(page_steps.fill_pages, shapes.pages[layer], kv, table, scalar, scalar, scalar, sharding)
 
     def turn_end() -> None:
         state = shapes.compiled(state_steps.read_state, shapes.states, scalar)
         shapes.compiled(state_steps.write_state, shapes.states, scalar, state)
 
     def read() -> None:
-        given = shapes.pages[0], table, scalar, runner.read_tokens, runner.packs_kv, sharding
-        shapes.compiled(page_steps.read_pages, *given)
+        for layer in runner.shapes:
+            given = shapes.pages[layer], table, scalar, runner.read_tokens, runner.packs_kv, sharding
+            shapes.compiled(page_steps.read_pages, *given)
         shapes.compiled(page_steps.copy_page, shapes.pages, scalar, scalar, scalar, sharding)
 
     sizes = [size for size in runner.token_buckets if size <= most]
@@ -174,7 +175,8 @@ def functions_of(shapes: Shapes, max_new: int) -> list[Compile]:
     found += [partial(step, size) for size in runner.batch_buckets for step in (decode, draw)]
     found += [turn_end] if config.num_states else []
     found += [partial(whole, size) for size in sizes if size <= runner.whole_tokens]
-    return [*found, stack, *(partial(fill, size) for size in runner.history_buckets[1:]), read]
+    fills = (partial(fill, layer, size) for size in runner.history_buckets[1:] for layer in runner.shapes)
+    return [*found, stack, *fills, read]
 
 
 def compile_all(

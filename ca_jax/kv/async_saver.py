@@ -27,10 +27,11 @@ _SAMPLE_BYTES = 1 << 16  # Smaller copies say more about the thread than about t
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """New KV of a save: of one layer, `[2, T, K, H]`, or of a group of decode steps, `[L, 2, n, K, H]` each."""
+    """New KV of a save: of one layer, `[2, T, K, H]`, or of some decode steps, each `[l, 2, n, K, H]` of each group of
+    layers."""
 
-    arrays: tuple[jax.Array, ...]
-    """In the order of the tokens."""
+    arrays: tuple[tuple[jax.Array, ...], ...]
+    """In the order of the tokens; those side by side are of the same tokens."""
     tokens: tuple[slice, ...]
     """Which tokens of each."""
     layer: int | None = None
@@ -39,28 +40,30 @@ class Part:
     @classmethod
     def of_layer(cls, layer: int, kv: jax.Array, num_tokens: int, first: int = 0) -> Part:
         """Of one layer's `[2, T, K, H]`: `num_tokens` tokens from `first` on."""
-        return cls((kv,), (slice(first, first + num_tokens),), layer)
+        return cls(((kv,),), (slice(first, first + num_tokens),), layer)
 
     @classmethod
-    def decoded(cls, steps: Sequence[jax.Array], rows: Sequence[int]) -> Part:
+    def decoded(cls, steps: Sequence[tuple[jax.Array, ...]], rows: Sequence[int]) -> Part:
         """Of decode steps: row `rows[i]` of `steps[i]` is the i-th token."""
         return cls(tuple(steps), tuple(slice(row, row + 1) for row in rows))
 
     @functools.cached_property
     def num_bytes(self) -> int:
         """Its share of what the arrays hold on the device."""
-        sizes = zip(self.arrays, self.tokens, strict=True)
+        sizes = ((array, tokens) for each, tokens in zip(self.arrays, self.tokens, strict=True) for array in each)
         return sum(array.nbytes * (tokens.stop - tokens.start) // array.shape[-3] for array, tokens in sizes)
 
     def on_host(self) -> Part:
         """The same, its KV on its way to memory that the host reads."""
-        return Part(tuple(map(to_host_memory, self.arrays)), self.tokens, self.layer)
+        return Part(tuple(tuple(map(to_host_memory, each)) for each in self.arrays), self.tokens, self.layer)
 
     def write(self, ticket: SaveTicket) -> bool:
         """Waits for the KV and copies it into the store; as `SaveTicket.write`."""
-        taken = [host_view(array)[..., tokens, :, :] for array, tokens in zip(self.arrays, self.tokens, strict=True)]
-        kv = taken[0] if len(taken) == 1 else np.concatenate(taken, axis=-3)
-        return ticket.write_all(kv) if self.layer is None else ticket.write(self.layer, kv)
+        of_groups = list[np.ndarray]()
+        for arrays in zip(*self.arrays, strict=True):
+            taken = [host_view(array)[..., tokens, :, :] for array, tokens in zip(arrays, self.tokens, strict=True)]
+            of_groups.append(taken[0] if len(taken) == 1 else np.concatenate(taken, axis=-3))
+        return ticket.write_all(of_groups) if self.layer is None else ticket.write(self.layer, of_groups[0])
 
 
 @dataclasses.dataclass(frozen=True)

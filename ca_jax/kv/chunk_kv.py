@@ -161,8 +161,13 @@ class FusedTicket:
         """Whether any of it was fetched from SSD for this load."""
         return any(ticket.from_ssd for ticket, _ in self.parts)
 
-    def read(self, layer: int, dst: np.ndarray) -> ts.Future:
+    def read(self, layer: int, dst: np.ndarray, first_token: int = 0) -> ts.Future:
         """Copies one layer's KV into places of `dst [2, S, K, H]`, and touches no others. Does not wait.
+
+        Args:
+          layer: which layer.
+          dst: of all places, or from that of `first_token` on.
+          first_token: of one load alone, the first token that is read.
 
         Returns:
           A future, done when all of it is in place; failed if any of it is not.
@@ -170,7 +175,10 @@ class FusedTicket:
         futures: list[Any] = []
         for ticket, start in self.parts:
             try:
-                futures.append(ticket.read(layer, dst[:, start : start + ticket.num_tokens]))
+                if first_token:
+                    futures.append(ticket.read(layer, dst, first_token))
+                else:
+                    futures.append(ticket.read(layer, dst[:, start : start + ticket.num_tokens]))
             except Exception as error:  # Raised where the layer is taken: copies into it may be under way.
                 futures.append(concurrent.futures.Future())
                 futures[-1].set_exception(error)

@@ -40,6 +40,9 @@ class History:
     """Tokens whose KV is on the device still, so that nothing is loaded."""
     resident: Holding | None = None
     """The pages of those, until a row has them."""
+    first_seen: tuple[int, ...] = ()
+    """Of each layer the first of its tokens whose KV is loaded, or there: no later token sees those before it. Nothing
+    said: all are."""
     snapshot: Snapshot | None = None
     """Of layers that keep a state, where they stand behind these tokens; None: no layer does, or there are none."""
 

@@ -23,6 +23,7 @@ import dataclasses
 import math
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -126,7 +127,7 @@ class LayerLoad:
         self,
         loader: LayerLoader,
         ticket: FusedTicket,
-        padded_tokens: int,
+        reads: Sequence[tuple[int, int]],
         depth: int,
         all_at_once: bool,
         job: int,
@@ -139,7 +140,7 @@ class LayerLoad:
         """Seconds in which the device waited for its copies."""
         self._loader = loader
         self._job = job
-        self._padded_tokens = padded_tokens
+        self._reads = reads  # Of each layer the first token that is read, and S.
         self._dtype = loader.layout.numpy_dtype
         self._all_at_once = all_at_once
         self._has_begun = False
@@ -149,6 +150,10 @@ class LayerLoad:
     def num_layers(self) -> int:
         """Of the model."""
         return self._loader.layout.num_layers
+
+    def num_places(self, layer: int) -> int:
+        """S of a layer's array."""
+        return self._reads[layer][1]
 
     @property
     def num_issued(self) -> int:
@@ -178,7 +183,9 @@ class LayerLoad:
         self._loader.pump()
 
     def layer(self, layer: int) -> jax.Array:
-        """A layer's unrotated KV on the device, `[2, S, K, H]`; places behind the ticket's tokens hold anything.
+        """A layer's unrotated KV on the device, `[2, S, K, H]`, from the first token on that is read of it.
+
+        Places behind the ticket's tokens hold anything.
 
         Waits until its bytes are in staging.
 
@@ -243,7 +250,7 @@ class LayerLoad:
         return math.prod(self._shape(self.num_issued)) * self._dtype.itemsize
 
     def _shape(self, layer: int) -> tuple[int, ...]:
-        return self._loader.layout.layer_shape(layer, self._padded_tokens)
+        return self._loader.layout.layer_shape(layer, self._reads[layer][1])
 
     def _computed_before(self, layer: int) -> int:
         """The layer that must be computed before this one is loaded, two regions being for execution; below 0: none."""
@@ -286,7 +293,8 @@ class LayerLoad:
         self._stages.append(stage)
         self._loader.staged.append(stage)
         try:
-            stage.future = self.ticket.read(layer, view)
+            first = self._reads[layer][0]
+            stage.future = self.ticket.read(layer, view, first) if first else self.ticket.read(layer, view)
         except Exception as error:  # Raised where the layer is taken.
             stage.future = concurrent.futures.Future()
             stage.future.set_exception(error)
@@ -304,7 +312,8 @@ class LayerLoad:
         """Puts layers up to `stop` on the device whose bytes are there."""
         for stage in self._stages[:stop]:
             if stage.array is None and stage.computed is None and stage.future.done():
-                stage.array = transfer.staging_to_device(stage.view, self._loader.sharding, self._loader.heads)
+                heads = self._loader.heads[stage.layer] if self._loader.heads else None
+                stage.array = transfer.staging_to_device(stage.view, self._loader.sharding, heads)
 
 
 class LayerLoader:
@@ -312,7 +321,8 @@ class LayerLoader:
 
     Args:
       sharding: of a layer's KV `[2, S, K, H]`; None: all on the default device.
-      heads: which of its heads the store has, where other processes have the others; None: all.
+      heads: of each layer, which of its heads the store has, where other processes have the others; None, or nothing
+        said: all.
     """
 
     def __init__(
@@ -321,7 +331,7 @@ class LayerLoader:
         num_bytes: int,
         *,
         sharding: jax.sharding.Sharding | None = None,
-        heads: transfer.HeldHeads | None = None,
+        heads: Sequence[transfer.HeldHeads | None] = (),
         timeline: Timeline = NO_TIMELINE,
     ) -> None:
         self.layout = layout
@@ -366,14 +376,17 @@ class LayerLoader:
         *,
         all_at_once: bool = False,
         job: int = -1,
+        reads: Sequence[tuple[int, int]] = (),
     ) -> LayerLoad:
         """Begins to load: as many layers as the depth allows and there is room for. Does not wait.
 
         Args:
           padded_tokens: S of the arrays, at least the ticket's tokens.
           all_at_once: `layer` waits for all layers, as without pre-loading.
+          reads: of each layer the first token that is read, and S of its array; nothing said: the first, and that.
         """
-        load = LayerLoad(self, ticket, padded_tokens, depth, all_at_once, job)
+        reads = reads or [(0, padded_tokens)] * self.layout.num_layers
+        load = LayerLoad(self, ticket, reads, depth, all_at_once, job)
         self._loads.append(load)
         try:
             self.pump()

@@ -27,21 +27,20 @@ EXECUTION_REGIONS = 2
 
 def rest_layout(model: ModelConfig, dtype: str, config: EngineConfig) -> KVLayout:
     """The shape of the blocks that an engine of that config keeps KV in, of a model that computes it in `dtype`."""
-    is_packed = config.kv_rest_dtype == "int8"
-    layers_of: dict[tuple[tuple[int, int, int], int | None], list[int]] = {}
-    for at, layer in enumerate(model.kv_layers):
-        layers_of.setdefault((model.kv_shape(layer), model.window_of(layer)), []).append(at)
-    groups = tuple(
-        LayerGroup(
-            layers=tuple(layers),
-            num_parts=num_parts,
-            num_kv_heads=num_kv,
-            head_dim=width + (SCALE_BYTES if is_packed else 0),
-            window=window,
+    is_packed, groups = config.kv_rest_dtype == "int8", []
+    for layers in model.kv_groups:
+        first = model.kv_layers[layers[0]]
+        num_parts, num_kv, width = model.kv_shape(first)
+        groups.append(
+            LayerGroup(
+                layers=layers,
+                num_parts=num_parts,
+                num_kv_heads=num_kv,
+                head_dim=width + (SCALE_BYTES if is_packed else 0),
+                window=model.window_of(first),
+            )
         )
-        for ((num_parts, num_kv, width), window), layers in layers_of.items()
-    )
-    return KVLayout(groups=groups, dtype="int8" if is_packed else dtype, block_tokens=config.store.block_tokens)
+    return KVLayout(groups=tuple(groups), dtype="int8" if is_packed else dtype, block_tokens=config.store.block_tokens)
 
 
 def kept_window(layout: KVLayout, config: EngineConfig, window: int) -> int | None:
@@ -51,13 +50,22 @@ def kept_window(layout: KVLayout, config: EngineConfig, window: int) -> int | No
     return max(windows) if slides and not (config.overflow and config.overflow.needs_everything) else None
 
 
+def first_seen(layout: KVLayout, num_tokens: int, page_tokens: int) -> tuple[int, ...]:
+    """Of each layer, the first of a history's tokens that tokens behind it see, or where its page begins."""
+    of_groups = [0 if each.window is None else max(num_tokens - each.window + 1, 0) for each in layout.groups]
+    places = (layout.place(layer)[0] for layer in range(layout.num_layers))
+    return tuple(of_groups[group] // page_tokens * page_tokens for group in places)
+
+
 def kv_layout(model: LoadedModel, config: EngineConfig) -> KVLayout:
     """As `rest_layout`, of a model that is loaded: of the heads that this process has."""
     layout = rest_layout(model.config, model.dtype, config)
-    heads = None if model.sharding is None else held_heads(model.sharding.kv, model.config.num_kv_heads)
-    if heads is None:
-        return layout
-    held = (dataclasses.replace(group, num_kv_heads=heads.stop - heads.start) for group in layout.groups)
+    sharding = None if model.sharding is None else model.sharding.kv
+    held = []
+    for group in layout.groups:
+        heads = held_heads(sharding, group.num_kv_heads)
+        num_heads = group.num_kv_heads if heads is None else heads.stop - heads.start
+        held.append(dataclasses.replace(group, num_kv_heads=num_heads))
     return dataclasses.replace(layout, groups=tuple(held))
 
 
@@ -88,7 +96,7 @@ def pool_size(
 def pool_bytes(model: ModelConfig, dtype: str, size: PoolSize, sharding: ModelSharding | None) -> int:
     """Bytes of a pool on each device."""
     numbers = 0
-    for parts, num_kv, width in map(model.kv_shape, model.kv_layers):
+    for parts, num_kv, width in model.kv_shapes:
         shape: tuple[int, ...] = (size.num_pages * size.num_parts, parts, num_kv, size.page_tokens, width)
         numbers += math.prod(shape if sharding is None else sharding.pages.shard_shape(shape))
     return numbers * resolve_dtype(dtype).itemsize

@@ -25,7 +25,7 @@ from ca_jax.kv.chunk_kv import ChunkKV, FusedTicket
 from ca_jax.kv.costs import RateMeter
 from ca_jax.kv.history import History
 from ca_jax.kv.layer_loader import LayerLoader
-from ca_jax.kv.layout import kept_window
+from ca_jax.kv.layout import first_seen, kept_window
 from ca_jax.kv.resident import ResidentPages
 from ca_jax.kv.save import owner_of
 from ca_jax.kv.shared_load import SharedLoad
@@ -133,8 +133,9 @@ class Histories:
         job.load_s, job.load_stall_s, job.load_span_s = sum(times_s), load.stall_s, load.span_s
         self._metrics.load_stall_s += load.stall_s
         if not self._loader.device_ahead:  # Elsewhere that is staging alone, and not the way to the device.
-            for seconds in times_s:
-                self._meter.add_load(self._layer_bytes(history.num_loaded), seconds)
+            for layer, seconds in enumerate(times_s):
+                num_tokens = history.num_loaded - (history.first_seen[layer] if history.first_seen else 0)
+                self._meter.add_load(num_tokens * self._layout.layer_token_bytes(layer), seconds)
 
     def learn(self, history: History | None, num_before: int, num_new: int, seconds: float) -> None:
         """A prompt was computed alone, in one pass: what that took says how fast this engine computes.
@@ -293,7 +294,7 @@ class Histories:
                 history = self._go_on(job, session, holder, held[0], num_slid)
             else:
                 self.resident.drop(key)
-                history = self._begin(job, key, held, spans, num_loaded, num_slid)
+                history = self._begin(job, session, held, spans, num_loaded, num_slid)
             history.snapshot = snapshot
             return history
         except Exception:
@@ -318,13 +319,15 @@ class Histories:
         if shares:
             key, wanted = self.resident.like(owner_of(session).domain, token_ids) or key, (0, 0)
         has_all = self.resident.num_tokens(key, token_ids, wanted) >= num_stored
-        return key if has_all and self.resident.is_near(key, job.slot) else None
+        is_near = has_all and self.resident.is_near(key, job.slot)
+        return key if is_near and self.resident.has_seen(key, self._first_seen(num_stored)) else None
 
     def _go_on(self, job: Job, session: Session, holder: str, ticket: LoadTicket, num_slid: int) -> History:
         """A history whose pages a session has, all that a ticket says: its own, or those of one that it begins like."""
         num_tokens, rates = ticket.num_tokens, self._meter.rates
         self._store.complete_load(ticket, was_read=False)
         take = self.resident.take if holder == session.key else self.resident.share
+        held = take(holder, num_tokens)
         num_new = len(job.prompt_ids) - num_slid - num_tokens
         compute_s = None
         if rates is not None:
@@ -337,8 +340,12 @@ class Histories:
             num_slid=num_slid,
             predicted_s=compute_s,
             num_resident=num_tokens,
-            resident=take(holder, num_tokens),
+            resident=held,
+            first_seen=held.first_seen,
         )
+
+    def _first_seen(self, num_tokens: int) -> tuple[int, ...]:
+        return first_seen(self._layout, num_tokens, self._runner.pool.size.page_tokens)
 
     def _layer_bytes(self, num_tokens: int) -> int:
         return num_tokens * self._layout.token_bytes // self._layout.num_layers
@@ -369,7 +376,7 @@ class Histories:
     def _begin(
         self,
         job: Job,
-        key: str,
+        session: Session,
         held: Sequence[LoadTicket | None],
         spans: Sequence[ChunkSpan],
         num_loaded: int,
@@ -388,12 +395,16 @@ class Histories:
         ticket = FusedTicket(parts) if parts else None
         num_places = 0 if ticket is None else ticket.num_tokens
         num_new = len(job.prompt_ids) - num_slid - num_places
-        depth, load = self._depth(num_places, num_new), None
+        depth, load, firsts = self._depth(num_places, num_new), None, tuple[int, ...]()
         if ticket is not None:
-            padded, all_at_once = self._runner.padded_history(num_places), self._config.read_buffer == "off"
-            load = self._loader.open(ticket, padded, depth, all_at_once=all_at_once, job=job.job_id)
+            pad, options = self._runner.padded_history, {"all_at_once": self._config.read_buffer == "off"}
+            if not found and not self._may_read_all(job, session):
+                firsts = self._first_seen(num_places)
+            reads = [(first, pad(num_places - first)) for first in firsts]
+            load = self._loader.open(ticket, pad(num_places), depth, job=job.job_id, reads=reads, **options)
         return History(
-            key=key,
+            key=session.key,
+            first_seen=firsts,
             load=load,
             source=load if load is None or self._processes.count == 1 else SharedLoad(load, self._runner),
             num_stored=num_stored,
@@ -402,6 +413,13 @@ class Histories:
             chunks=tuple(span for _, span in found),
             missed_chunks=len(chunks) - len(found),
         )
+
+    def _may_read_all(self, job: Job, session: Session) -> bool:
+        """Whether more of a history may come to be read than tokens behind it see: as it is repaired, or cut while the
+        job runs.
+        """
+        state = session.conversation
+        return bool(state.num_to_repair or state.to_drift) or job.most_tokens > self._runner.window
 
     def _num_worth_loading(self, num_stored: int, num_new: int) -> int:
         """How many tokens of a stored history are loaded: all of them, where no rates say otherwise."""

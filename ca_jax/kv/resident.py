@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -70,6 +70,11 @@ class ResidentPages:
         if kept is None or kept.state != state:
             return 0
         return num_common(kept.token_ids, token_ids)
+
+    def has_seen(self, key: str, first_seen: Sequence[int]) -> bool:
+        """Whether a session's pages have, of each layer, the KV from such a token on."""
+        found = self._kept[key].holding.first_seen
+        return all(own <= wanted for own, wanted in zip(found, first_seen, strict=bool(found)))
 
     def like(self, domain: str, token_ids: np.ndarray) -> str | None:
         """The session of a domain whose pages hold most of the first tokens of a context, none of which has seen any

@@ -84,7 +84,7 @@ class TurnSaver:
         self._group_tokens = group_tokens
         self._is_held_back = at_end
         self._active = True
-        self._decoded: list[tuple[int, jax.Array, int]] = []  # Token, the step's KV and its row there.
+        self._decoded: list[tuple[int, tuple[jax.Array, ...], int]] = []  # Token, the step's KV and its row there.
         self._waiting: collections.deque[_Group] = collections.deque()  # Without a ticket.
         self._prefilling: _Group | None = None
 
@@ -132,10 +132,12 @@ class TurnSaver:
 
     # Decoding.
 
-    def add_decoded(self, token_id: int, kv: jax.Array, row: int) -> None:
-        """Takes the KV of one decoded token, row `row` of `kv [L, 2, n, K, H]`, and submits it with its group."""
+    def add_decoded(self, token_id: int, kv: tuple[jax.Array, ...], row: int) -> None:
+        """Takes the KV of one decoded token, row `row` of `kv [l, 2, n, K, H]` of each group of layers, and submits it
+        with those before it.
+        """
         if self._active:
-            self._decoded.append((token_id, own_part(kv), row))
+            self._decoded.append((token_id, tuple(map(own_part, kv)), row))
             if len(self._decoded) >= self._group_tokens:
                 self.flush()
 
@@ -206,7 +208,7 @@ class TurnSaver:
     @property
     def held_bytes(self) -> int:
         """What waits for its group to be full, or for room, as it is held on the device."""
-        decoded = sum(kv.nbytes // kv.shape[2] for _, kv, _ in self._decoded)
+        decoded = sum(each.nbytes // each.shape[2] for _, kv, _ in self._decoded for each in kv)
         return decoded + sum(part.num_bytes for group in self._waiting for part in group.parts)
 
     def submit_held(self) -> None:

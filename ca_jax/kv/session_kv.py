@@ -80,8 +80,8 @@ class SessionKV:
         max_tokens = runner.history_buckets[-1]
         shard = shard_config(config.store, processes.index, processes.count)
         kv_sharding = None if runner.sharding is None else runner.sharding.kv
-        heads = held_heads(kv_sharding, runner.config.num_kv_heads)
-        weights = fingerprint if heads is None else f"{fingerprint} {heads}"
+        heads = [held_heads(kv_sharding, num_kv_heads) for _, num_kv_heads, _ in runner.config.kv_shapes]
+        weights = " ".join([fingerprint, *(str(each) for each in dict.fromkeys(heads) if each is not None)])
         self.meter = RateMeter(layout.num_layers, layout.token_bytes // layout.num_layers)
         of_store = StoreRuntime(on_progress=runtime.wake, on_fetch=self.meter.add_fetch, timeline=timeline)
         store = AttentionStore(layout, shard, weights=weights, runtime=of_store)

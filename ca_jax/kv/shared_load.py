@@ -37,7 +37,7 @@ class SharedLoad:
             except Exception as error:  # For `check`: raised now, the others would wait for this process forever.
                 _LOG.warning("layer %d of a history could not be loaded", layer, exc_info=True)
                 self.error = error
-        return self._runner.empty_kv(self._runner.padded_history(self._load.ticket.num_tokens))
+        return self._runner.empty_kv(layer, self._load.num_places(layer))
 
     def computed(self, layer: int, result: jax.Array) -> None:
         """See `passes.LayerSource`."""

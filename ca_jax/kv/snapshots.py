@@ -33,6 +33,7 @@ from ca_jax.kv.async_saver import Part
 from ca_jax.kv.layer_loader import LoadError
 from ca_jax.kv.save import TurnKV, WriteBuffer
 from ca_jax.models.config import ModelConfig
+from ca_jax.models.kv import State
 from ca_jax.models.weights import resolve_dtype
 from ca_jax.session import Job
 from ca_jax.storage.layout import KVLayout
@@ -109,21 +110,26 @@ class StatePart(Part):
     form: StateForm | None = None
     """How it lies there."""
 
+    @property
+    def state(self) -> State:
+        """The arrays."""
+        return self.arrays[0]
+
     @functools.cached_property
     def num_bytes(self) -> int:
         """As it is held on the device."""
-        return sum(array.nbytes for array in self.arrays)
+        return sum(array.nbytes for array in self.state)
 
     def on_host(self) -> StatePart:
         """The same, on its way to memory that the host reads."""
-        return dataclasses.replace(self, arrays=tuple(map(to_host_memory, self.arrays)))
+        return dataclasses.replace(self, arrays=(tuple(map(to_host_memory, self.state)),))
 
     def write(self, ticket: SaveTicket) -> bool:
         """Waits for the state and copies it into the store; as `SaveTicket.write`."""
         if self.form is None:
             raise ValueError("a state must have a form to be written, got none")
         staged = Staged(self.form)
-        for array, place in zip(self.arrays, staged.arrays, strict=True):
+        for array, place in zip(self.state, staged.arrays, strict=True):
             np.copyto(place, host_view(array))
         return all(ticket.write(layer, rows) for layer, rows in enumerate(staged.rows))
 
@@ -258,7 +264,7 @@ class Snapshots:
         of = Owner(tenant=session.tenant, ttl_s=session.ttl_s, variant=session.conversation.adapter_weights)
         ids = self._ids(token_ids)
         saver = self._write_buffer.begin(TurnKV(key, self._owner(key, of), 0))
-        saver.add_part(ids.tolist(), StatePart(state, (), form=self._form))
+        saver.add_part(ids.tolist(), StatePart((state,), (), form=self._form))
         self._write_buffer.end(saver)
 
     def drop(self, key: str) -> None:

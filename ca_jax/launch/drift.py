@@ -59,7 +59,7 @@ def main(_: Sequence[str]) -> None:
 
         drift = measure_drift(model, token_ids, overflow, window=FLAGS.window, on_step=tell)
     drift.save(FLAGS.out)
-    lengths = np.linalg.norm(drift.values.reshape(len(drift.values), 2, -1), axis=-1)
+    lengths = np.stack([np.linalg.norm(each.reshape(2, -1), axis=-1) for each in drift.values])
     moved = f"keys move by {lengths[:, 0].mean():.2f}, values by {lengths[:, 1].mean():.2f} in the mean over"
     told = f"drift of {model.name}, the mean of {drift.num_tokens:,} tokens: {moved} {len(lengths)} layers."
     note(rich.console.Console(), f"{told} Written to {FLAGS.out}", None)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ca_jax.models import rope
-from ca_jax.models.kv import LayerKV, values_of
+from ca_jax.models.kv import LayerKV, scaled_keys, values_of
 
 MASKED = -1e30
 """Score of a key that must not be seen. Finite, so that a wholly masked block of keys gives no NaN."""
@@ -78,6 +78,7 @@ def attend(
     window: int | None = None,
     cap: float | None = None,
     sinks: jax.Array | None = None,
+    key_scale: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention of new tokens over their unrotated history and themselves.
 
@@ -104,17 +105,18 @@ def attend(
       window: how many tokens a token sees, itself among them; None: all before it.
       cap: scores are `cap * tanh(score / cap)`; None: as they are.
       sinks: f32 `[N]`, a score of each head beside those of keys, that weighs on no value; None: none.
+      key_scale: f32 `[H]`, where values alone are kept: keys are these times it; None: keys are kept.
 
     Returns:
       `[B, T, N, H]` in q's dtype, H of values.
     """
     rotary_dim = 2 * rotation.cos.shape[-1]
-    keys, values = rope.rotate(new.k, rotation), values_of(new.k, new.v, rotary_dim)
+    keys, values = rope.rotate(scaled_keys(new.k, key_scale), rotation), values_of(new.k, new.v, rotary_dim)
     num_history = 0
     if history is not None and history_rotation is not None:
         num_history = history.shape[2]
         used = jnp.arange(num_history)[None, :, None, None] < history_lengths[:, None, None, None]
-        keys = jnp.concatenate([rope.rotate(history[0], history_rotation), keys], axis=1)
+        keys = jnp.concatenate([rope.rotate(scaled_keys(history[0], key_scale), history_rotation), keys], axis=1)
         old = values_of(history[0], history[1] if len(history) > 1 else None, rotary_dim)
         values = jnp.concatenate([jnp.where(used, old, 0).astype(values.dtype), values], axis=1)
     attend_row = partial(_attend_row, num_history=num_history, window=window, cap=cap, sinks=sinks)

@@ -6,6 +6,7 @@ Not here: mesh, paths, dtypes of weights, kernels, tokenizer; published architec
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, get_args
@@ -13,7 +14,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from ca_jax.errors import UnsupportedArchitectureError, check
 from ca_jax.models.recurrence import RecurrenceConfig
 
-RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"]
+RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 Norm = Literal["rms", "layer"]
 Mlp = Literal["swiglu", "swiglu_clipped", "geglu", "geglu_tanh", "gelu", "gelu_tanh"]
 Routing = Literal["softmax", "sigmoid"]
@@ -40,7 +41,7 @@ class RopeConfig:
     scaling: RopeScaling = "none"
     """How frequencies are stretched: not at all, all alike (`linear`), by wavelength (`llama3`, `yarn`), by how long
     the context is (`dynamic`), or each by a number of its own, of one of two sets by how long the context is
-    (`longrope`)."""
+    (`longrope`); or all alike, and only the first ones turn (`proportional`)."""
     factor: float = 1.0
     """How far the context was stretched over what the model was first trained on."""
     low_freq_factor: float = 1.0
@@ -63,6 +64,8 @@ class RopeConfig:
     """`longrope` only: the same in longer ones."""
     rotary_dim: int | None = None
     """How many of a head's numbers are rotated, the first ones; None: all."""
+    num_turning: int | None = dataclasses.field(default=None, metadata=_LATER)
+    """`proportional` only: how many pairs turn, the first ones. Those behind them are pairs too, and turn by 0."""
 
     def __post_init__(self) -> None:
         for name in ("short_factors", "long_factors"):
@@ -87,6 +90,8 @@ class RopeConfig:
             factors = getattr(self, name)
             holds = self.scaling != "longrope" or (factors and min(factors) > 0)
             check(holds, f"{name} of longrope rope scaling", "positive numbers", factors)
+        holds = self.scaling != "proportional" or (self.num_turning or 0) > 0
+        check(holds, "num_turning of proportional rope scaling", "positive", self.num_turning)
 
 
 class LayerKind(NamedTuple):
@@ -98,7 +103,15 @@ class LayerKind(NamedTuple):
     """Which of `ModelConfig.ropes` turns its queries and keys."""
     has_experts: bool
     """Whether its feed-forward block is of experts."""
-    is_recurrent: bool = False
+    num_kv_heads: int
+    """K."""
+    head_dim: int
+    """H."""
+    has_values: bool
+    """Whether values are other numbers than keys are made of."""
+    has_kv: bool
+    """Whether it has KV of its own, and reads no earlier layer's."""
+    is_recurrent: bool
     """Whether it keeps a state in place of KV."""
 
 
@@ -136,6 +149,21 @@ class ModelConfig:
     """Rotary embedding."""
     local_rope: RopeConfig | None = dataclasses.field(default=None, metadata=_LATER)
     """Rotary embedding of layers that slide, where that is another one."""
+    full_head_dim: int | None = dataclasses.field(default=None, metadata=_LATER)
+    """H of layers that do not slide, where that is another one."""
+    full_kv_heads: int | None = dataclasses.field(default=None, metadata=_LATER)
+    """K of layers that do not slide, likewise."""
+    full_keys_are_values: bool = dataclasses.field(default=False, metadata=_LATER)
+    """Whether in layers that do not slide keys are values times the scale of the keys' norm: values alone are kept."""
+    num_readers: int = dataclasses.field(default=0, metadata=_LATER)
+    """Layers, the last ones, that have no KV of their own. Each reads that of the last layer before all of them that
+    slides as it does."""
+    reader_mlp_dim: int | None = dataclasses.field(default=None, metadata=_LATER)
+    """Width of the feed-forward block of such layers; None: D."""
+    layer_input_dim: int = dataclasses.field(default=0, metadata=_LATER)
+    """Numbers of its own that a layer is given of each token, beside the residual stream; 0: none."""
+    has_layer_scale: bool = dataclasses.field(default=False, metadata=_LATER)
+    """Whether what comes out of a layer is multiplied by a number of that layer."""
     nope_layers: tuple[int, ...] = dataclasses.field(default=(), metadata=_LATER)
     """Layers that rotate nothing, ascending."""
     query_beta: float = dataclasses.field(default=0.0, metadata=_LATER)
@@ -191,6 +219,8 @@ class ModelConfig:
     """Latent attention only: numbers that queries are made of; 0: they are made of what the layer reads."""
     qk_norm: bool = False
     """Whether queries and keys go through an RMSNorm before they are rotated, each head by itself."""
+    value_norm: bool = dataclasses.field(default=False, metadata=_LATER)
+    """Whether values go through an RMSNorm without a scale, each head by itself."""
     qk_norm_is_whole: bool = dataclasses.field(default=False, metadata=_LATER)
     """Whether that norm is over all heads as one vector."""
     sliding_window: int | None = None
@@ -245,6 +275,7 @@ class ModelConfig:
         check(self.head_dim % 2 == 0, "head_dim", "even for rotary embedding", self.head_dim)
         most = f"at most head_dim {self.head_dim}"
         check(self.rotary_dim <= self.head_dim, "rope rotary_dim", most, self.rotary_dim)
+        self._check_groups()
         check(self.is_parallel or not self.shares_norm, "shares_norm", "False without is_parallel", self.shares_norm)
         norms = (self.norms_before, self.norms_behind, self.shares_norm)
         check(any(norms[:2]), "norms_before and norms_behind", "True at least one of them", norms[:2])
@@ -282,10 +313,57 @@ class ModelConfig:
         check(0 < groups[0] <= groups[1], "num_chosen_groups", "in [1, num_expert_groups]", groups)
         check(self.num_experts % groups[1] == 0, "num_experts", f"a multiple of {groups[1]} groups", self.num_experts)
 
+    def _check_groups(self) -> None:
+        """Checks what tells layers that do not slide from others, and layers without KV of their own from others."""
+        slides = self.sliding_window is not None
+        for name in ("full_head_dim", "full_kv_heads", "full_keys_are_values"):
+            check(slides or not getattr(self, name), name, "None or False without sliding_window", getattr(self, name))
+        head_dim, num_kv_heads = self.full_head_dim or self.head_dim, self.full_kv_heads or self.num_kv_heads
+        check(head_dim > 0 and head_dim % 2 == 0, "full_head_dim", "positive and even", head_dim)
+        divides = num_kv_heads > 0 and self.num_heads % num_kv_heads == 0
+        check(divides, "full_kv_heads", f"a divisor of {self.num_heads} heads", num_kv_heads)
+        if self.full_keys_are_values:
+            norms = (self.qk_norm, not self.qk_norm_is_whole, self.value_norm, not self.norm_offset)
+            check(all(norms), "full_keys_are_values", "False without norms of keys and values, or with an offset", True)
+            check(not self.num_readers, "full_keys_are_values", "False with num_readers", True)
+        check(0 <= self.num_readers < self.num_layers, "num_readers", f"in [0, {self.num_layers})", self.num_readers)
+        windows = {*map(self.window_of, self.kv_layers)}
+        are_read = {self.window_of(layer) for layer in range(self.num_layers)} <= windows
+        check(are_read, "num_readers", "so few that each finds a layer that slides as it does", self.num_readers)
+        check(self.layer_input_dim >= 0, "layer_input_dim", "at least 0", self.layer_input_dim)
+
     @property
     def num_groups(self) -> int:
-        """G, query heads that share one KV head."""
+        """G, query heads that share one KV head, in layers that slide or are all alike."""
         return self.num_heads // self.num_kv_heads
+
+    @functools.cached_property
+    def kv_layers(self) -> tuple[int, ...]:
+        """Layers that have KV of their own, in the order in which pages and the store number them."""
+        return tuple(layer for layer in range(self.num_layers - self.num_readers) if not self.is_recurrent(layer))
+
+    @functools.cached_property
+    def kv_shapes(self) -> tuple[tuple[int, int, int], ...]:
+        """Of each of these what a token leaves in it, as `kv_shape`."""
+        return tuple(map(self.kv_shape, self.kv_layers))
+
+    @functools.cached_property
+    def kv_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The numbers of `kv_layers`, in groups of layers that keep the same of a token, and for as long."""
+        found: dict[tuple[tuple[int, int, int], int | None], list[int]] = {}
+        for number, layer in enumerate(self.kv_layers):
+            found.setdefault((self.kv_shape(layer), self.window_of(layer)), []).append(number)
+        return tuple(map(tuple, found.values()))
+
+    def kv_number(self, layer: int) -> int:
+        """The number among `kv_layers` of the one whose KV a layer reads: itself, or the last that slides alike.
+
+        Of a layer that keeps a state the number of its neighbour, which it does not read.
+        """
+        if layer in self.kv_layers:
+            return self.kv_layers.index(layer)
+        window = self.window_of(layer)
+        return max(number for number, each in enumerate(self.kv_layers) if self.window_of(each) == window)
 
     @property
     def rotary_dim(self) -> int:
@@ -297,10 +375,11 @@ class ModelConfig:
         """Whether the feed-forward block is gated: of three matrices, and not two."""
         return self.mlp not in ("gelu", "gelu_tanh")
 
-    @property
-    def ropes(self) -> tuple[RopeConfig | None, ...]:
-        """The rotary embeddings that layers have, the usual one first; None: that of layers that rotate nothing."""
-        return tuple(dict.fromkeys((self.rope, *map(self._rope_of, range(self.num_layers)))))
+    @functools.cached_property
+    def ropes(self) -> tuple[tuple[RopeConfig | None, int], ...]:
+        """The rotary embeddings of layers, each with H, the usual one first; None: of layers that rotate nothing."""
+        found = dict.fromkeys(map(self._rope_of, range(self.num_layers)))
+        return tuple(sorted(found, key=lambda each: each[0] != self.rope))
 
     @property
     def steady_positions(self) -> int:
@@ -319,35 +398,50 @@ class ModelConfig:
     def kind_of(self, layer: int) -> LayerKind:
         """What a layer is, as far as layers of one model differ."""
         has_experts = self.num_experts > 0 and layer not in self.dense_layers
-        rope = self.ropes.index(self._rope_of(layer))
-        return LayerKind(self.window_of(layer), rope, has_experts, is_recurrent=self.is_recurrent(layer))
+        parts, num_kv_heads, head_dim = self.kv_shape(layer)
+        return LayerKind(
+            self.window_of(layer),
+            self.ropes.index(self._rope_of(layer)),
+            has_experts,
+            num_kv_heads,
+            head_dim,
+            has_values=parts > 1,
+            has_kv=layer in self.kv_layers,
+            is_recurrent=self.is_recurrent(layer),
+        )
 
     def is_recurrent(self, layer: int) -> bool:
         """Whether a layer keeps a state in place of KV."""
         return self.recurrence is not None and layer in self.recurrence.layers
 
     @property
-    def kv_layers(self) -> tuple[int, ...]:
-        """Layers that have KV, in the order in which pages and the store number them."""
-        return tuple(layer for layer in range(self.num_layers) if not self.is_recurrent(layer))
-
-    @property
     def num_states(self) -> int:
         """Layers that keep a state in place of KV."""
         return 0 if self.recurrence is None else len(self.recurrence.layers)
 
-    def _rope_of(self, layer: int) -> RopeConfig | None:
+    def _rope_of(self, layer: int) -> tuple[RopeConfig | None, int]:
+        head_dim = self.kv_shape(layer)[2]
         if layer in self.nope_layers:
-            return None
-        return self.rope if self.local_rope is None or self.window_of(layer) is None else self.local_rope
+            return None, head_dim
+        return self.rope if self.local_rope is None or self.window_of(layer) is None else self.local_rope, head_dim
 
     def kv_shape(self, layer: int) -> tuple[int, int, int]:
-        """What a token leaves in a layer: parts (keys and values, or the latent alone), KV heads, numbers of each."""
-        return (1 if self.latent_dim else 2, self.num_kv_heads, self.head_dim)
+        """What a token leaves in a layer: parts (keys and values, or the latent alone, or values alone), KV heads, and
+        numbers of each. Of a layer without KV of its own: in the one that it reads."""
+        if self.window_of(layer) is not None:
+            return (1 if self.latent_dim else 2, self.num_kv_heads, self.head_dim)
+        parts = 1 if self.latent_dim or self.full_keys_are_values else 2
+        return (parts, self.full_kv_heads or self.num_kv_heads, self.full_head_dim or self.head_dim)
+
+    def mlp_dim_of(self, kind: LayerKind) -> int:
+        """Width of the feed-forward block of a layer of such a kind, or of each of its experts."""
+        if kind.has_experts:
+            return self.mlp_dim
+        return (self.dense_mlp_dim if kind.has_kv else self.reader_mlp_dim or self.dense_mlp_dim) or self.mlp_dim
 
     def kv_bytes_per_token(self, itemsize: int = 2) -> int:
         """Bytes of keys and values one token leaves in all layers, at `itemsize` bytes a number (2 for bf16)."""
-        return sum(math.prod(self.kv_shape(layer)) for layer in self.kv_layers) * itemsize
+        return sum(map(math.prod, self.kv_shapes)) * itemsize
 
     def described(self) -> dict[str, Any]:
         """The config as what JSON can hold."""

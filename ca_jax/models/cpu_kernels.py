@@ -82,7 +82,7 @@ def serves_attention(dtype: Any, head_dim: int) -> bool:
 
 def attend_pages(
     q: jax.Array,
-    new: LayerKV,
+    new: LayerKV | None,
     pages: jax.Array,
     rows: tuple[jax.Array, ...],
     rotation: tuple[jax.Array, jax.Array],
@@ -91,7 +91,9 @@ def attend_pages(
     """As `paged_attention.attend_pages`."""
     results = jax.ShapeDtypeStruct((1, *q.shape), jnp.float32), jax.ShapeDtypeStruct(pages.shape, jnp.float32)
     call = _function("ca_attend_pages", results, {3: 1})
-    out, pages = call(q[None], new.k, new.v, pages, *rows, *rotation, **_attributes(q, window))
+    nothing = jnp.zeros((1, 0, *pages.shape[2:5:2]), jnp.float32)  # Of no tokens: nothing is written.
+    keys, values = (nothing, nothing) if new is None else (new.k, new.v)
+    out, pages = call(q[None], keys, values, pages, *rows, *rotation, **_attributes(q, window))
     return out[0], pages
 
 
@@ -170,7 +172,7 @@ def pack_params(config: ModelConfig, params: Mapping[str, Any]) -> dict[str, Any
         layer = params[f"layer_{i}"]
         attn, mlp = layer.get("attn"), layer["mlp"]
         if attn is not None and not config.latent_dim:
-            matrices = (host(attn[name]) for name in ("wq", "wk", "wv"))
+            matrices = (host(attn[name]) for name in ("wq", "wk", "wv") if name in attn)
             wanted[f"layer_{i}", "attn", "qkv"] = [each.reshape(config.embed_dim, -1) for each in matrices]
             wanted[f"layer_{i}", "attn", "out"] = [host(attn["wo"]).reshape(-1, config.embed_dim)]
         if not config.kind_of(i).has_experts:

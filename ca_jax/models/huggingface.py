@@ -38,8 +38,9 @@ _PLAIN = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dt
 _PACKED = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu, "I32": np.int32, "U8": np.uint8}
 _TYPES: dict[str, np.dtype] = {name: np.dtype(kind) for name, kind in (_PLAIN | _PACKED).items()}
 
-_TEXT_PREFIX = "language_model."
-"""What names of the text model's tensors begin with, in models that read images too. Others are not read."""
+_TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
+"""What names of the text model's tensors begin with, in models that read images too, and do without. Others are not
+read."""
 
 _DRAFTS_PREFIX = "mtp."
 """What names of tensors begin with that draft and are not numbered as layers."""
@@ -61,8 +62,8 @@ def open_directory(directory: Path, name: str) -> weights.Source:
         raise type(error)(f"{directory}: {error}") from error
     family, files, scheme = FAMILIES[config.architecture], weight_files(directory), scheme_from_hf(described)
     tokenizer = _load_tokenizer(directory, described)
-    prefix = _TEXT_PREFIX if described["model_type"] in MULTIMODAL_TYPES else ""
-    tensors = _stored_tensors(directory, files, config, family, scheme, prefix)
+    prefixes = _TEXT_PREFIXES if described["model_type"] in MULTIMODAL_TYPES else {"": ""}
+    tensors = _stored_tensors(directory, files, config, family, scheme, prefixes)
     _require_names_of(family, config, tensors, directory)
     return weights.Source(
         path=str(directory),
@@ -124,14 +125,20 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def _stored_tensors(
-    directory: Path, files: list[Path], config: ModelConfig, family: Family, scheme: Scheme | None, prefix: str
+    directory: Path,
+    files: list[Path],
+    config: ModelConfig,
+    family: Family,
+    scheme: Scheme | None,
+    prefixes: Mapping[str, str],
 ) -> dict[str, weights.StoredTensor]:
-    """Those whose names begin so, by what is behind it."""
+    """Those whose names begin so, by names that begin as they do without."""
     raw: quantized.Arrays = {}
     for path in files:
         for name, each in _mapped(path, family.ignored):
-            if name.startswith(prefix) and not _drafts(name, family, config):
-                raw[name.removeprefix(prefix)] = each
+            prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
+            if prefix is not None and not _is_left_out(name, family, config):
+                raw[prefixes[prefix] + name.removeprefix(prefix)] = each
     try:
         tensors = {} if scheme is None else quantized.take(raw, scheme)
     except (CheckpointError, UnsupportedQuantizationError) as error:
@@ -183,11 +190,12 @@ def _mapped(path: Path, ignored: tuple[str, ...]) -> Iterator[tuple[str, np.ndar
         yield name, content[start + first : start + last].view(_TYPES[told["dtype"]]).reshape(told["shape"])
 
 
-def _drafts(name: str, family: Family, config: ModelConfig) -> bool:
-    """Whether a tensor is of a layer behind the last one, and may be left out."""
+def _is_left_out(name: str, family: Family, config: ModelConfig) -> bool:
+    """Whether a tensor is of a layer behind the last one, or drafts, or is of KV that a layer has none of."""
     layer = _OF_LAYER.search(name)
-    is_behind = layer is not None and int(layer[1]) >= config.num_layers
-    return family.drafts_behind and (is_behind or name.startswith(_DRAFTS_PREFIX))
+    if layer is None or int(layer[1]) >= config.num_layers:
+        return family.drafts_behind and (layer is not None or name.startswith(_DRAFTS_PREFIX))
+    return int(layer[1]) not in config.kv_layers and re.search(r"\.[kv]_(proj|norm)\.", name) is not None
 
 
 def _unread(path: Path, name: str, kind: str) -> UnsupportedQuantizationError:

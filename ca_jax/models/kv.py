@@ -33,7 +33,7 @@ class LayerKV:
     k: jax.Array
     """`[B, S, K, H]`."""
     v: jax.Array | None
-    """`[B, S, K, H]`. None: they are what of the keys is not rotated (latent attention)."""
+    """`[B, S, K, H]`. None: what is called keys is both, see `values_of`."""
 
     @property
     def parts(self) -> tuple[jax.Array, ...]:
@@ -46,9 +46,23 @@ class LayerKV:
         return cls(parts[:1], parts[1:] if len(parts) > 1 else None)
 
 
+def value_dim(head_dim: int, num_parts: int, rotary_dim: int) -> int:
+    """Numbers of a value, of R that are rotated of a key's H: as `values_of` gives them."""
+    return head_dim if num_parts > 1 or rotary_dim == head_dim else head_dim - rotary_dim
+
+
 def values_of(keys: jax.Array, values: jax.Array | None, rotary_dim: int) -> jax.Array:
-    """The values `[..., H]`, or those that lie behind the numbers of keys that are rotated, `[..., H - R]`."""
-    return keys[..., rotary_dim:] if values is None else values
+    """The values `[..., H]`.
+
+    Where what is kept is both, these are the numbers that lie behind those of keys that are rotated, `[..., H - R]`
+    (latent attention); or, where all of a key is, all of them: keys are these times a scale.
+    """
+    return keys[..., keys.shape[-1] - value_dim(keys.shape[-1], 1, rotary_dim) :] if values is None else values
+
+
+def scaled_keys(keys: jax.Array, key_scale: jax.Array | None) -> jax.Array:
+    """Keys `[..., H]`, from what is kept of them; the scale f32 `[H]`, None: these are they."""
+    return keys if key_scale is None else (keys.astype(jnp.float32) * key_scale).astype(keys.dtype)
 
 
 State = tuple[jax.Array, ...]
@@ -61,7 +75,7 @@ class KVCache:
     """KV of all layers. Row b holds `lengths[b]` tokens; what lies behind them is never attended to, NaN included."""
 
     layers: tuple[LayerKV, ...]
-    """L layers, oldest token first."""
+    """Of the layers that have KV of their own, oldest token first."""
     lengths: jax.Array
     """i32 `[B]`, tokens that count."""
     states: tuple[State, ...] = ()
@@ -75,8 +89,7 @@ class KVCache:
 
 def empty(config: ModelConfig, batch_size: int, capacity: int, dtype=jnp.float32) -> KVCache:
     """A cache of `batch_size` rows with room for `capacity` tokens each, none of them used."""
-    shapes = map(config.kv_shape, config.kv_layers)
-    zeros = [(parts, jnp.zeros((batch_size, capacity, *shape), dtype)) for parts, *shape in shapes]
+    zeros = [(parts, jnp.zeros((batch_size, capacity, *shape), dtype)) for parts, *shape in config.kv_shapes]
     layers = tuple(LayerKV(each, each if parts > 1 else None) for parts, each in zeros)
     states = tuple(no_states(config, batch_size, dtype) for _ in range(config.num_states))
     return KVCache(layers, jnp.zeros((batch_size,), jnp.int32), states)

@@ -30,7 +30,7 @@ from jax import lax
 from ca_jax import backend
 from ca_jax.models import cpu_kernels, gpu_attention, rope, tpu_attention
 from ca_jax.models.attention import MASKED, accumulated, dot, nothing
-from ca_jax.models.kv import LayerKV, values_of
+from ca_jax.models.kv import LayerKV, scaled_keys, value_dim, values_of
 
 PagedAttention = Literal["blocks"] | backend.Kernel
 """How `attend_pages` is computed. `blocks`: queries in blocks, a page at a time, on any backend; else a kernel."""
@@ -52,7 +52,7 @@ class Rows(NamedTuple):
 
 def attend_pages(
     q: jax.Array,
-    new: LayerKV,
+    new: LayerKV | None,
     pages: jax.Array,
     rows: Rows,
     rotation: rope.Rotation,
@@ -63,14 +63,15 @@ def attend_pages(
     has_gaps: bool = False,
     cap: float | None = None,
     sinks: jax.Array | None = None,
+    key_scale: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Puts new tokens' KV into the pages, and has each token attend to its row up to itself.
 
     Args:
       q: `[T, N, H]`, unrotated.
-      new: the tokens' KV `[1, T, K, H]`, unrotated.
-      pages: `[P, 2, K, page, H]` (0 keys, 1 values), or `[P, 1, K, page, H]` where values are what of keys is not
-        rotated; unrotated; in place where they are donated.
+      new: the tokens' KV `[1, T, K, H]`, unrotated; None: it is in the pages.
+      pages: `[P, 2, K, page, H]` (0 keys, 1 values), or `[P, 1, K, page, H]` where they are one, see `values_of`;
+        unrotated; in place where they are donated.
       rows: whose the tokens are.
       rotation: of all places, f32 `[C', R/2]`, C' at least C.
       window: how many tokens a token sees, the last ones, itself among them; None: all.
@@ -79,6 +80,7 @@ def attend_pages(
       has_gaps: static: whether places of a row's tokens may have gaps.
       cap: static: scores are `cap * tanh(score / cap)`, as in Gemma 2; None: as they are.
       sinks: f32 `[N]`, a score of each head beside those of keys, that weighs on no value, as in gpt-oss; None: none.
+      key_scale: f32 `[H]`, where values alone are kept: keys are these times it; None: keys are kept.
 
     Returns:
       `[T, N, H]` in q's dtype, padding anything finite; and the pages.
@@ -86,7 +88,8 @@ def attend_pages(
     implementation = implementation or paged_attention(pages)
     if implementation == "cpu" and cap is None and sinks is None:
         return cpu_kernels.attend_pages(q, new, pages, tuple(rows), rotation, window)
-    pages = write_rows(pages, new, rows, one_each=one_each, has_gaps=has_gaps)
+    if new is not None:
+        pages = write_rows(pages, new, rows, one_each=one_each, has_gaps=has_gaps)
     if implementation == "triton":
         given = gpu_attention.attend_pages_kernel(q, pages, rows, rotation, window, cap, sinks, one_each=one_each)
         return given, pages
@@ -94,7 +97,7 @@ def attend_pages(
     if implementation == "mosaic":
         out = _by_kernel(blocks, pages, rows, rotation, window, cap, sinks)
     else:
-        out, _ = _by_pages(blocks, pages, rows, rotation, window, cap, sinks, receives=False)
+        out, _ = _by_pages(blocks, pages, rows, rotation, window, cap, sinks, key_scale, receives=False)
     return blocks.taken_apart(out, q), pages
 
 
@@ -108,6 +111,7 @@ def attention_received(
     one_each: bool = False,
     cap: float | None = None,
     sinks: jax.Array | None = None,
+    key_scale: jax.Array | None = None,
 ) -> jax.Array:
     """The attention that each place receives in `attend_pages`, summed over query heads and the row's new tokens.
 
@@ -117,7 +121,7 @@ def attention_received(
       f32 `[n, C]`, 0 behind each row's last token.
     """
     blocks = _blocks_of(q, pages, rows, rotation, 1 if one_each else QUERY_BLOCK)
-    return _by_pages(blocks, pages, rows, rotation, window, cap, sinks, receives=True)[1]
+    return _by_pages(blocks, pages, rows, rotation, window, cap, sinks, key_scale, receives=True)[1]
 
 
 def paged_attention(pages: jax.Array | jax.ShapeDtypeStruct) -> PagedAttention:
@@ -316,6 +320,7 @@ def _by_pages(
     window: int | None,
     cap: float | None,
     sinks: jax.Array | None,
+    key_scale: jax.Array | None,
     *,
     receives: bool,
 ) -> tuple[jax.Array, jax.Array]:
@@ -326,7 +331,7 @@ def _by_pages(
     size, block = pages.shape[3], blocks.queries.shape[3]
     num_rows, capacity = len(rows.table), rows.table.shape[1] * size
     rotary_dim = 2 * rotation.cos.shape[-1]
-    value_dim = pages.shape[-1] - (rotary_dim if pages.shape[1] == 1 else 0)
+    num_values = value_dim(pages.shape[-1], pages.shape[1], rotary_dim)
 
     def attend(
         queries: jax.Array, row: jax.Array, own: jax.Array, first_page: jax.Array
@@ -340,7 +345,7 @@ def _by_pages(
             where = (first_page + i)[:, None] * size + jnp.arange(size)  # [b, page]
             kv = pages.at[rows.table.at[row, first_page + i].get(mode="clip")].get(mode="clip")
             turning = rope.Rotation(*(part[:, None] for part in _at(rotation, where)))
-            keys = rope.rotate(kv[:, 0][..., None, :], turning)[..., 0, :]
+            keys = rope.rotate(scaled_keys(kv[:, 0], key_scale)[..., None, :], turning)[..., 0, :]
             is_there = (where <= last[:, None])[:, None, :, None]
             seen = where[:, None, None, :] <= own
             if window is not None:
@@ -354,7 +359,7 @@ def _by_pages(
             scores, values, _ = scores_of(i)
             return accumulated(carry, scores, lambda weights: dot(weights.astype(values.dtype), values, (3, 2), 2))
 
-        top, total, out = nothing((*queries.shape[:-1], value_dim))
+        top, total, out = nothing((*queries.shape[:-1], num_values))
         if sinks is not None:
             top, total = jnp.broadcast_to(blocks.of_heads(sinks), top.shape), jnp.ones_like(total)
         top, total, out = lax.fori_loop(0, num_pages, body, (top, total, out))

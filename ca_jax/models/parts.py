@@ -67,7 +67,7 @@ class Norm(nn.Module):
     """Divides by the root mean square over F and scales (Zhang and Sennrich, 2019); f32 inside.
 
     With `is_layer` it first takes off the mean, and may shift behind (LayerNorm: Ba et al., 2016). It may be over
-    several axes, the last ones.
+    several axes, the last ones, and need not scale.
     """
 
     eps: float
@@ -75,16 +75,19 @@ class Norm(nn.Module):
     has_bias: bool = False
     offset: float = 0.0
     num_axes: int = 1
+    has_scale: bool = True
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """`[..., F]` to the same shape and dtype."""
         shape, axes = x.shape[-self.num_axes :], tuple(range(-self.num_axes, 0))
-        scale = self.param("scale", nn.initializers.constant(1 - self.offset), shape)
         full = x.astype(jnp.float32)
         if self.is_layer:
             full = full - jnp.mean(full, axis=axes, keepdims=True)
         full = full * jax.lax.rsqrt(jnp.mean(full * full, axis=axes, keepdims=True) + self.eps)
+        if not self.has_scale:
+            return full.astype(x.dtype)
+        scale = self.param("scale", nn.initializers.constant(1 - self.offset), shape)
         if self.offset:
             scale = scale.astype(jnp.float32) + self.offset
         elif not self.is_layer:
@@ -93,6 +96,16 @@ class Norm(nn.Module):
         if self.has_bias:
             full = full + self.param("bias", nn.initializers.zeros, shape)
         return full.astype(x.dtype)
+
+
+class Scale(nn.Module):
+    """The scale of a norm by itself."""
+
+    @nn.compact
+    def __call__(self, size: int) -> jax.Array:
+        """Of so many numbers, f32."""
+        scale: jax.Array = self.param("scale", nn.initializers.ones, (size,))
+        return scale.astype(jnp.float32)
 
 
 def norm_of(config: ModelConfig) -> Norm:

@@ -56,8 +56,9 @@ def random_params(config: ModelConfig, *, dtype: str, seed: int = 0, sharding: M
     leaves = {}
     for index, slot in enumerate(parameter_slots(config)):
         place = None if sharding is None else sharding.of_slot(slot)
-        if slot.key.endswith("norm.scale"):
-            leaves[slot.path] = jnp.full(slot.shape, 1 - config.norm_offset, numpy_dtype, device=place)
+        if slot.key.endswith(("norm.scale", "out_scale")):
+            offset = config.norm_offset if slot.key.endswith("norm.scale") else 0
+            leaves[slot.path] = jnp.full(slot.shape, 1 - offset, numpy_dtype, device=place)
         else:
             deviation = np.float32(_deviation(slot, config.num_layers))
             leaves[slot.path] = _normal(np.uint32(seed), np.uint32(index), deviation, slot.shape, numpy_dtype, place)

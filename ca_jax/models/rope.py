@@ -51,7 +51,9 @@ def inverse_frequencies(config: RopeConfig, head_dim: int, context: int | None =
         theta *= (config.factor * stretch - (config.factor - 1)) ** (dim / (dim - 2))
     exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     freqs = (1.0 / (np.float32(theta) ** exponents)).astype(np.float32)
-    if config.scaling == "linear":
+    if config.scaling == "proportional":
+        freqs = np.where(np.arange(dim // 2) < (config.num_turning or 0), freqs, np.float32(0))
+    if config.scaling in ("linear", "proportional"):
         return freqs / np.float32(config.factor)
     if config.scaling == "llama3":
         wavelengths = 2 * math.pi / freqs

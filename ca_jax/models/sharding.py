@@ -142,12 +142,13 @@ def model_sharding(
     Raises:
       ValueError: heads that cannot be divided so, or a mesh larger than there are devices.
     """
-    num_heads, num_kv = config.num_heads, config.num_kv_heads
-    if not _divides_heads(tensor_parallel_size, num_heads, num_kv):
-        possible = [size for size in range(1, num_heads + 1) if _divides_heads(size, num_heads, num_kv)]
+    num_heads = config.num_heads
+    of_groups = sorted({num_kv for _, num_kv, _ in config.kv_shapes})
+    if not _divides_heads(tensor_parallel_size, num_heads, of_groups):
+        possible = [size for size in range(1, num_heads + 1) if _divides_heads(size, num_heads, of_groups)]
         raise ValueError(
             f"tensor_parallel_size must be one of {', '.join(map(str, possible))}, for {num_heads} query heads on "
-            f"{num_kv} KV heads; got {tensor_parallel_size}"
+            f"{' and '.join(map(str, of_groups))} KV heads; got {tensor_parallel_size}"
         )
     num_devices = data_parallel_size * tensor_parallel_size
     if not on_paper and jax.process_count() > 1 and num_devices != jax.device_count():
@@ -157,7 +158,7 @@ def model_sharding(
         )
     if num_devices == 1:
         return None
-    over_kv = min(tensor_parallel_size, num_kv)
+    over_kv = min(tensor_parallel_size, of_groups[0])
     sizes = (data_parallel_size, over_kv, tensor_parallel_size // over_kv)
     if on_paper:
         return ModelSharding(AbstractMesh(sizes, MESH_AXES))
@@ -179,8 +180,13 @@ def model_sharding(
     return ModelSharding(jax.make_mesh(sizes, MESH_AXES, axis_types=auto, devices=devices[:num_devices]))
 
 
-def _divides_heads(size: int, num_heads: int, num_kv: int) -> bool:
-    return num_heads % size == 0 and (num_kv % size == 0 or size % num_kv == 0)
+def _divides_heads(size: int, num_heads: int, of_groups: Sequence[int]) -> bool:
+    """Whether each of so many shards has query heads and the KV heads that these read.
+
+    Fewer KV heads than shards are copied, where all groups of layers have as many.
+    """
+    is_copied = len(of_groups) == 1 and size % of_groups[0] == 0
+    return num_heads % size == 0 and (is_copied or all(num_kv % size == 0 for num_kv in of_groups))
 
 
 def replicated(sharding: ModelSharding | None) -> NamedSharding | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import flax.linen as nn
 import jax
@@ -23,15 +23,25 @@ import jax.numpy as jnp
 from ca_jax.models import rope
 from ca_jax.models.attention import attend, matmul_precision
 from ca_jax.models.config import LayerKind, ModelConfig
-from ca_jax.models.feed_forward import MLP, Experts
+from ca_jax.models.feed_forward import MLP, Experts, activated
 from ca_jax.models.kv import KVCache, LayerKV, State, no_states
-from ca_jax.models.parts import INIT, Norm, adapted, norm_of, packed_product, project
+from ca_jax.models.parts import INIT, Norm, Scale, adapted, norm_of, packed_product, project
 from ca_jax.models.recurrent import RowStates, mixer_of
 from ca_jax.models.sharding import ModelSharding
 
-AttendFn = Callable[[jax.Array, LayerKV, jax.Array | None], tuple[jax.Array, Any]]
-"""Unrotated queries `[B, T, N, H]`, new KV `[B, T, K, H]` and sinks f32 `[N]` to attention output `[B, T, N, H]` and
-any carry. Scores are to be multiplied by 1 / sqrt(H)."""
+
+class Learned(NamedTuple):
+    """What attention reads of a layer's parameters."""
+
+    sinks: jax.Array | None = None
+    """f32 `[N]`, a score of each head beside those of keys."""
+    key_scale: jax.Array | None = None
+    """f32 `[H]`, what kept values are multiplied by to be keys; None: keys are kept."""
+
+
+AttendFn = Callable[[jax.Array, LayerKV | None, Learned], tuple[jax.Array, Any]]
+"""Unrotated queries `[B, T, N, H]`, new KV `[B, T, K, H]`, None of a layer that has none of its own, and parameters to
+attention output `[B, T, N, H]` and any carry. Scores are to be multiplied by 1 / sqrt(H)."""
 
 _LATENT_EPS = 1e-6  # Of norms inside latent attention, whatever that of others is.
 
@@ -40,53 +50,72 @@ class Attention(nn.Module):
     """Projections of grouped-query attention around an `attend` function."""
 
     config: ModelConfig
+    kind: LayerKind
 
     def setup(self) -> None:
         """Declares the parameters; their names are those in the tree."""
-        c = self.config
-        heads, kv_heads = (c.num_heads, c.head_dim), (c.num_kv_heads, c.head_dim)
+        c, kind = self.config, self.kind
+        heads, kv_heads = (c.num_heads, kind.head_dim), (kind.num_kv_heads, kind.head_dim)
+        zeros, num_axes = nn.initializers.zeros, 2 if c.qk_norm_is_whole else 1
         self.wq = self.param("wq", INIT, (c.embed_dim, *heads))
-        self.wk = self.param("wk", INIT, (c.embed_dim, *kv_heads))
-        self.wv = self.param("wv", INIT, (c.embed_dim, *kv_heads))
         self.wo = self.param("wo", INIT, (*heads, c.embed_dim))
         if c.qkv_bias:
-            self.bq = self.param("bq", nn.initializers.zeros, heads)
-            self.bk = self.param("bk", nn.initializers.zeros, kv_heads)
-            self.bv = self.param("bv", nn.initializers.zeros, kv_heads)
+            self.bq = self.param("bq", zeros, heads)
         if c.out_bias:
-            self.bo = self.param("bo", nn.initializers.zeros, (c.embed_dim,))
+            self.bo = self.param("bo", zeros, (c.embed_dim,))
         if c.qk_norm:
-            num_axes = 2 if c.qk_norm_is_whole else 1
             self.q_norm = Norm(c.norm_eps, offset=c.norm_offset, num_axes=num_axes)
-            self.k_norm = Norm(c.norm_eps, offset=c.norm_offset, num_axes=num_axes)
+        if kind.has_kv:
+            self.wk = self.param("wk", INIT, (c.embed_dim, *kv_heads))
+            if c.qkv_bias:
+                self.bk = self.param("bk", zeros, kv_heads)
+            if c.value_norm:
+                self.v_norm = Norm(c.norm_eps, has_scale=False)
+            if kind.has_values:
+                self.wv = self.param("wv", INIT, (c.embed_dim, *kv_heads))
+                if c.qkv_bias:
+                    self.bv = self.param("bv", zeros, kv_heads)
+            if c.qk_norm:
+                # Where values alone are kept, what makes keys of them is the norm's scale.
+                norm: Any = Norm(c.norm_eps, offset=c.norm_offset, num_axes=num_axes) if kind.has_values else Scale()
+                self.k_norm = norm
         if c.has_sinks:
             self.sinks = self.param("sinks", nn.initializers.zeros, heads[:1])
         if c.gates_heads:
             self.wg = self.param("wg", INIT, (c.embed_dim, *heads))
 
-    def project(self, x: jax.Array) -> tuple[jax.Array, LayerKV]:
-        """`x [B, T, F]` to unrotated queries `[B, T, N, H]` and KV `[B, T, K, H]`: nothing in them is of a position."""
-        c = self.config
-        sizes = (c.num_heads, c.num_kv_heads, c.num_kv_heads)
-        packed = packed_product(self, "qkv", x, sum(sizes) * c.head_dim)
+    def project(self, x: jax.Array) -> tuple[jax.Array, LayerKV | None]:
+        """`x [B, T, F]` to unrotated queries `[B, T, N, H]` and KV `[B, T, K, H]`: nothing in them is of a position.
+
+        Of a layer that has KV of its own.
+        """
+        c, kind = self.config, self.kind
+        names = ("wq", "wk", "wv")[: 1 + kind.has_kv + (kind.has_kv and kind.has_values)]
+        stops = [c.num_heads + i * kind.num_kv_heads for i in range(len(names))]
+        packed = packed_product(self, "qkv", x, stops[-1] * kind.head_dim)
         if packed is None:
-            q, k, v = project(x, self.wq), project(x, self.wk), project(x, self.wv)
+            made = [project(x, getattr(self, name)) for name in names]
         else:
-            heads = packed.reshape(*x.shape[:-1], -1, c.head_dim)
-            q, k, v = jnp.split(heads, (c.num_heads, c.num_heads + c.num_kv_heads), axis=-2)
-        q, k, v = (adapted(self, name, x, each) for name, each in (("wq", q), ("wk", k), ("wv", v)))
-        if self.config.qkv_bias:
-            q, k, v = q + self.bq, k + self.bk, v + self.bv
-        if self.config.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
+            made = jnp.split(packed.reshape(*x.shape[:-1], -1, kind.head_dim), stops[:-1], axis=-2)
+        made = [adapted(self, name, x, each) for name, each in zip(names, made, strict=True)]
+        if c.qkv_bias:
+            made = [each + getattr(self, f"b{name[1]}") for name, each in zip(names, made, strict=True)]
+        q, *kv = made
+        if c.qk_norm:
+            q = self.q_norm(q)
+            if len(kv) > 1:
+                kv[0] = self.k_norm(kv[0])
+        if c.value_norm and kv:
+            kv[-1] = self.v_norm(kv[-1])
         if c.attention_scale is not None:
-            q = (q.astype(jnp.float32) * (c.attention_scale * math.sqrt(c.head_dim))).astype(q.dtype)
-        return q, LayerKV(k, v)
+            q = (q.astype(jnp.float32) * (c.attention_scale * math.sqrt(kind.head_dim))).astype(q.dtype)
+        return q, LayerKV(kv[0], kv[1] if len(kv) > 1 else None) if kv else None
 
     def __call__(self, x: jax.Array, attend_fn: AttendFn) -> tuple[jax.Array, Any]:
         """`x [B, T, F]` to `[B, T, F]` and what `attend_fn` carries out."""
         sinks = self.sinks.astype(jnp.float32) if self.config.has_sinks else None
-        heads, carry = attend_fn(*self.project(x), sinks)
+        key_scale = None if self.kind.has_values or not self.kind.has_kv else self.k_norm(self.kind.head_dim)
+        heads, carry = attend_fn(*self.project(x), Learned(sinks, key_scale))
         if self.config.gates_heads:
             heads = heads * nn.sigmoid(project(x, self.wg)).astype(heads.dtype)
         packed = packed_product(self, "out", heads.reshape(*heads.shape[:-2], -1), self.config.embed_dim)
@@ -134,7 +163,7 @@ class LatentAttention(nn.Module):
 
     def __call__(self, x: jax.Array, attend_fn: AttendFn) -> tuple[jax.Array, Any]:
         """`x [B, T, F]` to `[B, T, F]` and what `attend_fn` carries out."""
-        out, carry = attend_fn(*self.project(x), None)
+        out, carry = attend_fn(*self.project(x), Learned())
         values = jnp.einsum("btnc,cnd->btnd", out, self.wuv, precision=matmul_precision(x)).astype(x.dtype)
         return project(values, self.wo, num_inputs=2), carry
 
@@ -150,6 +179,8 @@ class Layer(nn.Module):
     config: ModelConfig
     kind: LayerKind
     sharding: ModelSharding | None = None
+    number: int | None = None
+    """Which of the layers, where what each is given is to be told by that; None: the variable `places` says it."""
 
     def setup(self) -> None:
         """Declares the parts; their names are the names in the parameter tree."""
@@ -163,15 +194,22 @@ class Layer(nn.Module):
         if self.kind.is_recurrent:
             self.mixer = mixer_of(c)
         else:
-            self.attn = LatentAttention(c) if c.latent_dim else Attention(c)
+            self.attn = LatentAttention(c) if c.latent_dim else Attention(c, self.kind)
         has_experts = self.kind.has_experts
-        self.mlp = Experts(c, self.sharding) if has_experts else MLP(c, c.dense_mlp_dim or c.mlp_dim)
+        self.mlp = Experts(c, self.sharding) if has_experts else MLP(c, c.mlp_dim_of(self.kind))
+        if c.layer_input_dim:
+            self.w_given_gate = self.param("w_given_gate", INIT, (c.embed_dim, c.layer_input_dim))
+            self.w_given_out = self.param("w_given_out", INIT, (c.layer_input_dim, c.embed_dim))
+            self.given_norm = norm_of(c)
+        if c.has_layer_scale:
+            self.out_scale = self.param("out_scale", nn.initializers.ones, (1,))
         if has_experts and c.shared_mlp_dim:
             self.shared = MLP(c, c.shared_mlp_dim, c.gates_shared)
 
     def new_kv(self, x: jax.Array) -> LayerKV:
-        """`x [B, T, F]` to the unrotated KV of these tokens, `[B, T, K, H]`."""
-        return self.attn.project(self.attn_norm(x) if self.config.norms_before else x)[1]
+        """`x [B, T, F]` to the unrotated KV of these tokens, `[B, T, K, H]`, of a layer that has some."""
+        x = x[..., : self.config.embed_dim]
+        return cast(LayerKV, self.attn.project(self.attn_norm(x) if self.config.norms_before else x)[1])
 
     def feed_forward(self, x: jax.Array) -> jax.Array:
         """`x [B, T, F]`, normed, to `[B, T, F]`."""
@@ -180,9 +218,19 @@ class Layer(nn.Module):
             out = out + self.shared(x)
         return self.mlp_post_norm(out) if self.config.norms_behind else out
 
-    def __call__(self, x: jax.Array, attend_fn: AttendFn | RowStates) -> tuple[jax.Array, Any]:
-        """`x [B, T, F]` to `x [B, T, F]` and what `attend_fn` carries out; of a layer with states, those behind."""
+    def given(self, x: jax.Array, behind: jax.Array) -> jax.Array:
+        """The residual stream `[B, T, F]` and what the layer makes of what it is given, from behind the stream."""
         c = self.config
+        number: Any = self.get_variable("places", "number") if self.number is None else self.number
+        own = jax.lax.dynamic_slice_in_dim(behind, number * c.layer_input_dim, c.layer_input_dim, axis=-1)
+        gate = project(x, self.w_given_gate)
+        return x + self.given_norm(project(activated(c, gate, own), self.w_given_out))
+
+    def __call__(self, x: jax.Array, attend_fn: AttendFn | RowStates) -> tuple[jax.Array, Any]:
+        """`x [B, T, F]`, and behind it what layers are given, to `x [B, T, F]` and what `attend_fn` carries out; of a
+        layer with states, those behind."""
+        c = self.config
+        x, behind = x[..., : c.embed_dim], x[..., c.embed_dim :]
 
         def add(x: jax.Array, out: jax.Array) -> jax.Array:
             return x + (out if c.residual_scale == 1 else out * jnp.asarray(c.residual_scale, out.dtype))
@@ -196,12 +244,46 @@ class Layer(nn.Module):
         if not c.shares_norm:
             read = x if c.is_parallel else summed
             normed = self.mlp_norm(read) if c.norms_before else read
-        return add(summed, self.feed_forward(normed)), carry
+        x = add(summed, self.feed_forward(normed))
+        if c.layer_input_dim:
+            x = self.given(x, behind)
+        return (x * self.out_scale.astype(x.dtype) if c.has_layer_scale else x), carry
+
+
+class LayerInputs(nn.Module):
+    """What layers are given of tokens beside the residual stream: of each layer a row of a table, and what the token's
+    embedding is projected to.
+
+    Source: per-layer embeddings, Gemma Team, "Gemma 3n" (2025).
+    """
+
+    config: ModelConfig
+
+    def setup(self) -> None:
+        """Declares the parameters; their names are those in the tree."""
+        c = self.config
+        width = c.num_layers * c.layer_input_dim
+        self.embedding = self.param("embedding", INIT, (c.vocab_size, width))
+        self.w = self.param("w", INIT, (c.embed_dim, width))
+        self.norm = Norm(c.norm_eps, offset=c.norm_offset)
+
+    def __call__(self, x: jax.Array, rows: jax.Array) -> jax.Array:
+        """`x [B, T, F]`, as it goes into the first layer, and rows of the table `[B, T, L E]` to `[B, T, F + L E]`."""
+        c = self.config
+        made = (project(x, self.w) * jnp.asarray(c.embed_dim**-0.5, x.dtype)).reshape(*x.shape[:-1], c.num_layers, -1)
+        found = rows.reshape(made.shape) * jnp.asarray(c.layer_input_dim**0.5, x.dtype)
+        given = (self.norm(made) + found) * jnp.asarray(2**-0.5, x.dtype)
+        return jnp.concatenate([x, given.reshape(rows.shape)], axis=-1)
 
 
 def scale_embedded(config: ModelConfig, x: jax.Array) -> jax.Array:
     """Embeddings as layers read them, from those in the table."""
     return x if config.embed_scale == 1 else x * jnp.asarray(config.embed_scale, x.dtype)
+
+
+def put_stream(x: jax.Array, stream: jax.Array) -> jax.Array:
+    """What goes into the next layer: `x [B, T, F and more]`, its residual stream `[B, T, F]` another one."""
+    return stream if stream.shape == x.shape else jax.lax.dynamic_update_slice_in_dim(x, stream, 0, 1)
 
 
 def scale_queries(config: ModelConfig, q: jax.Array, places: jax.Array) -> jax.Array:
@@ -222,18 +304,29 @@ class Transformer(nn.Module):
         """Declares the parts; their names are the names in the parameter tree."""
         c = self.config
         self.embedder = nn.Embed(c.vocab_size, c.embed_dim, embedding_init=INIT, name="embed")
-        self.layers = [Layer(c, c.kind_of(i), name=f"layer_{i}") for i in range(c.num_layers)]
+        if c.layer_input_dim:
+            self.inputs = LayerInputs(c)
+        self.layers = [Layer(c, c.kind_of(i), number=i, name=f"layer_{i}") for i in range(c.num_layers)]
         self.final_norm = norm_of(c)
         if not c.tie_embeddings:
             self.unembedder = nn.Dense(c.vocab_size, use_bias=False, kernel_init=INIT, name="head")
 
     def embed(self, tokens: jax.Array) -> jax.Array:
-        """i32 `[B, T]` to `[B, T, F]` in the dtype of the parameters."""
-        return scale_embedded(self.config, jnp.take(self.embedder.embedding, tokens, axis=0))
+        """i32 `[B, T]` to `[B, T, F]` in the dtype of the parameters, and behind it what layers are given."""
+        x = scale_embedded(self.config, jnp.take(self.embedder.embedding, tokens, axis=0))
+        if not self.config.layer_input_dim:
+            return x
+        return self.with_inputs(x, jnp.take(self.inputs.embedding, tokens, axis=0))
+
+    def with_inputs(self, x: jax.Array, rows: jax.Array) -> jax.Array:
+        """As `LayerInputs`."""
+        found: jax.Array = self.inputs(x, rows)
+        return found
 
     def head(self, x: jax.Array) -> jax.Array:
         """`[B, T, F]` to logits, f32 `[B, T, V]`."""
-        c, logits = self.config, self._unembed(self.final_norm(x))
+        c = self.config
+        logits = self._unembed(self.final_norm(x[..., : c.embed_dim]))
         if c.logit_scale != 1:
             logits = logits * c.logit_scale
         return logits if c.logit_cap is None else c.logit_cap * jnp.tanh(logits / c.logit_cap)
@@ -277,37 +370,40 @@ class Transformer(nn.Module):
         c = self.config
         batch_size, num_new = tokens.shape
         num_places = num_new + (0 if history is None else history.capacity)
-        rotate_at = partial(rope.rotation_at, head_dim=c.head_dim, context=context or num_places)
-        rotations = [rotate_at(each, positions=positions) for each in c.ropes]
+        rotate_at = partial(rope.rotation_at, context=context or num_places)
+        rotations = [rotate_at(*each, positions) for each in c.ropes]
         lengths = jnp.zeros((batch_size,), jnp.int32) if history is None else history.lengths
         history_rotations: list[rope.Rotation | None] = [None] * len(rotations)
         if history is not None:
-            history_rotations = [rotate_at(each, positions=jnp.arange(history.capacity)) for each in c.ropes]
+            history_rotations = [rotate_at(*each, jnp.arange(history.capacity)) for each in c.ropes]
         x = self.embed(tokens)
         new_layers: list[LayerKV] = []
         states = list(self._states(history, batch_size, x.dtype))
         for i, layer in enumerate(self.layers):
-            kind = c.kind_of(i)
+            kind, source = c.kind_of(i), c.kv_number(i)
             if kind.is_recurrent:
                 at, starts = i - len(new_layers), jnp.arange(batch_size + 1) * num_new
                 x, states[at] = layer(x, RowStates(states[at], starts))
                 continue
-            old = None if history is None else history.layers[len(new_layers)]
+            old = None if history is None else history.layers[source]
 
             def attend_fn(
                 q: jax.Array,
-                new: LayerKV,
-                sinks: jax.Array | None,
+                new: LayerKV | None,
+                learned: Learned,
                 old: LayerKV | None = old,
                 kind: LayerKind = kind,
+                source: int = source,
             ) -> tuple[jax.Array, LayerKV]:
                 past = None if old is None else jnp.stack(old.parts)
                 turns = rotations[kind.rope], history_rotations[kind.rope]
-                q = scale_queries(c, q, positions)
-                return attend(q, new, past, lengths, *turns, kind.window, c.score_cap, sinks), new
+                q, new = scale_queries(c, q, positions), new_layers[source] if new is None else new
+                return attend(q, new, past, lengths, *turns, kind.window, c.score_cap, *learned), new
 
-            x, new = layer(x, attend_fn)
-            new_layers.append(new)
+            stream, new = layer(x, attend_fn)
+            x = put_stream(x, stream)
+            if kind.has_kv:
+                new_layers.append(new)
         new_cache = KVCache(tuple(new_layers), jnp.full((batch_size,), num_new, jnp.int32), tuple(states))
         return self.head(x), new_cache
 

@@ -104,8 +104,9 @@ def parameter_slots(config: ModelConfig) -> Iterator[Slot]:
     c = config
     # Each axis as its name and its size.
     vocab, embed = ("vocab", c.vocab_size), ("embed", c.embed_dim)
-    heads, kv_heads, head_dim = ("heads", c.num_heads), ("kv_heads", c.num_kv_heads), ("head_dim", c.head_dim)
-    experts = ("experts", c.num_experts)
+    heads, experts = ("heads", c.num_heads), ("experts", c.num_experts)
+    given: tuple[str | None, int] = (None, c.layer_input_dim)
+    of_layers: tuple[str | None, int] = (None, c.num_layers * c.layer_input_dim)
 
     def slot(
         key: str,
@@ -171,7 +172,9 @@ def parameter_slots(config: ModelConfig) -> Iterator[Slot]:
             yield dataclasses.replace(found, stored_shape=each.stored_shape or found.stored_shape)
 
     def attention(layer: int) -> Iterator[Slot]:
-        inputs = (("q", heads), ("k", kv_heads), ("v", kv_heads))
+        kind = c.kind_of(layer)
+        kv_heads, head_dim = ("kv_heads", kind.num_kv_heads), ("head_dim", kind.head_dim)
+        inputs = (("q", heads), ("k", kv_heads), ("v", kv_heads))[: 1 + kind.has_kv + (kind.has_kv and kind.has_values)]
         if c.latent_dim:
             yield from latent_attention(layer)
         else:
@@ -180,18 +183,24 @@ def parameter_slots(config: ModelConfig) -> Iterator[Slot]:
             yield from (slot(f"attn.b{name}", layer, each, head_dim) for name, each in inputs)
         if c.qk_norm:
             of_heads = {"q": (heads,), "k": (kv_heads,)} if c.qk_norm_is_whole else {"q": (), "k": ()}
-            yield from (slot(f"attn.{name}_norm.scale", layer, *of_heads[name], (None, c.head_dim)) for name in "qk")
+            normed, size = "qk" if kind.has_kv else "q", (None, kind.head_dim)
+            yield from (slot(f"attn.{name}_norm.scale", layer, *of_heads[name], size) for name in normed)
         if c.gates_heads:
             yield slot("attn.wg", layer, embed, heads, head_dim, num_inputs=1)
-        yield slot("attn.wo", layer, heads, ("head_dim", c.value_dim or c.head_dim), embed, num_inputs=2)
+        yield slot("attn.wo", layer, heads, ("head_dim", c.value_dim or kind.head_dim), embed, num_inputs=2)
         if c.out_bias:
             yield slot("attn.bo", layer, embed)
         if c.has_sinks:
             yield slot("attn.sinks", layer, heads)
 
     yield slot("embed.embedding", None, vocab, embed)
+    if c.layer_input_dim:
+        yield slot("inputs.embedding", None, vocab, of_layers)
+        yield slot("inputs.w", None, embed, of_layers, num_inputs=1)
+        yield slot("inputs.norm.scale", None, given)
     for i in range(c.num_layers):
-        has_experts = c.kind_of(i).has_experts
+        kind = c.kind_of(i)
+        has_experts = kind.has_experts
         if c.norms_before:
             yield from norm("attn_norm", i)
         yield from mixer(i) if c.is_recurrent(i) else attention(i)
@@ -205,14 +214,19 @@ def parameter_slots(config: ModelConfig) -> Iterator[Slot]:
                 yield slot("mlp.b_router", i, experts)
             if c.choice_bias:
                 yield slot("mlp.choice_bias", i, experts)
-        width = c.mlp_dim if has_experts else c.dense_mlp_dim or c.mlp_dim
-        yield from feed_forward("mlp", i, width, c.mlp_bias, is_stacked=has_experts)
+        yield from feed_forward("mlp", i, c.mlp_dim_of(kind), c.mlp_bias, is_stacked=has_experts)
         if has_experts and c.shared_mlp_dim:
             yield from feed_forward("shared", i, c.shared_mlp_dim, c.mlp_bias)
             if c.gates_shared:
                 yield slot("shared.w_share", i, embed, (None, 1), num_inputs=1)
         if c.norms_behind:
             yield from norm("mlp_post_norm", i)
+        if c.layer_input_dim:
+            yield slot("w_given_gate", i, embed, given, num_inputs=1)
+            yield slot("w_given_out", i, given, embed, num_inputs=1)
+            yield from norm("given_norm", i)
+        if c.has_layer_scale:
+            yield slot("out_scale", i, (None, 1))
     yield from norm("final_norm", None)
     if not c.tie_embeddings:
         yield slot("head.kernel", None, embed, vocab, num_inputs=1)

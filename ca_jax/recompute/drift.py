@@ -39,14 +39,14 @@ _PASS_TOKENS = 128  # Computed at once while drift is measured.
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Drift:
-    """The drift of one model. L layers, K KV heads, H head dim.
+    """The drift of one model. L layers with KV of their own, K KV heads, H head dim, which layers may differ in.
 
     Raises:
       ValueError: values of another shape, or that are no numbers.
     """
 
-    values: np.ndarray
-    """f32 `[L, 2, K, H]`: of unrotated keys, then of values."""
+    values: tuple[np.ndarray, ...]
+    """Of each layer f32 `[2, K, H]`: of unrotated keys, then of values."""
     fingerprint: str
     """Of the weights."""
     window: int
@@ -57,8 +57,12 @@ class Drift:
     """Tokens that it is the mean of."""
 
     def __post_init__(self) -> None:
-        if self.values.ndim != 4 or self.values.shape[1] != 2 or not np.isfinite(self.values).all():
-            raise ValueError(f"drift must be numbers [L, 2, K, H], got {self.values.dtype}{list(self.values.shape)}")
+        object.__setattr__(self, "values", tuple(map(np.asarray, self.values)))
+        for layer, each in enumerate(self.values):
+            if each.ndim != 3 or each.shape[0] != 2 or not np.isfinite(each).all():
+                raise ValueError(
+                    f"drift of layer {layer} must be numbers [2, K, H], got {each.dtype}{list(each.shape)}"
+                )
 
     def check_model(self, config: ModelConfig, fingerprint: str) -> None:
         """Refuses the drift of another model.
@@ -66,17 +70,20 @@ class Drift:
         Raises:
           ValueError: it is another's.
         """
-        wanted = (config.num_layers, 2, config.num_kv_heads, config.head_dim)
-        if self.values.shape != wanted or self.fingerprint != fingerprint:
+        wanted, found = list(config.kv_shapes), [*map(np.shape, self.values)]
+        if found != wanted or self.fingerprint != fingerprint:
             raise ValueError(
-                f"drift must be {list(wanted)} of the model with fingerprint {fingerprint[:12]}, "
-                f"got {list(self.values.shape)} of {self.fingerprint[:12]}"
+                f"drift must be {_shape_of(wanted)} of the model with fingerprint {fingerprint[:12]}, "
+                f"got {_shape_of(found)} of {self.fingerprint[:12]}"
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it to a .npz file."""
+        """Writes it to a .npz file: `values` of layers of one shape as one array, else each as `values_0` and so on."""
+        fields = dataclasses.asdict(self)
+        if len({*map(np.shape, self.values)}) > 1:
+            fields |= {f"values_{layer}": each for layer, each in enumerate(fields.pop("values"))}
         with Path(path).expanduser().open("wb") as file:  # By a path numpy would give the name an ending.
-            np.savez(file, **dataclasses.asdict(self))
+            np.savez(file, **fields)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Drift:
@@ -88,8 +95,10 @@ class Drift:
         """
         try:
             with np.load(Path(path).expanduser(), allow_pickle=False) as arrays:
+                names = [f"values_{layer}" for layer in range(len(arrays.files)) if f"values_{layer}" in arrays.files]
+                values = [arrays[name] for name in names] or arrays["values"]
                 return cls(
-                    values=arrays["values"].astype(np.float32),
+                    values=tuple(each.astype(np.float32) for each in values),
                     fingerprint=str(arrays["fingerprint"]),
                     window=int(arrays["window"]),
                     truncation_ratio=float(arrays["truncation_ratio"]),
@@ -142,7 +151,7 @@ def measure_drift(
     discarded = oldest_first(window, count, overflow.keep_first_tokens)
     settled = overflow.keep_first_tokens + round(_UNSETTLED * window)
     nothing = kv.empty(model.config, 1, window + _PASS_TOKENS, model.dtype)
-    total, num_tokens, cache = np.zeros(0), 0, nothing
+    total, num_tokens, cache = list[np.ndarray](), 0, nothing
     text = np.fromiter(token_ids, np.int32)
     context, rest = text[:0], text
     while len(rest):
@@ -152,19 +161,19 @@ def measure_drift(
             on_step(len(part))
         if len(context) < window or window - count <= settled:
             break
-        context, stale = context[~discarded], _on_host(cache)[:, :, :window][:, :, ~discarded]
+        context, stale = context[~discarded], [kv[:, :window][:, ~discarded] for kv in _on_host(cache)]
         cache = _extended(model, nothing, context, window)
-        fresh = _on_host(cache)[:, :, : window - count]
-        moved = (fresh.astype(np.float64) - stale)[:, :, settled:]
-        total = total + moved.sum(2) if num_tokens else moved.sum(2)
-        num_tokens += moved.shape[2]
+        fresh = [each[:, : window - count].astype(np.float64) for each in _on_host(cache)]
+        moved = [(now - before)[:, settled:].sum(1) for now, before in zip(fresh, stale, strict=True)]
+        total = [before + now for before, now in zip(total, moved, strict=True)] if num_tokens else moved
+        num_tokens += window - count - settled
     if not num_tokens:
         raise ValueError(
             f"the text must have at least {window} tokens, and more than {settled} of them must stay; "
             f"got {len(token_ids)}, of which {window - count} would"
         )
     return Drift(
-        values=(total / num_tokens).astype(np.float32),
+        values=tuple((each / num_tokens).astype(np.float32) for each in total),
         fingerprint=model.fingerprint,
         window=window,
         truncation_ratio=overflow.truncation_ratio,
@@ -192,6 +201,13 @@ def _extend(
     return kv.take(grown, cache.capacity)
 
 
-def _on_host(cache: kv.KVCache) -> np.ndarray:
-    """Unrotated KV of its one row, `[L, 2, S, K, H]`."""
-    return np.stack([np.concatenate([to_host(part) for part in layer.parts]) for layer in cache.layers])
+def _on_host(cache: kv.KVCache) -> list[np.ndarray]:
+    """Unrotated KV of its one row, of each layer `[2, S, K, H]`."""
+    return [np.concatenate([to_host(part) for part in layer.parts]) for layer in cache.layers]
+
+
+def _shape_of(layers: Sequence[Sequence[int]]) -> str:
+    """The shapes of layers, as one where they are alike."""
+    if len({*map(tuple, layers)}) == 1:
+        return str([len(layers), *layers[0]])
+    return ", ".join(str(list(each)) for each in layers)

@@ -51,12 +51,12 @@ def recompute_layer(
     sharding: ModelSharding | None = None,
     packs: bool = False,
     adapters: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | None, jax.Array]:
     """Computes one layer of some tokens anew, over the KV of all. Donates `x` and the pages.
 
     Args:
       x: `[D, T', F]`.
-      pages: this layer's, `[P, 2, K, page, H]`.
+      pages: this layer's, `[P, 2, K, page, H]`, or those that it reads.
       rows: of each part one with these tokens, or none of them.
       table: the rotations of all places.
       carried: bool `[D, n]` and `[D, C]`: by which of these tokens others move, and which places do, see `carry_along`;
@@ -65,8 +65,8 @@ def recompute_layer(
       adapters: as of `steps.layer_step`.
 
     Returns:
-      `x` for the next layer; the tokens' unrotated KV `[2, D n, K, H]`, or packed; and the pages, with that in their
-      places.
+      `x` for the next layer; the tokens' unrotated KV `[2, D n, K, H]`, or packed, None where the layer has none of its
+      own; and the pages, with that in their places.
     """
     part, (kv, _, pages) = through_layer(
         config,
@@ -146,7 +146,13 @@ def carry_along(pages: jax.Array, new: LayerKV, rows: paged.Rows, fitted: jax.Ar
     return lax.fori_loop(0, last, move, pages)
 
 
-@partial(jax.jit, static_argnames=("config", "num_tokens", "sharding"))
+def kv_kind(config: ModelConfig, layer: int) -> LayerKind:
+    """A layer's kind as far as what it keeps of a token goes: of layers that keep the same it is the same."""
+    own = config.kind_of(layer)
+    return config.kind_of(0)._replace(num_kv_heads=own.num_kv_heads, head_dim=own.head_dim, has_values=own.has_values)
+
+
+@partial(jax.jit, static_argnames=("config", "num_tokens", "kind", "sharding"))
 def choose_deviating(
     config: ModelConfig,
     layer_params: Params,
@@ -156,6 +162,7 @@ def choose_deviating(
     always: jax.Array,
     count: jax.Array,
     num_tokens: int,
+    kind: LayerKind,
     sharding: ModelSharding | None = None,
     adapters: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -169,6 +176,7 @@ def choose_deviating(
       rows: as in `recompute_layer`.
       always: bool `[D, C]`, places whose tokens are computed in any case.
       count: i32 scalar, how many tokens stay, at least as many as are computed in any case.
+      kind: static, as `kv_kind` gives it.
       adapters: as of `steps.layer_step`; of one part all alike.
 
     Returns:
@@ -182,7 +190,7 @@ def choose_deviating(
         return ((found - stored) ** 2).sum((0, 2, 3))[None, None]
 
     variables = variables_of(layer_params, None if adapters is None else adapters[:, :num_tokens])
-    new: LayerKV = apply(Layer(config, config.kind_of(0), sharding), variables, x[:, :num_tokens], method=Layer.new_kv)
+    new: LayerKV = apply(Layer(config, kind, sharding), variables, x[:, :num_tokens], method=Layer.new_kv)
     of_device = by_device(deviation, sharding, (TOKEN_KV, PAGES, (ROWS, ROWS, ROWS)), ("kv_heads", "batch"))
     deviations = of_device(new, pages, tuple(rows)).sum(0)  # [D, n]
     num_parts, width = x.shape[:2]

@@ -28,7 +28,7 @@ from ca_jax.models.paged_attention import Rows
 from ca_jax.models.rope import Rotation
 from ca_jax.models.sharding import ModelSharding
 from ca_jax.recompute.drift import Drift, add_drift
-from ca_jax.recompute.layers import choose_deviating, recompute_layer
+from ca_jax.recompute.layers import choose_deviating, kv_kind, recompute_layer
 from ca_jax.recompute.plan import Plan, repaired_rows, step_width
 
 JOINED_TOKENS = 128
@@ -126,13 +126,15 @@ class Recomputer:
     def layer(self, layer: int, pages: jax.Array) -> jax.Array:
         """A layer's pages `[P, 2, K, page, H]`, which are donated, to those with what was computed. In order of layers.
 
-        What is at places of new tokens and behind the plan's tokens is not read. Does not wait for the device.
+        What is at places of new tokens and behind the plan's tokens is not read. Does not wait for the device. Layers
+        behind the plan's have no KV of their own, and are given the pages that they read.
         """
         plan, by = self._plan, self._computer
-        count = plan.counts[layer]
+        planned = min(layer, plan.num_layers - 1)
+        count = plan.counts[planned]
         if not count:
             return pages
-        if count < plan.counts[max(layer - 1, 0)]:
+        if count < plan.counts[max(planned - 1, 0)] and layer == planned:
             always = self._always_there()
             found = choose_deviating(
                 by.config,
@@ -143,26 +145,28 @@ class Recomputer:
                 always,
                 self._put(count, np.int32),
                 plan.rows[layer - 1],
+                kv_kind(by.config, layer),
                 by.sharding,
                 self._adapters,
             )
             self._count = count
             self.x, self._rows = found[0], self._rows._replace(starts=self._starts(), places=found[1])
         kind = by.config.kind_of(layer)
-        self.x, self.kv, pages = recompute_layer(
+        self.x, kv, pages = recompute_layer(
             by.config,
             by.layers[layer],
             self.x,
             pages,
             self._rows,
             by.tables[kind.rope],
-            self._num_rows[layer],
+            self._num_rows[planned],
             kind,
-            self._carried_at(layer),
+            self._carried_at(layer) if kind.has_kv else (),
             by.sharding,
             by.packs_kv,
             self._adapters,
         )
+        self.kv = self.kv if kv is None else kv
         return pages
 
     def _starts(self) -> jax.Array:
@@ -285,14 +289,19 @@ class RecomputedHistory:
         return kv
 
     def mend(self, layer: int) -> None:
-        """Computes a layer anew that is in its pages, as far as the plans say. In order of layers."""
+        """Computes a layer anew that is in its pages, as far as the plans say. In order of layers.
+
+        Of one without KV of its own nothing is left to be read but what new tokens make of it.
+        """
+        if layer not in self._runner.config.kv_layers and not self._behind:
+            return
         if not layer:
             self._recomputers = [
                 make_recomputer(self._runner, self._slot, each, self._token_ids, self._behind) for each in self._plans
             ]
         for recomputer in self._recomputers:
-            buffers = self._runner.pool.buffers
-            buffers[layer] = recomputer.layer(layer, buffers[layer])
+            buffers, source = self._runner.pool.buffers, self._runner.config.kv_number(layer)
+            buffers[source] = recomputer.layer(layer, buffers[source])
 
 
 def make_recomputer(
@@ -312,20 +321,20 @@ def functions_of(shapes: Shapes, plan: Plan) -> list[Compile]:
     width = step_width(runner.step_tokens, plan.rows[0])
     bools, adapters = partial(shapes.small, shapes.num_parts, dtype=bool), shapes.adapters(shapes.num_parts, width)
 
-    def recompute(layer: int) -> None:
-        moves = plan.moves is not None and layer >= plan.moves_from
+    def recompute(layer: int, rows: int) -> None:
         kind = runner.config.kind_of(layer)
+        moves = plan.moves is not None and layer >= plan.moves_from and kind.has_kv
         shapes.compiled(
             recompute_layer,
             runner.config,
             shapes.layers[layer],
             shapes.embedded(width),
-            shapes.pages[layer],
+            shapes.pages[runner.config.kv_number(layer)],
             shapes.rows(shapes.num_parts, width),
             shapes.tables[kind.rope],
-            plan.rows[layer],
+            rows,
             kind,
-            (bools(plan.rows[layer]), bools(places)) if moves else (),
+            (bools(rows), bools(places)) if moves else (),
             runner.sharding,
             runner.packs_kv,
             adapters,
@@ -334,12 +343,16 @@ def functions_of(shapes: Shapes, plan: Plan) -> list[Compile]:
     def choose(layer: int) -> None:
         x, rows = shapes.embedded(width), shapes.rows(shapes.num_parts, width)
         given = runner.config, shapes.layers[layer], x, shapes.pages[layer], rows, bools(places), shapes.small()
-        shapes.compiled(choose_deviating, *given, plan.rows[layer - 1], runner.sharding, adapters)
+        kind = kv_kind(runner.config, layer)
+        shapes.compiled(choose_deviating, *given, plan.rows[layer - 1], kind, runner.sharding, adapters)
 
-    found = dict[object, Compile]()
+    found, kind_of = dict[object, Compile](), runner.config.kind_of
     for layer, (count, rows) in enumerate(zip(plan.counts, plan.rows, strict=True)):
         if count:
-            found.setdefault((rows, layer < plan.moves_from, runner.config.kind_of(layer)), partial(recompute, layer))
+            found.setdefault((rows, layer < plan.moves_from, kind_of(layer)), partial(recompute, layer, rows))
         if layer and 0 < count < plan.counts[layer - 1]:
-            found.setdefault(plan.rows[layer - 1], partial(choose, layer))
+            found.setdefault((plan.rows[layer - 1], kv_kind(runner.config, layer), "choice"), partial(choose, layer))
+    if plan.moves is not None:  # New tokens may be computed with the plan's, and go through all layers.
+        for layer in range(plan.num_layers, runner.config.num_layers):
+            found.setdefault((plan.rows[-1], False, kind_of(layer)), partial(recompute, layer, plan.rows[-1]))
     return list(found.values())

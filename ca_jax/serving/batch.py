@@ -121,7 +121,7 @@ class Batch:
                 if self._kv.histories.pump():  # The next job's load goes on meanwhile.
                     output.block_until_ready()
             drawn = None if passed.draw is None else passed.draw.wait()
-            kv = to_host_memory(passed.kv) if passed.kv is not None and self._savers else passed.kv
+            kv = tuple(map(to_host_memory, passed.kv)) if passed.kv is not None and self._savers else passed.kv
         except Exception as error:  # Of all alike.
             for job in (*(each.job for each, _ in packed), *jobs):
                 self.fail(job, error)
@@ -196,7 +196,7 @@ class Batch:
         try:
             with self._timeline.annotate("engine", "decode", rows=len(jobs)):
                 decoded = self._runner.decode(jobs, may_run_ahead)
-            kv = to_host_memory(decoded.kv) if self._savers else decoded.kv  # Once for all of its rows.
+            kv = tuple(map(to_host_memory, decoded.kv)) if self._savers else decoded.kv  # Once for all of its rows.
         except Exception as error:  # Of all rows alike.
             for job in jobs:
                 self.fail(job, error)
@@ -215,8 +215,8 @@ class Batch:
                     job.attention = padded(job.attention, job.num_tokens) + received
                 self._take_decoded(job, decoded.draw, row, kv, row)
 
-    def _take_decoded(self, job: Job, drawn: Draw, row: int, kv: jax.Array, kv_row: int) -> None:
-        """Takes a token of a job that decodes, and the KV of the one before it, `kv [L, 2, n, K, H]`."""
+    def _take_decoded(self, job: Job, drawn: Draw, row: int, kv: tuple[jax.Array, ...], kv_row: int) -> None:
+        """Takes a token of a job that decodes, and the KV of the one before it, as `Decoded.kv` has it."""
         if job in self._savers:
             self._savers[job].add_decoded(job.output_ids[-1], kv, kv_row)
         self._accept(job, drawn, row)

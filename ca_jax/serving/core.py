@@ -81,7 +81,8 @@ class EngineCore:
         wanted, found = config.weight_dtype, model.weight_dtype
         check(wanted in ("model", found), "weight_dtype of the loaded model", f"{wanted}, as the config says", found)
         self.window = window = config.context_window or min(model.config.steady_positions, DEFAULT_WINDOW_TOKENS)
-        most, num_layers, check_layers = model.config.max_positions, model.config.num_layers, config.blend.check_layers
+        most, check_layers = model.config.max_positions, config.blend.check_layers
+        num_layers = len(model.config.kv_layers)
         check(window <= most, "context_window", f"at most the model's {most} tokens", window)
         check(
             check_layers <= num_layers, "blend check_layers", f"at most the model's {num_layers} layers", check_layers
@@ -164,7 +165,7 @@ class EngineCore:
             ratio = self.kv.histories.recompute_ratio(num_tokens, 0, _QUESTION_TOKENS)
             starts = itertools.accumulate(chunk_tokens, initial=0)
             spans = [ChunkSpan("", start, size) for start, size in zip(starts, chunk_tokens, strict=False)]
-            plan = blend_plan(self._config.blend, self.model.config.num_layers, num_tokens, 0, spans, ratio)
+            plan = blend_plan(self._config.blend, len(self.model.config.kv_layers), num_tokens, 0, spans, ratio)
             yield from recomputer.functions_of(shapes, plan)
 
     def _measure_transfers(self) -> None:
@@ -175,7 +176,7 @@ class EngineCore:
         for num_tokens in (longest // 4, longest):
             token_ids, layers = [0] * num_tokens, range(len(runner.config.kv_layers))
             saver = kv.write_buffer.begin(TurnKV(key, Owner(), 0))
-            saver.add_pass(token_ids, 0, (runner.empty_kv(num_tokens) for _ in layers))
+            saver.add_pass(token_ids, 0, (runner.empty_kv(layer, num_tokens) for layer in layers))
             kv.write_buffer.end(saver)
             kv.write_buffer.collect(wait=True, key=key)
             loaded = kv.store.prepare_load(key, token_ids)

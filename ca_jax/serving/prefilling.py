@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -72,7 +73,7 @@ class Prefilling:
             self._mended = self._truncator.recomputed(job, job.session, history, self.prefill.slot, self._blend_config)
             if self._mended is None:
                 self.saver = self._kv.write_buffer.begin_turn(job.session, history.num_stored)
-            self._start(history.num_places)
+            self._start(history.num_places, history.first_seen)
 
     @property
     def may_pack(self) -> bool:
@@ -177,7 +178,8 @@ class Prefilling:
             self._logprobs = PromptLogprobs(self._runner, self.job.prompt_ids, start, num_top)
         return self._logprobs
 
-    def _start(self, num_loaded: int) -> None:
+    def _start(self, num_loaded: int, first_seen: Sequence[int] = ()) -> None:
+        self._runner.pool.begin_at(self.prefill.slot, first_seen)
         self.prefill = Prefill(self.prefill.slot, self.job.prompt_ids[num_loaded:], num_loaded)
 
     def _take_layer(self, layer: int, kv: jax.Array, first: int) -> None:

@@ -113,7 +113,7 @@ class Truncator:
         num_own = history.num_stored if history.chunks else num_places
         repair = self.repair_of(session, num_own)
         if history.chunks:
-            num_layers, ratio = self._runner.config.num_layers, job.recompute_ratio
+            num_layers, ratio = len(self._runner.config.kv_layers), job.recompute_ratio
             blend = blend_plan(config, num_layers, num_places, num_own, history.chunks, ratio)
         if repair is None and blend is None:
             return None
@@ -121,7 +121,7 @@ class Truncator:
         return RecomputedHistory(history.source, slot, token_ids, self._runner, repair=repair, blend=blend)
 
     def _plan(self, num_tokens: int) -> Plan | None:
-        return repair_plan(self._overflow, self._runner.config.num_layers, num_tokens)
+        return repair_plan(self._overflow, len(self._runner.config.kv_layers), num_tokens)
 
     def functions(self, shapes: Shapes) -> list[Compile]:
         """What truncation needs to be compiled."""
@@ -129,25 +129,25 @@ class Truncator:
             return []
         runner, scalar = self._runner, shapes.small()
         values = self._drift_values
-        drift = None if values is None else shapes.small(*values.shape, dtype=values.dtype)
+        drift = None if values is None else [shapes.small(*each.shape, dtype=each.dtype) for each in values]
 
         def cut() -> None:
             places = shapes.small(shapes.most_pages * runner.pool.size.page_tokens)
             given = shapes.pages, shapes.small(2, shapes.most_pages), scalar, places, scalar
             shapes.compiled(page_steps.cut_pages, *given, drift, None if drift is None else scalar, runner.sharding)
 
-        def add(drift: jax.ShapeDtypeStruct, size: int) -> None:
-            kept = runner.loaded_shape(size)
+        def add(layer: int, drift: jax.ShapeDtypeStruct, size: int) -> None:
+            kept = runner.loaded_shape(layer, size)
             if runner.packs_kv:
                 kept = shapes.compiled(steps.unpack_kv, kept, runner.dtype, runner.sharding)
-                table = shapes.small(shapes.most_pages)
-                given = shapes.pages[0], kept, table, scalar, scalar, scalar, runner.sharding
-                shapes.compiled(page_steps.fill_pages, *given)
-            shapes.compiled(add_drift, kept, shapes.small(*drift.shape[1:], dtype=drift.dtype), scalar, scalar)
+                given = kept, shapes.small(shapes.most_pages), scalar, scalar, scalar, runner.sharding
+                shapes.compiled(page_steps.fill_pages, shapes.pages[layer], *given)
+            shapes.compiled(add_drift, kept, drift, scalar, scalar)
 
         found: list[Compile] = [cut]
         if self._repairs and drift is not None:
-            found += [partial(add, drift, size) for size in runner.history_buckets[1:]]
+            padded = runner.history_buckets[1:]
+            found += [partial(add, layer, drift[layer], size) for size in padded for layer in runner.shapes]
         plans = dict[tuple[int, ...], Plan]()
         for num_tokens in (*range(_WARM_STEP, self._window, _WARM_STEP), self._window) if self._repairs else ():
             plan = self._plan(num_tokens)  # What is left may be of any length: of a discard by hand, too.

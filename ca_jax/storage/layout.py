@@ -176,6 +176,10 @@ class KVLayout:
         """`(P, num_tokens, K, H)` of a layer. Raises as `place`."""
         return self.groups[self.place(layer)[0]].shape(num_tokens)
 
+    def layer_token_bytes(self, layer: int) -> int:
+        """Bytes of one token in a layer. Raises as `place`."""
+        return self.groups[self.place(layer)[0]].token_numbers * self.numpy_dtype.itemsize
+
     def by_group(self, blocks: np.ndarray) -> list[np.ndarray]:
         """Views blocks `[*, *block_shape]` as `[*, l, P, block_tokens, K, H]` of each group."""
         if len(self.groups) == 1:

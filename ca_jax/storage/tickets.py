@@ -104,13 +104,19 @@ class SaveTicket:
         group, index = self._tier.layout.place(layer)
         return self._write({group: (slice(index, index + 1), kv[None])}, token_offset)
 
-    def write_all(self, kv: np.ndarray, token_offset: int = 0) -> bool:
-        """Copies all layers' KV in, `[L, P, T, K, H]`, of layers of one shape. Otherwise as `write`."""
+    def write_all(self, kv: np.ndarray | Sequence[np.ndarray], token_offset: int = 0) -> bool:
+        """Copies all layers' KV in. Otherwise as `write`.
+
+        Args:
+          kv: of each of the layout's groups `[l, P, T, K, H]`; or of all layers as one array, where they are of one
+            shape.
+          token_offset: as in `write`.
+        """
         groups = self._tier.layout.groups
-        if len(groups) == 1:
-            return self._write({0: (slice(0, len(groups[0].layers)), kv)}, token_offset)
-        of_groups = (kv[list(group.layers)] for group in groups)
-        return self._write({i: (slice(0, len(each)), each) for i, each in enumerate(of_groups)}, token_offset)
+        if isinstance(kv, np.ndarray):
+            kv = [kv if len(groups) == 1 else kv[list(group.layers)] for group in groups]
+        layers = [slice(0, len(group.layers)) for group in groups]
+        return self._write(dict(enumerate(zip(layers, kv, strict=True))), token_offset)
 
     def mark_written(self) -> None:
         """Says that all is written, by other means than this ticket's: a simulator has no bytes."""
@@ -170,6 +176,9 @@ class SaveTicket:
             write.result()
 
 
+_Plan = tuple[list[tuple[int, list[ts.TensorStore]]], tuple[BlockRows, ...]]
+
+
 class LoadTicket:
     """The KV of the first `num_tokens` tokens of one session, held in place until the load is completed or aborted.
 
@@ -187,10 +196,13 @@ class LoadTicket:
         """First tokens of these whose KV has seen no dropped token; all, where nobody has said."""
         self.from_ssd = from_ssd
         """Whether they were fetched from SSD for this load."""
+        self.skipped_bytes = 0
+        """Of first tokens that were left out of what was read."""
         self._tier = tier
         self._places = places
         self._block_ids = block_ids
         self._reads: list[ts.Future] = []
+        self._plans: dict[int, _Plan] = {}  # By the first token that is read.
         self._copying = threading.Lock()
         self.state = TicketState.OPEN
         """What became of it."""
@@ -205,20 +217,22 @@ class LoadTicket:
             raise ValueError(f"num_tokens must be 1 to {self.num_tokens}, got {num_tokens}")
         self.num_tokens = num_tokens
         self._places = self._places.take(num_tokens)
-        for name in ("plan", "_rows"):
-            self.__dict__.pop(name, None)
+        self._plans.clear()
+        self.__dict__.pop("_rows", None)
 
-    def read(self, layer: int, dst: np.ndarray) -> ts.Future:
-        """Copies one layer's KV into `dst[:, :num_tokens]`, and touches nothing beyond. Does not wait for the copy.
+    def read(self, layer: int, dst: np.ndarray, first_token: int = 0) -> ts.Future:
+        """Copies one layer's KV of all tokens, or of those from one on, to the beginning of `dst`, and touches nothing
+        beyond. Does not wait for the copy.
 
         Two or more reads in flight reach the speed of a memcpy; one at a time reaches half of it, the rest being the
         hand-over between threads.
 
         Args:
           layer: which layer.
-          dst: `[P, S, K, H]` of the layer's group and the layout's dtype, S >= num_tokens, writable: staging that the
-            caller reuses, best of `host_array` (unaligned staging halves the speed). It must not be used until the
-            future is done.
+          dst: `[P, S, K, H]` of the layer's group and the layout's dtype, S at least as many as are read, writable:
+            staging that the caller reuses, best of `host_array` (unaligned staging halves the speed). It must not be
+            used until the future is done.
+          first_token: the first that is read.
 
         Returns:
           A future, done when the bytes are in place.
@@ -232,15 +246,19 @@ class LoadTicket:
         group, index = layout.place(layer)
         num_slots = dst.shape[1] if dst.ndim == 4 else -1
         _check_array("dst", dst, layout.numpy_dtype, layout.groups[group].shape(num_slots))
-        if num_slots < self.num_tokens or not dst.flags.writeable:
+        num_tokens = self.num_tokens - first_token
+        if not 0 <= first_token < self.num_tokens:
+            raise ValueError(f"first_token must be in [0, {self.num_tokens}), got {first_token}")
+        if num_slots < num_tokens or not dst.flags.writeable:
             raise ValueError(
-                f"dst must have room for {self.num_tokens} tokens and be writable; "
+                f"dst must have room for {num_tokens} tokens and be writable; "
                 f"got {num_slots}, {'writable' if dst.flags.writeable else 'read-only'}"
             )
         futures = []
-        stretches, parts = self.plan
-        for first_token, blocks in stretches:
-            staging = dst[:, first_token : first_token + blocks[group].shape[0] * layout.block_tokens]
+        self.skipped_bytes += first_token * layout.layer_token_bytes(layer)
+        stretches, parts = self.plan(first_token)
+        for first, blocks in stretches:
+            staging = dst[:, first : first + blocks[group].shape[0] * layout.block_tokens]
             staging = _as_blocks(staging, layout.block_tokens).transpose(1, 0, 2, 3, 4)
             futures.append(ts.array(staging).write(blocks[group][:, index]).commit)
         self._reads += futures
@@ -297,12 +315,17 @@ class LoadTicket:
         """The tokens of each block."""
         return self._places.by_block(self._tier.layout.block_tokens)
 
-    @functools.cached_property
-    def plan(self) -> tuple[list[tuple[int, list[ts.TensorStore]]], tuple[BlockRows, ...]]:
-        """How the tokens are read: stretches of whole blocks, by group, each with its first token; parts of blocks."""
-        stretches, parts = self._places.stretches(self._tier.layout.block_tokens)
-        taken = ((token, self._block_ids[first : first + count]) for token, first, count in stretches)
-        return [(token, [blocks[ids] for blocks in self._tier.blocks]) for token, ids in taken], parts
+    def plan(self, first_token: int = 0) -> _Plan:
+        """How the tokens from one on are read: stretches of whole blocks, by group, each with its first token counted
+        from that one; parts of blocks.
+        """
+        if first_token not in self._plans:
+            places = self._places.skip(first_token) if first_token else self._places
+            stretches, parts = places.stretches(self._tier.layout.block_tokens)
+            taken = ((token, self._block_ids[first : first + count]) for token, first, count in stretches)
+            found = [(token, [blocks[ids] for blocks in self._tier.blocks]) for token, ids in taken]
+            self._plans[first_token] = found, parts
+        return self._plans[first_token]
 
 
 @functools.lru_cache(maxsize=64)

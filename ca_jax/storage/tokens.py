@@ -120,6 +120,15 @@ class TokenPlaces:
             num_tokens -= length
         return TokenPlaces(tuple(runs))
 
+    def skip(self, num_tokens: int) -> TokenPlaces:
+        """All but the first so many tokens."""
+        runs = []
+        for start, length in self.runs:
+            if num_tokens < length:
+                runs.append((start + num_tokens, length - num_tokens))
+            num_tokens = max(num_tokens - length, 0)
+        return TokenPlaces(tuple(runs))
+
     def keep(self, kept: np.ndarray, block_tokens: int) -> tuple[TokenPlaces, np.ndarray]:
         """Forgets tokens, and the blocks that have none left.
 

@@ -224,7 +224,8 @@ class Transfers:
         self._end_load(ticket, TicketState.DONE)
         self._counters.num_hits += 1
         self._counters.num_hits_from_ssd += ticket.from_ssd
-        self._counters.loaded_bytes += ticket.num_tokens * self._layout.token_bytes * was_read
+        if was_read:
+            self._counters.loaded_bytes += ticket.num_tokens * self._layout.token_bytes - ticket.skipped_bytes
 
     def abort_load(self, ticket: LoadTicket, reason: MissReason = MissReason.ABORTED) -> None:
         """Gives a load up, a miss. Waits for copies under way.

@@ -240,7 +240,7 @@ class Setup:
         first = [self.kv(num_rows, axes=steps.STEP_KV)] * model.num_layers
         for packs in (False, True):
             name = "stack_layers" + (", int8" if packs else "")
-            yield self._step(name, steps.stack_layers, first, packs=packs, sharding=sharding)
+            yield self._step(name, steps.stack_layers, model, first, packs=packs, sharding=sharding)
 
     def _decoding(self) -> Iterator[Step]:
         """A step of decoding, and drawing."""

@@ -209,7 +209,7 @@ def test_drift_is_added_behind_the_first_tokens(tmp_path):
 
     def slice_and_move(cache: PlainCache, kept: np.ndarray) -> None:
         cache.slice(kept)
-        cache.kv[:, :, KEEP:] += values[:, :, None]
+        cache.kv[:, :, KEEP:] += np.stack(values)[:, :, None]
 
     losses, _, cache = reference(slice_and_move, TOKENS[:200])
     stream = a_stream("ca", drift=path)

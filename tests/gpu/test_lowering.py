@@ -65,4 +65,4 @@ def test_a_layer_of_a_history_computed_anew_where_nothing_moved_yet(setup):
     text = lowered(recompute_layer, model, layer, x, pages, rows, table, num_new, kind, ())
     assert num_donated(text) == 2
     assert ("triton" in text) == (paged_attention(pages) == "triton")
-    assert lowered(choose_deviating, model, layer, x, pages, rows, moved, setup.shape(), num_new)
+    assert lowered(choose_deviating, model, layer, x, pages, rows, moved, setup.shape(), num_new, kind)

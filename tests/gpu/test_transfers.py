@@ -21,7 +21,7 @@ SHAPE = (2, 1000, 4, 64)  # As a layer's KV; no whole number of pages.
 
 def test_what_is_saved_goes_to_pinned_memory_by_itself():
     part = Part.of_layer(0, transfer.to_device(np.ones(SHAPE, np.float32)), 1000).on_host()
-    assert part.arrays[0].sharding.memory_kind == "pinned_host"
+    assert part.arrays[0][0].sharding.memory_kind == "pinned_host"
 
 
 def test_a_copy_to_the_host_outlives_the_donation_of_its_buffer():

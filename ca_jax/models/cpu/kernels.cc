@@ -151,7 +151,7 @@ Call over_pages(Floats& pages, Numbers& table) {
 }
 
 // Unrotated queries [1, T, N, H] of all rows over pages [P, 2, K, page, H], into which new keys and values [1, T, K, H]
-// are put first. The pages that come out are those that come in.
+// are put first; none where there are none. The pages that come out are those that come in.
 ffi::Error attend_pages(ffi::ThreadPool pool, Floats queries, Floats new_keys, Floats new_values, Floats pages,
                         Numbers table, Numbers starts, Numbers places, Floats cosines, Floats sines, int64_t window,
                         float scale, ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::F32> written) {
@@ -164,7 +164,8 @@ ffi::Error attend_pages(ffi::ThreadPool pool, Floats queries, Floats new_keys, F
   c.starts = starts.typed_data(), c.places = places.typed_data();
   c.cosines = cosines.typed_data(), c.sines = sines.typed_data(), c.half = cosines.dimensions().back();
   c.heads = q[2], c.window = window, c.scale = scale;
-  write(pool, c, rows, new_keys.typed_data(), new_values.typed_data(), c.kv_heads * c.dim);
+  if (new_keys.element_count())
+    write(pool, c, rows, new_keys.typed_data(), new_values.typed_data(), c.kv_heads * c.dim);
   attend(pool, c, rows);
   const int64_t used = c.starts[rows] * c.heads * c.dim;
   std::memset(c.out + used, 0, sizeof(float) * (q[0] * q[1] * c.heads * c.dim - used));

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ca_jax.errors import UnsupportedArchitectureError
-from ca_jax.models.families import deepseek, dense, experts, fused, gemma, gpt_oss, llama, recurrent
+from ca_jax.models.families import deepseek, dense, experts, fused, gemma, gemma4, gpt_oss, llama, recurrent
 from ca_jax.models.families.family import Family
 
 FAMILIES: dict[str, Family] = {
     family.name: family
-    for each in (llama, fused, gemma, gpt_oss, dense, experts, deepseek, recurrent)
+    for each in (llama, fused, gemma, gemma4, gpt_oss, dense, experts, deepseek, recurrent)
     for family in each.FAMILIES
 }
 """By `ModelConfig.architecture`."""

@@ -17,7 +17,7 @@ _GELUS: dict[str, Mlp] = {
     **dict.fromkeys(("gelu", "gelu_python"), "gelu"),
     **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh"),
 }
-_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 
 def require(described: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
@@ -157,7 +157,11 @@ def rope_from_hf(
             f"config.json: rope scaling {scaling!r} is not served; it must be one of {', '.join(_ROPE_TYPES)}"
         )
     max_positions = described.get("max_position_embeddings", 2048)
-    if scaling == "longrope":
+    if scaling == "proportional":
+        turning = int(parameters.get("partial_rotary_factor", 1.0) * head_dim // 2)
+        factor = float(parameters.get("factor", 1.0))
+        fields |= {"scaling": scaling, "factor": factor, "num_turning": turning, "rotary_dim": None}
+    elif scaling == "longrope":
         original = parameters.get("original_max_position_embeddings")
         original = described.get("original_max_position_embeddings") or original or max_positions
         factor, given = max_positions / original, parameters.get("attention_factor")

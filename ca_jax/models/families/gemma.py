@@ -23,11 +23,12 @@ from ca_jax.models.families.from_hf import full_layers_from_hf, rope_from_hf
 from ca_jax.models.families.llama import HF_NAMES, LAYER
 from ca_jax.models.families.names import GGUF_NAMES, module_names
 
-_HF_NAMES = HF_NAMES | {
+GEMMA_NAMES = HF_NAMES | {
     **module_names("attn_post_norm.scale", LAYER + "post_attention_layernorm"),
     **module_names("mlp_norm.scale", LAYER + "pre_feedforward_layernorm"),
     **module_names("mlp_post_norm.scale", LAYER + "post_feedforward_layernorm"),
 }
+"""Names in safetensors files of what models of these families have."""
 _LOCAL_THETA = 1e4
 _DEFAULTS = {
     **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256},
@@ -113,7 +114,7 @@ def _family(name: str, architecture: str, fields: Mapping[str, Any], **differenc
         name=name,
         architectures=(architecture,),
         fields={"norms_behind": True, "mlp": "geglu_tanh", **fields},
-        hf_names=lambda config: _HF_NAMES,
+        hf_names=lambda config: GEMMA_NAMES,
         gguf_architecture=name,
         gguf_names=lambda config: GGUF_NAMES,
         **differences,

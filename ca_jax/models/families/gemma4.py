@@ -1,0 +1,128 @@
+"""Gemma 4: layers that slide, and others with heads of another size, of which some keep nothing of their own.
+
+Layers that do not slide have larger heads, and in some models fewer of them for keys and values; there keys may be made
+of what values are, so that values alone are kept. The last layers may read the keys and values of earlier ones. In
+small models each layer is given numbers of a token of its own beside the residual stream. Models with experts are
+refused. Of models that read images or hear too, the text model is served.
+
+Source: the Gemma 4 models of `transformers`, which the releases are made for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ca_jax.errors import UnsupportedArchitectureError
+from ca_jax.models.families.family import Family
+from ca_jax.models.families.from_hf import full_layers_from_hf, rope_from_hf
+from ca_jax.models.families.gemma import GEMMA_NAMES
+from ca_jax.models.families.llama import LAYER
+
+_PERIOD = 6  # Of layers of which the last does not slide, where nothing is said.
+_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+}
+_DEFAULTS = {
+    **{"vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30},
+    **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 512},
+    **{"max_position_embeddings": 131072, "tie_word_embeddings": True, "hidden_size_per_layer_input": 256},
+    **{"vocab_size_per_layer_input": 262144, "num_kv_shared_layers": 0, "rope_parameters": _ROPES},
+}
+_NAMES = GEMMA_NAMES | {
+    "inputs.embedding": "model.embed_tokens_per_layer.weight",
+    "inputs.w": "model.per_layer_model_projection.weight",
+    "inputs.norm.scale": "model.per_layer_projection_norm.weight",
+    "w_given_gate": LAYER + "per_layer_input_gate.weight",
+    "w_given_out": LAYER + "per_layer_projection.weight",
+    "given_norm.scale": LAYER + "post_per_layer_input_norm.weight",
+    "out_scale": LAYER + "layer_scalar",
+}
+
+
+def _from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
+    if described.get("use_bidirectional_attention") == "all":
+        raise UnsupportedArchitectureError(
+            "config.json: use_bidirectional_attention='all' is not served; tokens must see none behind them"
+        )
+    alike, num_readers = bool(described.get("attention_k_eq_v")), described["num_kv_shared_layers"]
+    if alike and num_readers:
+        raise UnsupportedArchitectureError(
+            f"config.json: attention_k_eq_v=True with num_kv_shared_layers={num_readers} is not served"
+        )
+    input_dim = described["hidden_size_per_layer_input"] or 0
+    sizes = [described[name] for name in ("vocab_size_per_layer_input", "vocab_size")]
+    if input_dim and sizes[0] != sizes[1]:
+        raise UnsupportedArchitectureError(
+            f"config.json: vocab_size_per_layer_input={sizes[0]} is not served; it must be vocab_size {sizes[1]}"
+        )
+    full = {*full_layers_from_hf(described, lambda layer: (layer + 1) % _PERIOD == 0)}
+    full.add(described["num_hidden_layers"] - 1)
+    head_dim, num_kv_heads = _of_full_layers(described, full)
+    by_type = {**_ROPES, **(described["rope_parameters"] or {})}
+    ropes = (
+        rope_from_hf({**described, "rope_scaling": None, "rope_parameters": by_type[name]}, head_dim=dim)["rope"]
+        for name, dim in (("full_attention", head_dim), ("sliding_attention", described["head_dim"]))
+    )
+    is_double, has_bias = described.get("use_double_wide_mlp"), bool(described.get("attention_bias", False))
+    return {
+        **dict(zip(("rope", "local_rope"), ropes, strict=True)),
+        "embed_scale": math.sqrt(described["hidden_size"]),
+        "logit_cap": described.get("final_logit_softcapping"),
+        "qkv_bias": has_bias,
+        "out_bias": has_bias,
+        "sliding_window": described["sliding_window"],
+        "full_layers": tuple(sorted(full)),
+        "full_head_dim": None if head_dim == described["head_dim"] else head_dim,
+        "full_kv_heads": None if num_kv_heads == described["num_key_value_heads"] else num_kv_heads,
+        "full_keys_are_values": alike,
+        "num_readers": num_readers,
+        "reader_mlp_dim": 2 * described["intermediate_size"] if num_readers and is_double else None,
+        "layer_input_dim": input_dim,
+    }
+
+
+def _of_full_layers(described: Mapping[str, Any], full: set[int]) -> tuple[int, int]:
+    """H and K of layers that do not slide. Older files say it of all, others of each layer what is not as in general.
+
+    Raises:
+      UnsupportedArchitectureError: layers of a kind that differ, or differ in something else.
+    """
+    of_all = (described["head_dim"], described["num_key_value_heads"])
+    if "per_layer_config" not in described:
+        num_kv_heads = described.get("num_global_key_value_heads") if described.get("attention_k_eq_v") else None
+        return described.get("global_head_dim", 512), num_kv_heads or of_all[1]
+    said = {int(layer): each for layer, each in (described["per_layer_config"] or {}).items()}
+    found: dict[bool, set[tuple[int, int]]] = {True: set(), False: {of_all}}
+    for layer in range(described["num_hidden_layers"]):
+        own = said.get(layer, {})
+        if unknown := own.keys() - {"head_dim", "num_key_value_heads"}:
+            raise UnsupportedArchitectureError(
+                f"config.json: per_layer_config with {', '.join(sorted(unknown))} is not served"
+            )
+        sizes = own.get("head_dim", of_all[0]), own.get("num_key_value_heads", of_all[1])
+        found[layer in full].add(sizes)
+    if any(len(each) > 1 for each in found.values()):
+        raise UnsupportedArchitectureError("config.json: per_layer_config must be alike for layers of one type")
+    return found[True].pop()
+
+
+FAMILIES = (
+    Family(
+        name="gemma4",
+        model_types=("gemma4_text",),
+        architectures=("Gemma4ForCausalLM",),
+        multimodal_type="gemma4",
+        fields={
+            **{"norms_behind": True, "mlp": "geglu_tanh", "qk_norm": True, "value_norm": True},
+            **{"attention_scale": 1.0, "has_layer_scale": True},
+        },
+        hf_names=lambda config: _NAMES,
+        hf_required={"hidden_activation": "gelu_pytorch_tanh", "enable_moe_block": False},
+        hf_defaults=_DEFAULTS,
+        hf_fields=_from_hf,
+    ),
+)
+"""The family."""
