@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import jax
@@ -99,6 +100,10 @@ class TransformersPeer:
         self._model = llama.to(self._device).eval()
         self._cache: Any = None
         self._last: Any = None
+
+    def save(self, directory: Path) -> None:
+        """Writes the model as a directory of Hugging Face's, without a tokenizer."""
+        self._model.save_pretrained(directory)
 
     def prefill(self, token_ids: Sequence[int]) -> tuple[int, float]:
         """See `Peer`; the KV cache is built as for a turn that goes on, logits are computed of the last token only."""

@@ -22,12 +22,18 @@ from pathlib import Path
 from benchmarks.harness import BenchError
 from ca_jax.models.checkpoint import PRESETS
 
-PACKAGES = {"ca_jax": "ca_jax", "llama.cpp": "xllamacpp", "vllm": "vllm"}
-"""The servers that there are, and the package that each is started from."""
+PACKAGES = {
+    "ca_jax": ("ca_jax",),
+    "llama.cpp": ("xllamacpp",),
+    "vllm": ("vllm",),
+    "transformers": ("torch", "openai", "accelerate"),
+}
+"""The servers that there are, and the packages without which each cannot be started."""
 
 _READY_S = 600.0  # Model load and warm-up.
 _STOP_S = 30.0
 _POLL_S = 0.1
+_BLOCK_TOKENS = 32  # Of the pool of transformers.
 # llama.cpp's server is in a library; a process of its own leaves ours alone, and ends when its input is closed.
 _LLAMA_CPP = """
 import sys
@@ -39,6 +45,15 @@ params.n_parallel, params.n_ctx = slots, slots * window
 params.cpuparams.n_threads = threads
 server = xllamacpp.Server(params)
 sys.stdin.read()
+"""
+_TO_DIRECTORY = """
+import pathlib, sys
+from transformers import AutoTokenizer
+from benchmarks.peers import TransformersPeer
+from ca_jax.pretrained import load_model
+path, target = map(pathlib.Path, sys.argv[1:])
+TransformersPeer(load_model(str(path), dtype="float32")).save(target)
+AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(target)
 """
 
 
@@ -59,8 +74,8 @@ class Sizes:
 
 
 def is_installed(system: str) -> bool:
-    """Whether the package of a server is there."""
-    return importlib.util.find_spec(PACKAGES[system]) is not None
+    """Whether what a server is started from is there."""
+    return all(importlib.util.find_spec(package) for package in PACKAGES[system])
 
 
 @contextlib.contextmanager
@@ -79,8 +94,25 @@ def serving(system: str, model: str, sizes: Sizes) -> Iterator[str]:
       BenchError: it cannot serve the model, or does not become ready.
     """
     environment = {"OMP_NUM_THREADS": str(sizes.threads), "VLLM_CPU_KVCACHE_SPACE": str(sizes.dram_gib)}
-    with started(system, lambda port: _command(system, model, sizes, port), environment) as url:
+    with contextlib.ExitStack() as stack:
+        if system == "transformers":
+            model = stack.enter_context(_as_directory(model_file(model)))
+        url = stack.enter_context(started(system, lambda port: _command(system, model, sizes, port), environment))
         yield f"{url}/v1"
+
+
+@contextlib.contextmanager
+def _as_directory(path: Path) -> Iterator[str]:
+    """A checkpoint as a directory of Hugging Face's, for a server that serves no GGUF file."""
+    if path.is_dir():
+        yield str(path)
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, "-c", _TO_DIRECTORY, str(path), directory]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise BenchError(f"{path} must be read by transformers, got: {done.stderr[-500:]}")
+        yield directory
 
 
 @contextlib.contextmanager
@@ -147,6 +179,11 @@ def _command(system: str, model: str, sizes: Sizes, port: int) -> list[str]:
     if system == "llama.cpp":
         numbers = map(str, (port, sizes.slots, sizes.context_window, sizes.threads))
         return [sys.executable, "-c", _LLAMA_CPP, str(path), *numbers]
+    if system == "transformers":
+        blocks = sizes.slots * -(-sizes.context_window // _BLOCK_TOKENS)  # Left to itself it takes most of the memory.
+        pool = (f"--cb-block-size={_BLOCK_TOKENS}", f"--cb-num-blocks={blocks}", "--device=cpu", "--dtype=float32")
+        serve = ("transformers.cli.transformers", "serve", str(path), "--continuous-batching")
+        return [sys.executable, "-m", *serve, *pool, f"--port={port}"]
     limits = (f"--max-num-seqs={sizes.slots}", f"--max-model-len={sizes.context_window}", "--enable-prefix-caching")
     address = ("--host=127.0.0.1", f"--port={port}", f"--served-model-name={model}")
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={path}", *address, *limits]

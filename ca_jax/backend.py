@@ -35,6 +35,9 @@ class Backend:
     """Whether few sizes of a step are best: padding costs little, and compiling much."""
     least_rows: int
     """Rows that decode at least, padding too; a power of two."""
+    whole_tokens: int
+    """Most tokens of a pass that is one function for all layers, where no history is brought: a call for each layer
+    costs more than they compute, and their KV need not leave before the last one is done."""
     layers_ahead: int
     """Layers whose copies are issued before the layer in front of them is dispatched: a copy into a new buffer waits
     for all compute that was dispatched before."""
@@ -50,6 +53,7 @@ CPU = Backend(
     pool_share=4,  # Memory is the store's and everybody's there.
     coarse_steps=False,
     least_rows=1,
+    whole_tokens=64,
     layers_ahead=0,
     writes_whole_pages=False,
 )
@@ -61,6 +65,7 @@ GPU = Backend(
     pool_share=2,
     coarse_steps=True,
     least_rows=2,  # XLA multiplies weights by one row in memory, and then adds up: twice the bytes for small models.
+    whole_tokens=128,
     layers_ahead=1,
     writes_whole_pages=False,
 )

@@ -360,8 +360,8 @@ class Session:
           SessionBusyError: the last turn still runs.
           EmptyMessageError: the message is blank or there is none, or a chunk, or there is a context without chunks.
           InvalidRequestError: `max_tokens` below 1, an unknown `truncation`, a context given twice, a priority that is
-            no whole number, an id in `logit_bias` that is outside the vocabulary, or messages that the model's chat
-            template refuses.
+            no whole number, a `logit_bias` outside the vocabulary, a grammar that cannot be followed, or messages that
+            the model's chat template refuses.
           ContextWindowError: the message and its context leave no room for an answer (it says by how much), or the
             history does and none of it may be dropped (`EngineConfig.overflow`). The session stays as it was.
 

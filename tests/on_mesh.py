@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ca_jax
 from benchmarks.compiles import CompileCounter
-from ca_jax.device import steps, transfer
+from ca_jax.device import page_steps, steps, transfer
 from ca_jax.device.transfer import params_to_device
 from ca_jax.kv import layout as device_memory
 from ca_jax.kv.layer_loader import LayerLoad
@@ -356,7 +356,7 @@ class OnMesh:
         self.config = config = config_of(num_kv_heads)
         self.sharding = model_sharding(config, data_parallel_size=data, tensor_parallel_size=tensor)
         self.params = params_to_device(tiny.tiny_params(config), self.sharding.of_params(config))
-        self.pages = steps.make_pages(config, 8, 128, "float32", self.sharding)
+        self.pages = page_steps.make_pages(config, 8, 128, "float32", self.sharding)
         starts = np.tile(np.arange(4 // data + 1), data)
         self.rows = Rows(*map(self.put, (np.zeros((4, 2)), starts, np.zeros(4))))
         self.rotations = steps.rotation_tables(config, WINDOW, sharding=self.sharding)
@@ -426,10 +426,10 @@ def test_pages_are_filled_cut_and_copied_where_they_are():
     on = OnMesh(2, 2, 4)
     history = jax.device_put(np.zeros((2, 256, 2, 8), np.float32), on.sharding.kv)
     table = on.put([0, 1])
-    assert on.collectives(steps.fill_pages, on.pages[0], history, table, on.zero, on.zero, on.zero) == []
+    assert on.collectives(page_steps.fill_pages, on.pages[0], history, table, on.zero, on.zero, on.zero) == []
     numbers, drift = (on.zero, on.put(np.zeros(256)), on.zero), on.put(np.zeros((2, 2, 2, 8)), np.float32)
-    assert on.collectives(steps.cut_pages, on.pages, on.put([[0, 1]] * 2), *numbers, drift, on.zero) == []
-    assert on.collectives(steps.copy_page, on.pages, on.zero, on.zero, on.zero) == []
+    assert on.collectives(page_steps.cut_pages, on.pages, on.put([[0, 1]] * 2), *numbers, drift, on.zero) == []
+    assert on.collectives(page_steps.copy_page, on.pages, on.zero, on.zero, on.zero) == []
 
 
 def test_nothing_is_compiled_after_warmup():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ca_jax.device import steps
+from ca_jax.device import page_steps
 from ca_jax.testing import tiny
 from tests.storage.store_helpers import as_bits
 
@@ -37,7 +37,7 @@ def test_half_precision_rows_are_cut_in_half_precision(drifts_from, num_others):
         drift = (jnp.asarray(values, jnp.float32), jnp.int32(drifts_from))
     places = jnp.zeros(MOST * PAGE, jnp.int32).at[: len(kept)].set(kept)
     counts = jnp.int32(0), places, jnp.int32(len(kept))
-    found = np.stack(steps.cut_pages([*map(jnp.array, before)], jnp.array(tables), *counts, *drift))
+    found = np.stack(page_steps.cut_pages([*map(jnp.array, before)], jnp.array(tables), *counts, *drift))
     np.testing.assert_array_equal(as_bits(read(found, tables[1])[:, :, : len(kept)]), as_bits(expected))
     touched = tables[1, : -(-len(kept) // PAGE)]
     np.testing.assert_array_equal(*(as_bits(np.delete(part, touched, axis=1)) for part in (found, before)))

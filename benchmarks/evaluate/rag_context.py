@@ -25,7 +25,7 @@ from benchmarks.evaluate.by_layer import LayerByLayer, as_pages, from_pages
 from benchmarks.evaluate.items import RagPrompt
 from benchmarks.evaluate.statistics import log_softmax
 from ca_jax.config import EngineConfig
-from ca_jax.device import steps
+from ca_jax.device import page_steps, steps
 from ca_jax.device.steps import Params, apply
 from ca_jax.device.transfer import to_device, to_host
 from ca_jax.models import rope
@@ -301,7 +301,7 @@ class Answerer:
         self._max_tokens = max_tokens
         config, size = contexts.config, EngineConfig.page_tokens
         each = -(-(capacity + contexts.question_capacity + max_tokens) // size)
-        self._pages = steps.make_pages(config, num_rows * each, size, contexts.model.dtype)
+        self._pages = page_steps.make_pages(config, num_rows * each, size, contexts.model.dtype)
         self._numbers = to_device(np.arange(num_rows * each, dtype=np.int32).reshape(num_rows, each))
         self._rotations = steps.rotation_tables(config, each * size, contexts.window)
 
@@ -347,4 +347,4 @@ class Answerer:
         zero, length, asked = (to_device(n, np.int32) for n in (0, row.num_tokens, row.num_asked))
         for i, (context, own) in enumerate(zip(row.kv, row.asked.kv, strict=True)):
             for kv, start, count in ((context, zero, length), (own, length, asked)):
-                self._pages[i], _ = steps.fill_pages(self._pages[i], kv, self._numbers[nth], zero, start, count)
+                self._pages[i], _ = page_steps.fill_pages(self._pages[i], kv, self._numbers[nth], zero, start, count)

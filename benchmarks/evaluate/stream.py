@@ -24,7 +24,7 @@ import optax
 from jax import lax
 
 from benchmarks.evaluate.by_layer import LayerByLayer, as_pages, from_pages
-from ca_jax.device import steps
+from ca_jax.device import page_steps, steps
 from ca_jax.device.transfer import to_device, to_host
 from ca_jax.errors import ContextWindowError
 from ca_jax.models import rope
@@ -304,7 +304,7 @@ class ContextStream:
             if self._rounds_kv:
                 rounded = _packed(kv)
                 numbers = (to_device(number, np.int32) for number in ([0], 0, start, len(token_ids)))
-                pages, _ = steps.fill_pages(pages, rounded, *numbers)
+                pages, _ = page_steps.fill_pages(pages, rounded, *numbers)
             self._kv = [*self._kv[:i], pages, *self._kv[i + 1 :]]
         self._attention = attention[:stop]
         self._is_shared = False

@@ -50,7 +50,7 @@ class ServingBenchConfig(Config):
     model: str = DEFAULT_MODEL
     """Preset or .gguf file, which all servers read."""
     systems: tuple[str, ...] = tuple(PACKAGES)
-    """Servers to measure, ca_jax, llama.cpp or vllm; those that are not installed are left out, and named."""
+    """Servers to measure, ca_jax, llama.cpp, vllm or transformers; those not installed are left out, and named."""
     clients: tuple[int, ...] = (1, 4, 8, 16)
     """Clients that talk at once, a row for each."""
     num_turns: int = 4
@@ -144,14 +144,15 @@ def serving(run: Run[ServingBenchConfig]) -> Iterator[ServingRow]:
         urls = {}
         for system in systems:
             urls[system] = stack.enter_context(served(system, config.model, sizes))
-            _Load(urls[system], config).talk(next(said), f"warm-up {system}")  # Each step compiles, or first touches.
+            load = _Load(system, urls[system], config)
+            load.talk(next(said), f"warm-up {system}")  # Each step compiles, or first touches.
             step()
         for clients in config.clients:
 
             def ways(clients: int = clients) -> dict[str, Any]:
                 chats = list(itertools.islice(said, clients))
                 name = f"round {next(nonce)}"  # In front of all: nothing of an earlier round is cached.
-                return {system: partial(_Load(url, config).round, chats, name) for system, url in urls.items()}
+                return {system: partial(_Load(system, url, config).round, chats, name) for system, url in urls.items()}
 
             rounds = harness.interleave(ways, config.repeats, step=step, warm_up=0)
             for system in systems:
@@ -172,6 +173,7 @@ class _Turn:
 class _Load:
     """Clients of one server."""
 
+    system: str
     url: str
     config: ServingBenchConfig
 
@@ -227,9 +229,14 @@ class _Load:
             "stream": True,
             "stream_options": {"include_usage": True},
             "max_tokens": self.config.answer_tokens,
-            "ignore_eos": True,  # So that all servers do the same work.
             "temperature": 0,
         }
+        # All servers do the same work: no answer ends before it is as long as asked for.
+        if self.system == "transformers":
+            del body["model"]  # It serves one, and knows that by the path.
+            body["generation_config"] = json.dumps({"eos_token_id": None, "do_sample": False})
+        else:
+            body["ignore_eos"] = True
         request = urllib.request.Request(
             f"{self.url}/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )

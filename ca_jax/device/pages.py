@@ -21,7 +21,7 @@ from functools import partial
 import jax
 import numpy as np
 
-from ca_jax.device import steps
+from ca_jax.device import page_steps
 from ca_jax.device.transfer import to_device
 from ca_jax.errors import check
 from ca_jax.models.config import ModelConfig
@@ -98,7 +98,7 @@ class PagePool:
         self.size = size
         self.evict: Callable[[int], bool] = lambda part: False
         total = size.num_pages * size.num_parts
-        self._make = partial(steps.make_pages, config, total, size.page_tokens, dtype, sharding)
+        self._make = partial(page_steps.make_pages, config, total, size.page_tokens, dtype, sharding)
         self.buffers = self._make()
         """Per layer `[P, 2, K, page, H]`; donated by every call."""
         self.generation = 0
@@ -245,19 +245,19 @@ class PagePool:
         return part, table
 
     def read(self, row: int, layer: int, start: int, num_tokens: int, *, packs: bool) -> jax.Array:
-        """A layer's KV of places of a row; see `steps.read_pages`."""
+        """A layer's KV of places of a row; see `page_steps.read_pages`."""
         number = self._to_device(start, np.int32)
         table = self._to_device(self._numbers(row))
-        return steps.read_pages(self.buffers[layer], table, number, num_tokens, packs, self._sharding)
+        return page_steps.read_pages(self.buffers[layer], table, number, num_tokens, packs, self._sharding)
 
     def fill(self, row: int, layer: int, kv: jax.Array, start: int, count: int) -> jax.Array:
-        """Puts a layer's unrotated KV `[2, S, K, H]`, or int8, into a row's pages; see `steps.fill_pages`.
+        """Puts a layer's unrotated KV `[2, S, K, H]`, or int8, into a row's pages; see `page_steps.fill_pages`.
 
         Returns:
           A scalar that is ready when that is done.
         """
         numbers = map(partial(self._to_device, dtype=np.int32), (self._rows[row].part, start, count))
-        self.buffers[layer], done = steps.fill_pages(
+        self.buffers[layer], done = page_steps.fill_pages(
             self.buffers[layer], kv, self._to_device(self._numbers(row)), *numbers, self._sharding
         )
         return done
@@ -280,7 +280,7 @@ class PagePool:
             holding.pages.append(self._new_page(holding.part))
         places = np.zeros(self.size.most_pages * self.size.page_tokens, np.int32)
         places[: len(kept)] = kept
-        self.buffers = steps.cut_pages(
+        self.buffers = page_steps.cut_pages(
             self.buffers,
             self._to_device(np.stack([before, self._numbers(row)])),
             self._to_device(holding.part, np.int32),
@@ -308,7 +308,7 @@ class PagePool:
 
     def _copy(self, part: int, source: int, target: int) -> None:
         numbers = map(partial(self._to_device, dtype=np.int32), (part, source, target))
-        self.buffers = steps.copy_page(self.buffers, *numbers, self._sharding)
+        self.buffers = page_steps.copy_page(self.buffers, *numbers, self._sharding)
 
     def _new_page(self, part: int) -> int:
         while not self._free[part]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from ca_jax.device.sampler import Draw
 from ca_jax.device.transfer import to_host
+from ca_jax.models.paged_attention import Rows
 
 
 class LayerSource(Protocol):
@@ -165,3 +166,56 @@ class Decoded:
     """By slot the row of each job."""
     received: np.ndarray | None
     """The attention that tokens of each row received, f32 `[n, C]`; None where that is not measured."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Flight:
+    """A decode step that has been dispatched."""
+
+    batch: tuple[tuple[int, int, int], ...]
+    """Slot, job, and tokens before the one that is computed."""
+    slots: list[int | None]
+    """By row."""
+    lengths: np.ndarray
+    """Of each row, tokens before the one that is computed."""
+    num_gone: np.ndarray
+    """Of each row, tokens that have left."""
+    found: tuple[jax.Array, jax.Array]
+    """Logits, and the likeliest tokens."""
+    draw: Draw | None
+    """None: it depends on the last step's tokens."""
+    kv: jax.Array
+    """As `Decoded.kv`."""
+    received: jax.Array | None
+    """As `Decoded.received`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """How the tokens of a step lie on the device."""
+
+    rows: Rows
+    """Where they are."""
+    slots: list[int | None]
+    """By row."""
+    tokens: np.ndarray
+    """i32 `[D, T']`."""
+    num_tokens: int
+    """T, of each part."""
+    part: dict[int, int]
+    """By slot, which part it is in."""
+    first: dict[int, int]
+    """By slot, the first of its tokens there."""
+    last: dict[int, int]
+    """By slot, the last."""
+    adapters: jax.Array | None
+    """Slots of adapters, i32 `[D, T']`."""
+
+    def behind(self, count: int, num_tokens: int) -> Step:
+        """The same with so many others before a part's tokens, of so many in all."""
+        first, last = ({slot: at + count for slot, at in each.items()} for each in (self.first, self.last))
+        return dataclasses.replace(self, num_tokens=num_tokens, first=first, last=last)
+
+    def kv_row(self, slot: int) -> int:
+        """Which of all tokens, as their KV is handed out, is a slot's first."""
+        return self.part[slot] * self.num_tokens + self.first[slot]

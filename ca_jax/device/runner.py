@@ -24,14 +24,13 @@ from ca_jax.device import steps
 from ca_jax.device.adapters import AdapterSizes, AdapterSlots
 from ca_jax.device.buckets import batch_buckets, history_buckets, pad_to, token_buckets
 from ca_jax.device.pages import PagePool, PoolSize
-from ca_jax.device.passes import Decoded, Passed, PassPart, Prefill, Received
+from ca_jax.device.passes import Decoded, Flight, Passed, PassPart, Prefill, Received, Step
 from ca_jax.device.sampler import Draw, Sampler
 from ca_jax.device.transfer import params_to_device, to_device, to_host
 from ca_jax.models.adapters import Adapter
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.cpu_kernels import pack_params
 from ca_jax.models.kv import SCALE_BYTES
-from ca_jax.models.paged_attention import Rows
 from ca_jax.models.sharding import ModelSharding, bytes_per_device, replicated
 from ca_jax.session import Job
 from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
@@ -55,43 +54,6 @@ class RunnerSizes:
     """Whether KV is kept in int8."""
     adapters: AdapterSizes = dataclasses.field(default_factory=AdapterSizes)
     """Room for adapters."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Flight:
-    """A decode step that has been dispatched."""
-
-    batch: tuple[tuple[int, int, int], ...]  # Slot, job, and tokens before the one that is computed.
-    slots: list[int | None]  # By row.
-    lengths: np.ndarray
-    num_gone: np.ndarray
-    found: tuple[jax.Array, jax.Array]  # Logits, and the likeliest tokens.
-    draw: Draw | None  # None: it depends on the last step's tokens.
-    kv: jax.Array
-    received: jax.Array | None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """How the tokens of a step lie on the device."""
-
-    rows: Rows
-    slots: list[int | None]  # By row.
-    tokens: np.ndarray  # i32 [D, T'].
-    num_tokens: int  # T, of each part.
-    part: dict[int, int]  # By slot, which part it is in.
-    first: dict[int, int]  # By slot, the first of its tokens there.
-    last: dict[int, int]  # The last.
-    adapters: jax.Array | None  # Slots of adapters, i32 [D, T'].
-
-    def behind(self, count: int, num_tokens: int) -> _Step:
-        """The same with so many others before a part's tokens, of so many in all."""
-        first, last = ({slot: at + count for slot, at in each.items()} for each in (self.first, self.last))
-        return dataclasses.replace(self, num_tokens=num_tokens, first=first, last=last)
-
-    def kv_row(self, slot: int) -> int:
-        """Which of all tokens, as their KV is handed out, is a slot's first."""
-        return self.part[slot] * self.num_tokens + self.first[slot]
 
 
 class Runner:
@@ -143,6 +105,8 @@ class Runner:
         self._num_parts = sizes.pool.num_parts
         is_coarse = backend.here().coarse_steps or self.window > _FINE_WINDOW
         self.token_buckets = token_buckets(sizes.chunk_tokens, coarse=is_coarse)
+        self.whole_tokens = max((size for size in self.token_buckets if size <= backend.here().whole_tokens), default=0)
+        """Most tokens of a pass that is one function."""
         self.history_buckets = history_buckets(self.window)
         self.batch_buckets = batch_buckets(self._num_slots // self._num_parts, backend.here().least_rows)
         """Rows of each part that decode."""
@@ -156,7 +120,7 @@ class Runner:
         self.tables = steps.rotation_tables(config, num_places, self.window, sharding)
         """Rotations of all places, of each of `config.ropes`."""
         self.sampler = Sampler(self._num_slots, config.vocab_size, sharding)
-        self._ahead: _Flight | None = None  # A step that was dispatched before it was asked for.
+        self._ahead: Flight | None = None  # A step that was dispatched before it was asked for.
 
     def put_adapter(self, slot: int, adapter: Adapter | None) -> None:
         """Has a slot hold an adapter, or none, from the next step on. Steps that were dispatched are not changed."""
@@ -209,7 +173,10 @@ class Runner:
         for slot, (start, new) in spans.items():
             self.pool.make_room(slot, start + len(new), start)
         step = self._laid_out(spans)
-        self._ahead, x = None, self.embed(step.tokens)
+        self._ahead = None
+        if step.num_tokens <= self.whole_tokens and all(part.history is None for part in parts):
+            return self._run_whole(parts, jobs, step)
+        x = self.embed(step.tokens)
         joined = parts[0].joined if parts else None
         if joined is not None:  # It is alone.
             step = step.behind(joined.num_chosen, joined.num_rows)
@@ -229,9 +196,32 @@ class Runner:
                     received += seen
                 for part in parts:
                     part.take(i, kv, step.kv_row(part.prefill.slot))
-        return self._passed(parts, jobs, step, x, decoded, received)
+        of_jobs = steps.stack_layers(decoded, self.packs_kv, self.sharding) if jobs else None
+        return self._passed(parts, jobs, step, x, of_jobs, sum(received[1:], received[0]) if received else None)
 
-    def _laid_out(self, spans: Mapping[int, tuple[int, Sequence[int]]]) -> _Step:
+    def _run_whole(self, parts: Sequence[PassPart], jobs: Sequence[Job], step: Step) -> Passed:
+        """A pass of few tokens, all before which is in pages: one function."""
+        with self._timeline.annotate("engine", "dispatch all"):
+            x, kv, first, self.pool.buffers, received = steps.model_step(
+                self.config,
+                self.params,
+                self.pool.buffers,
+                self.to_device(step.tokens),
+                step.rows,
+                self.tables,
+                step.num_tokens,
+                self._num_slots // self._num_parts,
+                with_attention=self.with_attention,
+                packs=self.packs_kv,
+                sharding=self.sharding,
+                adapters=step.adapters,
+            )
+        for part in parts:
+            for i, of_layer in enumerate(kv):
+                part.take(i, of_layer, step.kv_row(part.prefill.slot))
+        return self._passed(parts, jobs, step, x, first if jobs else None, received)
+
+    def _laid_out(self, spans: Mapping[int, tuple[int, Sequence[int]]]) -> Step:
         """How a step lies: by slot the place of the first token, and the tokens."""
         slots = self._placed(spans, self._num_slots // self._num_parts)
         tokens = np.zeros((self._num_parts, self.step_tokens), np.int32)
@@ -247,7 +237,7 @@ class Runner:
         of_part = {slot: self.pool.size.part_of(slot) for slot in spans}
         at = {slot: (of_part[slot], first[slot], len(new)) for slot, (_, new) in spans.items()}
         adapters = None if self.adapters.are_off else self.to_device(self.adapters.of_tokens(tokens.shape, at))
-        return _Step(rows, slots, tokens, num_tokens, of_part, first, last, adapters)
+        return Step(rows, slots, tokens, num_tokens, of_part, first, last, adapters)
 
     def _bring(self, part: PassPart, layer: int) -> None:
         """Puts a layer of a part's history into its pages."""
@@ -261,7 +251,7 @@ class Runner:
         except Exception as error:
             part.error = error
 
-    def _layer(self, layer: int, x: jax.Array, step: _Step) -> list[jax.Array]:
+    def _layer(self, layer: int, x: jax.Array, step: Step) -> list[jax.Array]:
         """Dispatches a layer of a pass: `x`, new KV, that of first tokens and, if it is measured, what was received."""
         kind = self.config.kind_of(layer)
         x, kv, first, self.pool.buffers[layer], *received = steps.layer_step(
@@ -285,20 +275,19 @@ class Runner:
         self,
         parts: Sequence[PassPart],
         jobs: Sequence[Job],
-        step: _Step,
+        step: Step,
         x: jax.Array,
-        decoded: list[jax.Array],
-        received: list[jax.Array],
+        kv: jax.Array | None,
+        received: jax.Array | None,
     ) -> Passed:
         """What a pass gives, all layers of which were dispatched."""
         places = {job.slot: job.num_tokens + job.num_gone for job in jobs if job.slot is not None}
         of_slot: dict[int, Received] = {}
-        if received:
-            total = sum(received[1:], received[0])
+        if received is not None:
             rows = {slot: row for row, slot in enumerate(step.slots) if slot is not None}
             ends = {job.slot: job.num_tokens for job in jobs}
             ends |= {part.prefill.slot: part.prefill.start + part.num_tokens for part in parts}
-            of_slot = {slot: Received(total, row, ends[slot]) for slot, row in rows.items()}
+            of_slot = {slot: Received(received, row, ends[slot]) for slot, row in rows.items()}
         for part in parts:
             part.take_hidden(x, step.part[part.prefill.slot], step.first[part.prefill.slot])
             if part.error is not None:
@@ -314,7 +303,6 @@ class Runner:
             index = [0 if slot is None else step.last[slot] for slot in slots]
             found = steps.row_logits(self.config, self.outer, x, self.to_device(index, np.int32), self.sharding)
             draw = self._draw(found, slots, [0 if slot is None else places[slot] for slot in slots])
-        kv = steps.stack_layers(decoded, self.packs_kv, self.sharding) if jobs else None
         rows = {slot: row for row, slot in enumerate(slots) if slot is not None}
         width = 0 if kv is None else kv.shape[2] // self._num_parts
         kv_rows = {job.slot: step.part[job.slot] * width + step.first[job.slot] for job in jobs if job.slot is not None}
@@ -373,7 +361,7 @@ class Runner:
         num_gone: np.ndarray,
         *,
         draws: bool = True,
-    ) -> _Flight:
+    ) -> Flight:
         spans: list[tuple[int, int, int] | None] = []
         for slot, length in zip(slots, map(int, lengths), strict=True):
             if slot is not None:
@@ -393,7 +381,7 @@ class Runner:
         )
         found = logits, likeliest
         draw = self._draw(found, slots, lengths + num_gone + 1) if draws else None
-        return _Flight(batch, slots, lengths, num_gone, found, draw, kv, received)
+        return Flight(batch, slots, lengths, num_gone, found, draw, kv, received)
 
     def _draw(self, found: tuple[jax.Array, jax.Array], slots: Sequence[int | None], places: npt.ArrayLike) -> Draw:
         """By how many tokens there were: the same number must not come again when some have left."""
@@ -446,7 +434,7 @@ class Runner:
         self.pool.end(0)
         return samples
 
-    def _timed(self, step: _Step) -> float:
+    def _timed(self, step: Step) -> float:
         """Seconds of all layers and the head, from one layer of each kind."""
         kinds = [self.config.kind_of(layer) for layer in range(self.config.num_layers)]
         seconds, x = 0.0, self.embed(step.tokens)

@@ -1,8 +1,8 @@
-"""Every jitted function of the engine. Each is pure: it takes and returns all it touches, and says what it donates.
+"""The jitted functions that compute. Each is pure: it takes and returns all it touches, and says what it donates.
 
 A step computes some tokens of each of several rows over the pages of their contexts (`models.paged_attention`). Layers
 are called one by one, so that the history of a layer may still be on its way while earlier ones compute; where all of
-it is there and each row has one token, all layers are one function. Both put new tokens' KV into pages, and hand it
+it is there and tokens are few, all layers are one function. All put new tokens' KV into pages, and hand it
 out in buffers of its own, unrotated as everything is.
 
 Shapes: D parts that rows are in, each on devices of its own, 1 without a mesh; T tokens of a part (padded), n rows of
@@ -11,7 +11,8 @@ all places; `config`, `kind` (`config.kind_of` the layer) and `sharding` are sta
 over its mesh: what is done for each head by each device for the heads and rows that it has, the products between by
 all, and what is small is whole on each device.
 
-Not here: buffers, their owners, which pages are whose (runner, pages), host transfers (transfer), sampling (sampler).
+Not here: moving KV into pages and out of them (page_steps), buffers, their owners, which pages are whose (runner,
+pages), host transfers (transfer), sampling (sampler).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ca_jax.device.sampler import greedy
 from ca_jax.models import paged_attention as paged
 from ca_jax.models import rope
 from ca_jax.models.config import LayerKind, ModelConfig
-from ca_jax.models.kv import LayerKV, dequantize, quantize, unpacked
+from ca_jax.models.kv import LayerKV, dequantize, quantize
 from ca_jax.models.sharding import Axes, ModelSharding, by_device, constrain
 from ca_jax.models.transformer import Layer, Transformer, scale_embedded, scale_queries
 
@@ -146,16 +147,6 @@ def all_logits(config: ModelConfig, params: Params, x: jax.Array) -> jax.Array:
 # Over pages.
 
 
-@partial(jax.jit, static_argnames=("config", "num_pages", "page_tokens", "dtype", "sharding"))
-def make_pages(
-    config: ModelConfig, num_pages: int, page_tokens: int, dtype: str, sharding: ModelSharding | None = None
-) -> list[jax.Array]:
-    """Per layer `[P, 2, K, page, H]`, all zeros, in buffers of their own."""
-    shapes = map(config.kv_shape, range(config.num_layers))
-    pages = [(num_pages, parts, num_kv, page_tokens, width) for parts, num_kv, width in shapes]
-    return [constrain(jnp.zeros(shape, dtype), sharding, PAGES) for shape in pages]
-
-
 def through_layer(
     config: ModelConfig,
     layer_params: Params,
@@ -215,11 +206,12 @@ def through_layer(
 
     variables = variables_of(layer_params, adapters)
     x, (kv, first, pages, *seen) = apply(Layer(config, kind, sharding), variables, x, attend_fn)
-    kv, first = (constrain(each, sharding, _handed_out(sharding)) for each in (quantize(kv) if packs else kv, first))
+    kv, first = (constrain(each, sharding, handed_out(sharding)) for each in (quantize(kv) if packs else kv, first))
     return constrain(x, sharding, ROWS), (kv, first, pages, *(constrain(each.sum(0), sharding) for each in seen))
 
 
-def _handed_out(sharding: ModelSharding | None) -> Axes:
+def handed_out(sharding: ModelSharding | None) -> Axes:
+    """How new KV lies that leaves the device, without a first axis of layers."""
     return STEP_KV if sharding is None or not sharding.shares_rows else KV_HEADS
 
 
@@ -295,7 +287,66 @@ def row_logits(
 def stack_layers(kv: Sequence[jax.Array], packs: bool = False, sharding: ModelSharding | None = None) -> jax.Array:
     """KV of layers `[2, n, K, H]` as one array, `[L, 2, n, K, H]`, or packed as int8."""
     stacked = jnp.stack(kv)
-    return constrain(quantize(stacked) if packs else stacked, sharding, (None, *_handed_out(sharding)))
+    return constrain(quantize(stacked) if packs else stacked, sharding, (None, *handed_out(sharding)))
+
+
+def through_layers(
+    config: ModelConfig,
+    params: Params,
+    x: jax.Array,
+    pages: Sequence[jax.Array],
+    tables: tuple[rope.Rotation, ...],
+    **options: Any,
+) -> tuple[jax.Array, list[tuple[jax.Array, ...]]]:
+    """`x [D, T, F]` through all layers, and what each gives beside it: `through_layer` has the options."""
+    carried = []
+    for i, of_layer in enumerate(pages):
+        kind = config.kind_of(i)
+        of_params, table = layer_of(params, i), tables[kind.rope]
+        x, given = through_layer(config, of_params, x, of_layer, table=table, kind=kind, **options)
+        carried.append(given)
+    return x, carried
+
+
+@partial(
+    jax.jit,
+    static_argnames=("config", "num_tokens", "num_first", "with_attention", "packs", "sharding"),
+    donate_argnames=("pages",),
+)
+def model_step(
+    config: ModelConfig,
+    params: Params,
+    pages: Sequence[jax.Array],
+    tokens: jax.Array,
+    rows: paged.Rows,
+    tables: tuple[rope.Rotation, ...],
+    num_tokens: int,
+    num_first: int = 1,
+    *,
+    with_attention: bool = False,
+    packs: bool = False,
+    sharding: ModelSharding | None = None,
+    adapters: jax.Array | None = None,
+) -> tuple[jax.Array, list[jax.Array], jax.Array, list[jax.Array], jax.Array | None]:
+    """Some tokens of each row through all layers, as `layer_step` takes them through one. Donates the pages.
+
+    Args:
+      pages: per layer `[P, 2, K, page, H]`.
+      tokens: i32 `[D, T']`, of which the first T of each part are computed.
+
+    Returns:
+      What the head takes `[D, T', F]`; per layer the tokens' unrotated KV `[2, D T, K, H]`, or packed, fresh; that of
+      each part's first tokens, `[L, 2, n, K, H]`, or packed; the pages; and if asked for, the attention that places
+      received, f32 `[n, M page]`, summed over layers; else None.
+    """
+    options = {"with_attention": with_attention, "packs": packs, "sharding": sharding, "one_each": False}
+    x = embed(config, params, tokens, sharding)
+    chosen = None if adapters is None else adapters[:, :num_tokens]
+    of_first = {"rows": rows, "num_first": num_first, "adapters": chosen}
+    part, carried = through_layers(config, params, x[:, :num_tokens], pages, tables, **of_first, **options)
+    x = constrain(lax.dynamic_update_slice_in_dim(x, part, 0, 1), sharding, ROWS)
+    kv, first, new_pages, *received = map(list, zip(*carried, strict=True))
+    return x, kv, stack_layers(first, packs, sharding), new_pages, _summed(received)
 
 
 @partial(jax.jit, static_argnames=("config", "with_attention", "packs", "sharding"), donate_argnames=("pages",))
@@ -328,159 +379,14 @@ def decode(
     """
     num_parts = 1 if sharding is None else sharding.num_data
     x = embed(config, params, tokens.reshape(num_parts, -1), sharding)
-    if adapters is not None:
-        adapters = adapters.reshape(num_parts, -1)
-    new_kv, new_pages, received = [], [], []
-    for i, of_layer in enumerate(pages):
-        kind = config.kind_of(i)
-        x, (kv, _, of_layer, *seen) = through_layer(
-            config,
-            layer_of(params, i),
-            x,
-            of_layer,
-            rows,
-            tables[kind.rope],
-            kind,
-            0,
-            one_each=True,
-            with_attention=with_attention,
-            sharding=sharding,
-            adapters=adapters,
-        )
-        new_kv.append(kv)
-        new_pages.append(of_layer)
-        received += seen
+    options = {"with_attention": with_attention, "sharding": sharding, "one_each": True, "num_first": 0}
+    chosen = None if adapters is None else adapters.reshape(num_parts, -1)
+    x, carried = through_layers(config, params, x, pages, tables, rows=rows, adapters=chosen, **options)
+    new_kv, _, new_pages, *received = map(list, zip(*carried, strict=True))
     logits = logits_of(config, params, x.reshape(-1, 1, x.shape[-1]), sharding, ROWS)
-    given = sum(received[1:], received[0]) if received else None
-    return logits, greedy(logits), stack_layers(new_kv, packs, sharding), new_pages, given
+    return logits, greedy(logits), stack_layers(new_kv, packs, sharding), new_pages, _summed(received)
 
 
-@partial(jax.jit, static_argnames=("sharding",), donate_argnames=("pages",))
-def fill_pages(
-    pages: jax.Array,
-    kv: jax.Array,
-    table: jax.Array,
-    part: jax.Array,
-    start: jax.Array,
-    count: jax.Array,
-    sharding: ModelSharding | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Puts one layer's unrotated KV `[2, S, K, H]`, or int8 `[2, S, K, H + 2]`, into a row's pages. Donates the pages.
-
-    Args:
-      table: i32 `[M]`, the row's pages among its part's.
-      part: i32 scalar, that the row is in.
-      start: i32 scalar, the place of the first token.
-      count: i32 scalar, tokens that count, the first ones.
-
-    Returns:
-      The pages, and a scalar that is ready when they are, and outlives them.
-    """
-
-    def fill(
-        pages: jax.Array, kv: jax.Array, table: jax.Array, part: jax.Array, start: jax.Array, count: jax.Array
-    ) -> jax.Array:
-        own = jnp.where(_is_own(part, sharding), count, 0)
-        return paged.write_places(pages, unpacked(kv, pages.dtype), table, start, own)
-
-    of_device = by_device(fill, sharding, (PAGES, KV_HEADS, (), (), (), ()), PAGES)
-    pages = of_device(pages, kv, table, part, start, count)
-    return pages, constrain(start + count, sharding)
-
-
-def _is_own(part: jax.Array, sharding: ModelSharding | None) -> jax.Array | bool:
-    """Whether a part of the rows is this device's."""
-    return True if sharding is None or sharding.num_data == 1 else part == lax.axis_index("data")
-
-
-@partial(jax.jit, static_argnames=("num_tokens", "packs", "sharding"))
-def read_pages(
-    pages: jax.Array,
-    table: jax.Array,
-    start: jax.Array,
-    num_tokens: int,
-    packs: bool = False,
-    sharding: ModelSharding | None = None,
-) -> jax.Array:
-    """One layer's unrotated KV of places of a row, `[2, D S, K, H]` or packed as int8, its part's at the part's S.
-
-    Args:
-      table: i32 `[M]`, the row's pages among its part's.
-      start: i32 scalar, the first place.
-      num_tokens: S, static.
-    """
-
-    def read(pages: jax.Array, table: jax.Array, start: jax.Array) -> jax.Array:
-        size = pages.shape[3]
-        first = start // size
-        own = table.at[first + jnp.arange(num_tokens // size + 2)].get(mode="clip")
-        return paged.read_places(pages, own, start - first * size + jnp.arange(num_tokens))
-
-    kv = by_device(read, sharding, (PAGES, (), ()), STEP_KV)(pages, table, start)
-    return constrain(quantize(kv) if packs else kv, sharding, _handed_out(sharding))
-
-
-@partial(jax.jit, static_argnames=("sharding",), donate_argnames=("pages",))
-def cut_pages(
-    pages: Sequence[jax.Array],
-    tables: jax.Array,
-    part: jax.Array,
-    places: jax.Array,
-    count: jax.Array,
-    drift: jax.Array | None = None,
-    drifts_from: jax.Array | None = None,
-    sharding: ModelSharding | None = None,
-) -> list[jax.Array]:
-    """Moves the tokens of a row that stay to its beginning. Nothing is rotated that would have to be turned. Donates.
-
-    Args:
-      pages: per layer `[P, 2, K, page, H]`.
-      tables: i32 `[2, M]`, the pages that the tokens are in, and those that they go to.
-      part: i32 scalar, that the row is in.
-      places: i32 `[C]`, where the token of each place comes from; anything where none comes.
-      count: i32 scalar, tokens that stay.
-      drift: f32 `[L, 2, K, H]`, added to keys and values; None adds nothing.
-      drifts_from: i32 scalar, with a drift: the new place of the first of the tokens that drift.
-    """
-
-    def cut(
-        pages: jax.Array,
-        tables: jax.Array,
-        part: jax.Array,
-        places: jax.Array,
-        count: jax.Array,
-        drift: jax.Array | None,
-        drifts_from: jax.Array | None,
-    ) -> jax.Array:
-        kv = paged.read_places(pages, tables[0], places)
-        if drift is not None and drifts_from is not None:
-            drifts = (jnp.arange(len(places)) >= drifts_from)[:, None, None]
-            kv = jnp.where(drifts, kv + drift[:, None].astype(kv.dtype), kv)
-        own = jnp.where(_is_own(part, sharding), count, 0)
-        return paged.write_places(pages, kv, tables[1], jnp.int32(0), own)
-
-    of_device = by_device(cut, sharding, (PAGES, (), (), (), (), (None, "kv_heads"), ()), PAGES)
-    drifts, moved = [None] * len(pages) if drift is None else list(drift), []
-    for of_layer, each in zip(pages, drifts, strict=True):
-        of_layer = of_device(of_layer, tables, part, places, count, each, drifts_from)
-        of_layer, places = lax.optimization_barrier((of_layer, places))  # One layer's KV is out of pages at a time.
-        moved.append(of_layer)
-    return moved
-
-
-@partial(jax.jit, static_argnames=("sharding",), donate_argnames=("pages",))
-def copy_page(
-    pages: Sequence[jax.Array],
-    part: jax.Array,
-    source: jax.Array,
-    target: jax.Array,
-    sharding: ModelSharding | None = None,
-) -> list[jax.Array]:
-    """Copies a page of each layer's `[P, 2, K, page, H]` over another of its part, i32 scalars. Donates the pages."""
-
-    def copy(pages: jax.Array, part: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
-        own = jnp.where(_is_own(part, sharding), target, len(pages))  # Out of range: nowhere.
-        return pages.at[own].set(pages[source], mode="drop")
-
-    of_device = by_device(copy, sharding, (PAGES, (), (), ()), PAGES)
-    return [of_device(of_layer, part, source, target) for of_layer in pages]
+def _summed(received: list[list[jax.Array]]) -> jax.Array | None:
+    """What places received in all layers, if that was measured."""
+    return sum(received[0][1:], received[0][0]) if received else None

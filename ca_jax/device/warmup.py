@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ca_jax.device import steps
+from ca_jax.device import page_steps, steps
 from ca_jax.device.buckets import pad_to
 from ca_jax.device.runner import Runner
 from ca_jax.models.paged_attention import Rows
@@ -114,6 +114,12 @@ def functions_of(shapes: Shapes, max_new: int) -> list[Compile]:
         given_out = shapes.compiled(steps.layer_step, *given, packs=runner.packs_kv, adapters=adapters, **attention)
         first[layer] = given_out[2]
 
+    def whole(num_tokens: int) -> None:
+        tokens, rows = shapes.small(shapes.num_parts, width), shapes.rows(num_slots, width)
+        given = config, shapes.params, shapes.pages, tokens, rows, shapes.tables, num_tokens, each_part
+        adapters = shapes.adapters(shapes.num_parts, width)
+        shapes.compiled(steps.model_step, *given, packs=runner.packs_kv, adapters=adapters, **attention)
+
     def stack() -> None:
         of_each = [first[runner.kinds[0]]] * config.num_layers
         shapes.compiled(steps.stack_layers, of_each, runner.packs_kv, sharding)
@@ -134,16 +140,18 @@ def functions_of(shapes: Shapes, max_new: int) -> list[Compile]:
 
     def fill(size: int) -> None:
         kv = runner.loaded_shape(size)
-        shapes.compiled(steps.fill_pages, shapes.pages[0], kv, table, scalar, scalar, scalar, sharding)
+        shapes.compiled(page_steps.fill_pages, shapes.pages[0], kv, table, scalar, scalar, scalar, sharding)
 
     def read() -> None:
-        shapes.compiled(steps.read_pages, shapes.pages[0], table, scalar, runner.read_tokens, runner.packs_kv, sharding)
-        shapes.compiled(steps.copy_page, shapes.pages, scalar, scalar, scalar, sharding)
+        given = shapes.pages[0], table, scalar, runner.read_tokens, runner.packs_kv, sharding
+        shapes.compiled(page_steps.read_pages, *given)
+        shapes.compiled(page_steps.copy_page, shapes.pages, scalar, scalar, scalar, sharding)
 
     sizes = [size for size in runner.token_buckets if size <= most]
     found: list[Compile] = [partial(shapes.embedded, width)]
     found += [partial(layer, kind, size) for size in sizes for kind in runner.kinds]
     found += [partial(step, size) for size in runner.batch_buckets for step in (decode, draw)]
+    found += [partial(whole, size) for size in sizes if size <= runner.whole_tokens]
     return [*found, stack, *(partial(fill, size) for size in runner.history_buckets[1:]), read]
 
 

@@ -317,13 +317,14 @@ class Service:
 
         def submit(engine: Engine) -> list[Job]:
             jobs: list[Job] = []
+            sessions.clear()  # Of an attempt that asked for work elsewhere first: those were let go of.
             tokenised = texts.get(num_chars(prompts), tokenise)
             with self._all_or_none(engine, jobs, sessions):
                 for index, ids in enumerate(tokenised):
                     sampling = request.sampling(index, _COMPLETION_TOKENS)
-                    begun = self.router.begin(tenant.domain, adapter=adapter, ttl_s=request.kv_retention_ttl_seconds)
-                    sessions.append(begun)
-                    jobs.append(sessions[-1].submit(ids, sampling=sampling, priority=request.priority or 0))
+                    ttl_s, priority = request.kv_retention_ttl_seconds, request.priority or 0
+                    sessions.append(self.router.begin(tenant.domain, adapter=adapter, ttl_s=ttl_s))
+                    jobs.append(sessions[-1].submit(ids, sampling=sampling, priority=priority, texts=texts))
             return jobs
 
         try:

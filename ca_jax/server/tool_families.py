@@ -108,10 +108,12 @@ class _Plain(Family):
         self._index: int | None = None
         self._name = self._blank = ""
         self._is_told = False
+        self._arguments = ""
 
     def begin(self, name: str, call_id: str = "") -> None:
         """A call of this function begins, which the model may have named."""
-        self._index, self._name, self._blank = self.parser.begin_call(call_id), name, ""
+        self._index, self._name = self.parser.begin_call(call_id), name
+        self._blank = self._arguments = ""
         self.parser.call(self._index, name, "", is_first=True)
 
     def arguments(self, text: str) -> None:
@@ -120,12 +122,20 @@ class _Plain(Family):
             text = self._blank + text
             shown = text.rstrip()
             self._blank = text[len(shown) :]
+            self._arguments += shown
             if shown:
                 self.parser.call(self._index, self._name, shown if self._is_told else shown.lstrip())
                 self._is_told = True
 
+    def _is_json(self) -> bool:
+        try:
+            json.loads(self._arguments or "{}")
+        except (ValueError, RecursionError):
+            return False
+        return True
+
     def close(self, is_whole: bool) -> None:
-        """It ends."""
+        """It ends. One that the end of an answer ends, which a stop string may have cut, is whole if it is JSON."""
         if self._index is not None and is_whole:
             self.parser.call(self._index, self._name, "" if self._is_told else "{}", is_whole=True)
         self._index, self._is_told = None, False
@@ -197,7 +207,7 @@ class Mistral(_Plain):
     def end(self, is_whole: bool) -> None:
         """Arguments that stand alone end with the answer."""
         self._call_ends()
-        self.close(is_whole)
+        self.close(is_whole and self._is_json())
         if self._head:
             self.parser.say(self.markers[0] + self._head)
         self._head = None
@@ -364,7 +374,7 @@ class Harmony(_Plain):
 
     def end(self, is_whole: bool) -> None:
         """A call's end is the answer's, whose last token is no text."""
-        self.close(is_whole)
+        self.close(is_whole and self._is_json())
         if self._head and "<|" not in self._head and not self._head.lstrip().startswith(("assistant", "to=")):
             self.parser.say(self._head)
         self._head = ""

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ca_jax.config import BlendConfig
-from ca_jax.device import steps
+from ca_jax.device import page_steps, steps
 from ca_jax.device.runner import Runner
 from ca_jax.device.warmup import Compile, Shapes
 from ca_jax.errors import InvalidRequestError
@@ -131,14 +131,15 @@ class Truncator:
         def cut() -> None:
             places = shapes.small(shapes.most_pages * runner.pool.size.page_tokens)
             given = shapes.pages, shapes.small(2, shapes.most_pages), scalar, places, scalar
-            shapes.compiled(steps.cut_pages, *given, drift, None if drift is None else scalar, runner.sharding)
+            shapes.compiled(page_steps.cut_pages, *given, drift, None if drift is None else scalar, runner.sharding)
 
         def add(drift: jax.ShapeDtypeStruct, size: int) -> None:
             kept = runner.loaded_shape(size)
             if runner.packs_kv:
                 kept = shapes.compiled(steps.unpack_kv, kept, runner.dtype, runner.sharding)
                 table = shapes.small(shapes.most_pages)
-                shapes.compiled(steps.fill_pages, shapes.pages[0], kept, table, scalar, scalar, scalar, runner.sharding)
+                given = shapes.pages[0], kept, table, scalar, scalar, scalar, runner.sharding
+                shapes.compiled(page_steps.fill_pages, *given)
             shapes.compiled(add_drift, kept, shapes.small(*drift.shape[1:], dtype=drift.dtype), scalar, scalar)
 
         found: list[Compile] = [cut]

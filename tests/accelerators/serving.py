@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 
 from ca_jax.config import EngineConfig
-from ca_jax.device import sampler, steps
+from ca_jax.device import page_steps, sampler, steps
 from ca_jax.device.buckets import batch_buckets, history_buckets, token_buckets
 from ca_jax.device.pages import PoolSize
 from ca_jax.kv.layout import pool_bytes, pool_size
@@ -247,6 +247,20 @@ class Setup:
         model, sharding = self.model, self.sharding
         width = self.engine.max_num_batched_tokens + self.engine.max_batch_size
         x = self.shape(1, width, model.embed_dim, dtype=jnp.bfloat16, axes=steps.ROWS)
+        few, pages = token_buckets(self.engine.max_num_batched_tokens, coarse=True)[0], [self.pages] * model.num_layers
+        num_rows = self.engine.max_batch_size
+        yield self._step(
+            f"model_step, {few} tokens",
+            steps.model_step,
+            *(model, self.params, pages, self.shape(1, width), self.rows(num_rows, width), self.tables, few, num_rows),
+            sharding=sharding,
+            donated=pages,
+            takes_everything=True,
+            num_kernels=model.num_layers,
+            num_sums=2 * model.num_layers + 1,
+            sent_bytes=self._activations(width),
+            **self._work(self.params, few),
+        )
         buckets = batch_buckets(self.engine.max_batch_size, self.chip.served_as.least_rows)
         for count in (buckets[0], buckets[-1]):
             pages = [self.pages] * model.num_layers
@@ -292,18 +306,18 @@ class Setup:
             for packed in (False, True):
                 arguments = (self.pages, self.kv(num_tokens, packed=packed), self.shape(pool.most_pages), one, one, one)
                 name = f"fill_pages, {num_tokens} tokens" + (", int8" if packed else "")
-                yield self._step(name, steps.fill_pages, *arguments, sharding, donated=self.pages)
+                yield self._step(name, page_steps.fill_pages, *arguments, sharding, donated=self.pages)
         packed_kv = self.kv(HISTORY_TOKENS, packed=True)
         arguments = (self.pages, self.shape(pool.most_pages), one, _READ_TOKENS)
-        yield self._step("read_pages", steps.read_pages, *arguments, sharding=sharding)
+        yield self._step("read_pages", page_steps.read_pages, *arguments, sharding=sharding)
         yield self._step(f"unpack_kv, {HISTORY_TOKENS} tokens", steps.unpack_kv, packed_kv, DTYPE, sharding)
         pages = [self.pages] * model.num_layers
         places = self.shape(pool.most_pages * pool.page_tokens)
         arguments = (pages, self.shape(2, pool.most_pages), one, places, one)
-        yield self._step("cut_pages", steps.cut_pages, *arguments, sharding=sharding, donated=pages)
+        yield self._step("cut_pages", page_steps.cut_pages, *arguments, sharding=sharding, donated=pages)
         drift = self.shape(model.num_layers, 2, model.num_kv_heads, model.head_dim, dtype=jnp.float32)
-        yield self._step("cut_pages, drift", steps.cut_pages, *arguments, drift, one, sharding, donated=pages)
-        yield self._step("copy_page", steps.copy_page, pages, one, one, one, sharding, donated=pages)
+        yield self._step("cut_pages, drift", page_steps.cut_pages, *arguments, drift, one, sharding, donated=pages)
+        yield self._step("copy_page", page_steps.copy_page, pages, one, one, one, sharding, donated=pages)
 
     def _yardsticks(self) -> Iterator[Step]:
         """A product by one matrix and nothing else: what XLA estimates of that is no step's fault."""

@@ -264,3 +264,10 @@ def test_a_call_has_the_name_that_the_model_gives_it(text):
     """Results are told to it by that."""
     [call] = read(ToolParser(Mistral), text, is_whole=True).calls
     assert call.call_id == "abcdefghi"
+
+
+@pytest.mark.parametrize("case", [name for name in CUT if "half a call" in name])
+def test_a_call_that_a_stop_string_cuts_is_none(case):
+    """The answer ended as it was asked to, and the call did not."""
+    family, options, text, *_ = CUT[case]
+    assert read(ToolParser(family, **options), text.rstrip("}"), is_whole=True).calls == ()

@@ -96,18 +96,20 @@ class ChargedBlocks:
         """
         tables = list(tables)
         ids = np.concatenate([np.zeros(0, np.int64), *(table for _, table in tables)])
-        found, first, counts = np.unique(ids, return_index=True, return_counts=True)
-        if not found.size:
+        if not ids.size:
             return
-        np.frombuffer(self._taken, np.uint8)[found] = 1  # A view: what is set here is set there.
-        is_shared = counts > 1
-        self._others = dict(zip(found[is_shared].tolist(), (counts[is_shared] - 1).tolist(), strict=True))
-        of_table = np.repeat(np.arange(len(tables)), [len(table) for _, table in tables])
-        for (tenant, _), num_blocks in zip(tables, np.bincount(of_table[first], minlength=len(tables)), strict=True):
-            self._charge(tenant, int(num_blocks))
-        self.num_free -= len(found)
-        self._first_unused = int(found[-1]) + 1
-        self._returned = np.setdiff1d(np.arange(self._first_unused), found).tolist()  # Ascending, and so a heap.
+        holders = np.bincount(ids)
+        np.frombuffer(self._taken, np.uint8)[: len(holders)] = holders > 0  # A view: what is set here is set there.
+        shared = np.flatnonzero(holders > 1)
+        self._others = dict(zip(shared.tolist(), (holders[shared] - 1).tolist(), strict=True))
+        of_block = np.empty(len(holders), np.int64)
+        of_block[ids] = np.repeat(np.arange(len(tables)), [len(table) for _, table in tables])
+        charged = np.bincount(of_block[holders > 0], minlength=len(tables))
+        for (tenant, _), num_blocks in zip(tables, charged.tolist(), strict=True):
+            self._charge(tenant, num_blocks)
+        self.num_free -= int(np.count_nonzero(holders))
+        self._first_unused = len(holders)
+        self._returned = np.flatnonzero(holders == 0).tolist()  # Ascending, and so a heap.
 
     def share(self, block_ids: Iterable[int]) -> None:
         """Adds a holder, of the same tenant, to blocks that are taken."""

@@ -127,7 +127,7 @@ class TierOrders(Generic[T]):
         self._group_of = group_of
         self._slots: dict[str, _Slot[T]] = {}
         self._all: _Orders[T] = _Orders()
-        self._of_tenant: dict[str, _Orders[T]] = {}
+        self._of_tenant: dict[str, _Orders[T]] = collections.defaultdict(_Orders)
         look_ahead.watch(self._requeue)
 
     def __len__(self) -> int:
@@ -143,8 +143,8 @@ class TierOrders(Generic[T]):
 
     def add(self, key: str, item: T, tenant: str = "") -> None:
         """Adds a session that is not there yet, as the last created and the last used."""
-        of_tenant = self._of_tenant.setdefault(tenant, _Orders())
-        slot = self._slots[key] = _Slot(key=key, item=item, tenant=tenant, orders=(self._all, of_tenant))
+        slot = _Slot(key=key, item=item, tenant=tenant, orders=(self._all, self._of_tenant[tenant]))
+        self._slots[key] = slot
         for orders in slot.orders:
             orders.by_created[key] = slot
         self._enter(slot)
