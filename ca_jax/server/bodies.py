@@ -251,6 +251,10 @@ class ChatRequest(Sampling):
     context: _Chunks | None = None
     """Chunks in front of the last message, whose KV is reused wherever they stand (CacheBlend). They are a part of it:
     a client that sends the whole history sends them again, as that message's own context."""
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+    """Further variables of the chat template, `enable_thinking` say; vLLM's. With others a history is another one."""
+    reasoning_effort: Annotated[str, Field(max_length=16)] | None = None
+    """Likewise the variable of that name."""
     continue_final_message: Literal[False] | None = UNSERVED
     include_reasoning: bool | None = IGNORED
     separate_reasoning: bool | None = IGNORED
@@ -301,9 +305,12 @@ class ChatRequest(Sampling):
         messages = [message.message() for message in self.messages]
         if self.context is not None:
             messages[-1]["context"] = self.context
+        first = next((each for each in messages if each["role"] != "system"), messages[0])
         if self.tools:
-            first = next((each for each in messages if each["role"] != "system"), messages[0])
             first["tools"] = [tool.described() for tool in self.tools]
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        if asked := {**effort, **(self.chat_template_kwargs or {})}:
+            first["template"] = asked
         return messages
 
     @property
