@@ -89,16 +89,12 @@ class ChatTemplate:
 
     def _rendered(self, messages: Sequence[Message], *, begins_reply: bool = True) -> str:
         tools = next((message["tools"] for message in messages if "tools" in message), None)
+        asked: Mapping[str, Any] = next((message["template"] for message in messages if "template" in message), {})
 
         def render(reads_arguments: bool) -> str:
-            return self._template.render(
-                messages=[_as_template(message, reads_arguments) for message in messages],
-                add_generation_prompt=begins_reply,
-                bos_token=self.bos_token,
-                eos_token=self.eos_token,
-                tools=tools,
-                documents=None,
-            )
+            own = {"bos_token": self.bos_token, "eos_token": self.eos_token, "tools": tools, "documents": None}
+            told = [_as_template(message, reads_arguments) for message in messages]
+            return self._template.render({**asked, **own, "messages": told, "add_generation_prompt": begins_reply})
 
         try:
             try:
@@ -180,7 +176,7 @@ def with_arguments(message: Message) -> dict[str, Any]:
 
 def _as_template(message: Message, reads_arguments: bool) -> dict[str, Any]:
     """A message as a template takes it, with the arguments of calls as objects or as texts."""
-    told = {name: value for name, value in message.items() if name not in ("tools", _AS_TEXT)}
+    told = {name: value for name, value in message.items() if name not in ("tools", "template", _AS_TEXT)}
     if not reads_arguments and _AS_TEXT in message:
         told["tool_calls"] = [
             {**call, "function": {**call["function"], "arguments": text}}

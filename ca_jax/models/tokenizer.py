@@ -74,6 +74,11 @@ class Tokenizer:
         """The id of a token by its exact spelling in the vocabulary, or None."""
         return self.backend.token_to_id(token)
 
+    @property
+    def special_names(self) -> frozenset[str]:
+        """How its special tokens are spelled."""
+        return frozenset(self._names)
+
     def usual_stop_ids(self) -> set[int]:
         """Ids of the well-known tokens that end a reply, where they are special tokens: files forget to say so."""
         ids = {self.token_id(token) for token in _STOP_TOKENS}

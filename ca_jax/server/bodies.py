@@ -33,7 +33,10 @@ _OfTokens = Field(max_length=1024, json_schema_extra={"propertyNames": {"pattern
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _Chunks = Annotated[list[str | list[int]], Field(min_length=1)]
 # Fields that the engine takes as they are, with a default of its own.
-_SAMPLED = ("min_tokens", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "ignore_eos")
+_SAMPLED = (
+    *("min_tokens", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "ignore_eos"),
+    "skip_special_tokens",
+)
 IGNORED: Any = Field(None, description="Not looked at.")
 UNSERVED: Any = Field(None, description="Not served.")
 _Timeout = Annotated[float | None, Field(gt=0, description="Most seconds that it may take.")]
@@ -136,8 +139,8 @@ class Sampling(OpenBody):
     ignore_eos: bool | None = Field(None, description="Go on past the model's own stop tokens.")
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     """Fewest tokens of an answer: it does not stop before."""
-    skip_special_tokens: Literal[True] | None = UNSERVED  # Routers write defaults of vLLM and SGLang into bodies.
-    no_stop_trim: Literal[False] | None = UNSERVED
+    skip_special_tokens: bool | None = Field(None, description="False: special tokens that are drawn are text.")
+    no_stop_trim: Literal[False] | None = UNSERVED  # Routers write defaults of vLLM and SGLang into bodies.
     return_hidden_states: Literal[False] | None = UNSERVED
     guided_json: dict[str, Any] | bool | str | None = None
     """A JSON schema that the answer must follow, or its text; like the others below vLLM's."""
@@ -248,6 +251,10 @@ class ChatRequest(Sampling):
     context: _Chunks | None = None
     """Chunks in front of the last message, whose KV is reused wherever they stand (CacheBlend). They are a part of it:
     a client that sends the whole history sends them again, as that message's own context."""
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+    """Further variables of the chat template, `enable_thinking` say; vLLM's. With others a history is another one."""
+    reasoning_effort: Annotated[str, Field(max_length=16)] | None = None
+    """Likewise the variable of that name."""
     continue_final_message: Literal[False] | None = UNSERVED
     include_reasoning: bool | None = IGNORED
     separate_reasoning: bool | None = IGNORED
@@ -298,9 +305,12 @@ class ChatRequest(Sampling):
         messages = [message.message() for message in self.messages]
         if self.context is not None:
             messages[-1]["context"] = self.context
+        first = next((each for each in messages if each["role"] != "system"), messages[0])
         if self.tools:
-            first = next((each for each in messages if each["role"] != "system"), messages[0])
             first["tools"] = [tool.described() for tool in self.tools]
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        if asked := {**effort, **(self.chat_template_kwargs or {})}:
+            first["template"] = asked
         return messages
 
     @property

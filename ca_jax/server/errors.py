@@ -29,7 +29,7 @@ _UNSERVED = frozenset(
     {
         *("functions", "function_call", "store", "service_tier"),
         *("modalities", "suffix", "best_of", "background", "prompt", "text", "tools", "tool_choice"),
-        *("skip_special_tokens", "no_stop_trim", "return_hidden_states", "continue_final_message"),
+        *("no_stop_trim", "return_hidden_states", "continue_final_message"),
         *("load_inplace", "is_3d_lora_weight"),
     }
 )

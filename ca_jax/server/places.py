@@ -31,6 +31,7 @@ from ca_jax.server.router import BY_NAME, Found, Router, engine_name
 from ca_jax.turns.conversations import Conversation, Message
 from ca_jax.turns.text import Texts
 
+_BESIDE = ("tools", "template")  # Of messages.
 _INSTRUCTED = "instructed"  # Of what is kept: the conversation begins with the response's instructions.
 
 
@@ -72,11 +73,6 @@ class Asked:
     """What is new, its tools with the first that is no system's."""
     adapter: str | None
     """That it is to be held with."""
-
-    @property
-    def tools(self) -> Any:
-        """Those that it is to begin with."""
-        return _tools(self.messages)
 
 
 def kept(told: dict[str, Any], messages: Sequence[Message]) -> dict[str, Any]:
@@ -131,14 +127,13 @@ def find_behind(router: Router, tenant: str, response: str, asked: Asked, texts:
       UnknownAdapterError: the conversation's adapter is not loaded.
     """
     place, messages = look(router, tenant, response, "previous_response_id"), asked.messages
-    begins = (place.instructions, place.adapter or None, _tools(place.messages))
-    is_same = begins == (asked.instructions, asked.adapter, asked.tools)
+    begins = (place.instructions, place.adapter or None, _beside(place.messages))
+    is_same = begins == (asked.instructions, asked.adapter, _beside(messages))
     if is_same and all(message["role"] != "assistant" for message in messages):
-        return router.by_place(tenant, place.name, place.chain, _without_tools(messages), texts)
-    history = _without_tools([*instructed(asked.instructions), *place.said, *messages])
-    if asked.tools is not None:
-        first = next((number for number, each in enumerate(history) if each["role"] != "system"), 0)
-        history[first] = {**history[first], "tools": asked.tools}
+        return router.by_place(tenant, place.name, place.chain, _alone(messages), texts)
+    history = _alone([*instructed(asked.instructions), *place.said, *messages])
+    first = next((number for number, each in enumerate(history) if each["role"] != "system"), 0)
+    history[first] |= _beside(messages)
     return router.by_history(tenant, history, texts, asked.adapter)
 
 
@@ -156,12 +151,17 @@ def find_named(router: Router, tenant: str, name: str, asked: Asked, texts: Text
     return router.by_id(tenant, name, [*begins, *asked.messages], texts, None, asked.adapter)
 
 
-def _tools(messages: Sequence[Message]) -> Any:
-    return next((message["tools"] for message in messages if "tools" in message), None)
+def _beside(messages: Sequence[Message]) -> Message:
+    """What stands beside the first messages: tools, and variables of the template."""
+    return {name: next(each[name] for each in messages if name in each) for name in _BESIDE if _has(messages, name)}
 
 
-def _without_tools(messages: Sequence[Message]) -> list[Message]:
-    return [{name: value for name, value in message.items() if name != "tools"} for message in messages]
+def _has(messages: Sequence[Message], name: str) -> bool:
+    return any(name in message for message in messages)
+
+
+def _alone(messages: Sequence[Message]) -> list[Message]:
+    return [{name: value for name, value in message.items() if name not in _BESIDE} for message in messages]
 
 
 def instructed(instructions: str | None) -> list[Message]:

@@ -142,6 +142,13 @@ class TextConfig(OpenBody):
 Item = MessageItem | ReasoningItem | CallItem | CallOutputItem
 
 
+class Reasoning(OpenBody):
+    """How much is thought, by a model whose template asks."""
+
+    effort: Annotated[str, Field(max_length=16)] | None = None
+    summary: str | None = IGNORED
+
+
 class ConversationRef(OpenBody):
     """A conversation by its name."""
 
@@ -171,6 +178,7 @@ class ResponseRequest(OpenBody):
     include: list[str] | None = None
     metadata: Annotated[dict[_Name, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
     text: TextConfig | None = None
+    reasoning: Reasoning | None = None
 
     tools: Annotated[list[ResponseTool], Field(max_length=512)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
@@ -190,6 +198,7 @@ class ResponseRequest(OpenBody):
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | bool | str | None = None
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
@@ -232,7 +241,10 @@ class ResponseRequest(OpenBody):
         return self._as_chat(instructed=True)
 
     def _as_chat(self, *, instructed: bool) -> ChatRequest:
-        shared = (Sampling.model_fields.keys() & type(self).model_fields.keys()) - {"stream_options", "stream"}
+        shared = ({*Sampling.model_fields, "chat_template_kwargs"} & type(self).model_fields.keys()) - {
+            "stream_options",
+            "stream",
+        }
         fields: _Body = {name: getattr(self, name) for name in shared}
         if self.text is not None and self.text.format is not None:
             fields["response_format"] = self.text.format.as_chat()
@@ -250,6 +262,7 @@ class ResponseRequest(OpenBody):
             "top_logprobs": self.top_logprobs,
             "store": False if self.store is False else None,
             "truncation": self.truncation or "disabled",
+            "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
         }
         try:
             return ChatRequest.model_validate(fields)

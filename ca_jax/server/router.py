@@ -396,15 +396,17 @@ def _published(engine: Engine, tenant: str, chain: str) -> Manifest | None:
 
 
 def _without_tools(session: Session, messages: Sequence[Message]) -> Sequence[Message]:
-    """New messages without the tools that the conversation was begun with.
+    """New messages without the tools, and the variables of the template, that the conversation was begun with.
 
     Raises:
       InvalidRequestError: they are others.
     """
-    begun = next((each["tools"] for each in session.messages if "tools" in each), None)
-    if any(each["tools"] != begun for each in messages if "tools" in each):
-        raise InvalidRequestError("tools must be those that the session began with, or left out: got others")
-    return [{name: value for name, value in each.items() if name != "tools"} for each in messages]
+    left_out = ("tools", "template")
+    for extra, name in zip(left_out, ("tools", "chat_template_kwargs"), strict=True):
+        begun = next((each[extra] for each in session.messages if extra in each), None)
+        if any(each[extra] != begun for each in messages if extra in each):
+            raise InvalidRequestError(f"{name} must be those that the session began with, or left out: got others")
+    return [{name: value for name, value in each.items() if name not in left_out} for each in messages]
 
 
 def _first_chain(engine: Engine, adapter: str | None) -> str:

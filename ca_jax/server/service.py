@@ -322,10 +322,9 @@ class Service:
             with self._all_or_none(engine, jobs, sessions):
                 for index, ids in enumerate(tokenised):
                     sampling = request.sampling(index, _COMPLETION_TOKENS)
-                    begun = self.router.begin(tenant.domain, adapter=adapter, ttl_s=request.kv_retention_ttl_seconds)
-                    sessions.append(begun)
-                    priority = request.priority or 0
-                    jobs.append(begun.submit(ids, sampling=sampling, priority=priority, texts=texts))
+                    ttl_s, priority = request.kv_retention_ttl_seconds, request.priority or 0
+                    sessions.append(self.router.begin(tenant.domain, adapter=adapter, ttl_s=ttl_s))
+                    jobs.append(sessions[-1].submit(ids, sampling=sampling, priority=priority, texts=texts))
             return jobs
 
         try:

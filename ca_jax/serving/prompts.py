@@ -282,7 +282,10 @@ class TurnBuilder:
         if params.grammar is not None and compiled is None:
             compiled = self._grammars.compiled(params.grammar)
         tokenizer = self._model.tokenizer
-        stream = None if tokenizer is None else tokenizer.stream(frozenset() if reader is None else reader.spelled)
+        spelled = frozenset() if reader is None else reader.spelled
+        if tokenizer is not None and not params.skip_special_tokens:
+            spelled = tokenizer.special_names
+        stream = None if tokenizer is None else tokenizer.stream(spelled)
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self._model.stop_token_ids))
         return Job(
             prompt_ids=ids,

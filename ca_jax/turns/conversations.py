@@ -21,7 +21,8 @@ import numpy.typing as npt
 Message = dict[str, Any]
 """One message: `role` ("system", "user", "assistant", "tool") and `content`. It may have a `context`: chunks, as text
 or as lists of token ids, that stand in front of its content and are part of it. One of the first turn may have `tools`,
-functions as OpenAI describes them, an assistant's `tool_calls` and `reasoning_content`, a tool's a `tool_call_id`."""
+functions as OpenAI describes them, and `template`, further variables of the chat template; an assistant's `tool_calls`
+and `reasoning_content`, a tool's a `tool_call_id`."""
 OTHERWISE = "otherwise"
 """In `Conversation.cut_by`: the messages alone do not say which tokens left."""
 _FORMAT = 6
@@ -33,7 +34,7 @@ _READABLE = (3, 4, 5, _FORMAT, _ADAPTED_FORMAT, _EXTENDED_FORMAT)
 _PACKED = {"token_ids": "<i4", "attention": "<f4"}  # Fields that are lists of numbers.
 _OF_ADAPTER = ("adapter", "adapter_weights")  # Fields that are left out where there is none.
 _GROWING = ("token_ids", "messages", "turn_starts", "states", "responses")  # Fields that a turn only adds to.
-_EXTRAS = ("tools", "tool_calls", "tool_call_id", "name", "reasoning_content")  # Of messages, beside text.
+_EXTRAS = ("tools", "template", "tool_calls", "tool_call_id", "name", "reasoning_content")  # Of messages, beside text.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -68,6 +68,8 @@ class SamplingParams:
     """The answer ends before any of these strings."""
     stop_token_ids: tuple[int, ...] = ()
     """The answer ends with any of these tokens, besides the model's own."""
+    skip_special_tokens: bool = True
+    """Leave special tokens that are drawn out of the text; those that end the answer are never part of it."""
     ignore_eos: bool = False
     """Go on past the model's own stop tokens."""
     grammar: Grammar | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import anthropic
@@ -11,7 +12,7 @@ from tests import engine_kit as kit
 from tests import server_kit as sk
 from tests.server.test_responses import KINDS, cached
 from tests.server.test_tools import ADD, LOOK, THINKS, expect_call, model_with
-from tests.server_kit import user
+from tests.server_kit import assistant, user
 
 FUNCTIONS = [{"type": "function", **each["function"]} for each in (LOOK, ADD)]
 TOOLS = [{"name": each["name"], "input_schema": each["parameters"], "strict": True} for each in FUNCTIONS]
@@ -151,3 +152,26 @@ def test_a_call_in_messages_whole_and_streamed(claude):
     assert streamed.stop_reason == whole.stop_reason
     if whole.stop_reason == "tool_use":
         expect_call(whole.content[-1].name, whole.content[-1].input)
+
+
+def test_variables_of_the_template_are_part_of_what_a_conversation_is():
+    template = "{{ reasoning_effort|default('') }}{{ mood|default('') }}" + THINKS
+    make_engine = functools.partial(kit.small_engine, model_with(template))
+    with sk.running(make_engine=make_engine) as server, server.client() as client, server.http() as http:
+        asked = {"model": sk.MODEL, "messages": [user("Hm.")]}
+        more = {"reasoning_effort": "high", "chat_template_kwargs": {"mood": "<|im_end|>", "messages": [], "tools": 7}}
+        plain, told = (
+            http.post("/v1/chat/completions/render", json={**asked, **each}).json()["token_ids"] for each in ({}, more)
+        )
+        assert bytes(told[: len(told) - len(plain)]) == b"high<|im_end|>", "what a client says is text"
+        assert told[len(told) - len(plain) :] == plain
+        first = sk.chat(client, [user("Hm.")], extra_body=more)
+        history = [user("Hm."), assistant(sk.text_of(first)), user("So?")]
+        assert sk.chat(client, history, extra_body=more).session_id == first.session_id
+        assert sk.chat(client, history).session_id != first.session_id
+        begun = respond(client, "Hm.", 8, reasoning={"effort": "high"})
+        same, other = (
+            respond(client, "So?", 8, previous_response_id=begun.id, reasoning={"effort": each})
+            for each in ("high", "low")
+        )
+        assert cached(same) >= begun.usage.total_tokens - 1 > cached(other)

@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from ca_jax.server.config import ServerConfig
+from ca_jax.testing import tiny
 from tests import engine_kit as kit
 from tests import server_kit as sk
 from tests.server_kit import assistant, chat, text_of, user
@@ -57,6 +58,15 @@ def test_top_k_of_minus_one_is_all(client):
         text_of(chat(client, [user("hello")], temperature=1, seed=3, extra_body={"top_k": top_k})) for top_k in (-1, 0)
     ]
     assert drawn[0] == drawn[1]
+
+
+def test_special_tokens_are_left_out_of_a_text_or_part_of_it(client):
+    options = {"ignore_eos": True, "logit_bias": {str(tiny.IM_END_ID): 100}}
+    texts = [
+        text_of(chat(client, [user("hello")], max_tokens=3, extra_body={"skip_special_tokens": skips, **options}))
+        for skips in (True, False)
+    ]
+    assert texts == ["", "<|im_end|>" * 3]
 
 
 @pytest.mark.parametrize("header", ["x-session-id", "Session-Id", "X-Claude-Code-Session-Id"])

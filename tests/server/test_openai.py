@@ -275,7 +275,6 @@ BAD = {
     "an expression": ({"extra_body": {"guided_regex": "("}}, None, "invalid_value"),
     "no choice": ({"extra_body": {"guided_choice": [""]}}, None, "invalid_value"),
     "a choice of no tool": ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
-    "special tokens": ({"extra_body": {"skip_special_tokens": False}}, "skip_special_tokens", "unsupported_parameter"),
     "a temperature": ({"temperature": 3}, "temperature", "invalid_value"),
     "too many choices": ({"n": 17}, "n", "invalid_value"),
     "logprobs not asked for": ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
