@@ -127,18 +127,21 @@ def sample(
     logits = jax.lax.cond(jnp.all(masks == ALL_TOKENS), lambda: logits, lambda: _only_allowed(logits, masks))
     best = jnp.argmax(logits, axis=-1)
 
-    scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
-    if filters:
-        scaled = _likeliest(scaled, rows)
-    floor = jnp.max(scaled, axis=-1) + jnp.log(rows.min_p)  # Minus infinity where there is none.
-    scaled = jnp.where(scaled >= floor[:, None], scaled, FILTERED)
+    def drawn() -> jax.Array:
+        scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
+        if filters:
+            scaled = _likeliest(scaled, rows)
+        floor = jnp.max(scaled, axis=-1) + jnp.log(rows.min_p)  # Minus infinity where there is none.
+        scaled = jnp.where(scaled >= floor[:, None], scaled, FILTERED)
 
-    def draw(seed: jax.Array, position: jax.Array, row: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(jax.random.key(seed), position)
-        return jnp.argmax(row + jax.random.gumbel(key, row.shape))
+        def draw(seed: jax.Array, position: jax.Array, row: jax.Array) -> jax.Array:
+            key = jax.random.fold_in(jax.random.key(seed), position)
+            return jnp.argmax(row + jax.random.gumbel(key, row.shape))
 
-    drawn = jax.vmap(draw)(rows.seed, positions, scaled)
-    return jnp.where(rows.temperature > 0, drawn, best).astype(jnp.int32)
+        return jnp.where(rows.temperature > 0, jax.vmap(draw)(rows.seed, positions, scaled), best)
+
+    # Where all are greedy, with penalties or grammars, no random numbers are made.
+    return jax.lax.cond(jnp.any(rows.temperature > 0), drawn, lambda: best).astype(jnp.int32)
 
 
 def _only_allowed(logits: jax.Array, masks: jax.Array) -> jax.Array:
