@@ -192,9 +192,8 @@ def test_what_is_deleted_is_gone_with_its_turn_unless_another_stands_on_it(clien
     assert cached(created("a second one", previous_response_id=first.id)) >= first.usage.total_tokens - 1
     forked = created("a fork", previous_response_id=first.id)
     [*_, last] = client.responses.input_items.list(forked.id)
+    client.responses.delete(first.id)
     for each in (first, second, third, fourth):
-        if each not in (second, third, fourth):
-            client.responses.delete(each.id)
         assert_unknown(client, each.id)
     assert last.content[0].text == "a first secret", "a fork has what it stands on"
     assert created("on", previous_response_id=forked.id).output_text
@@ -210,8 +209,8 @@ def test_nothing_is_kept_of_what_is_not_to_be_stored(client, server, created):
 
 
 def test_a_session_is_gone_on_with_as_a_conversation(client, server, created):
-    client.post("/sessions", cast_to=object, body={"session_id": "trip/é".replace("/", "-")})
     name = "trip-é"
+    client.post("/sessions", cast_to=object, body={"session_id": name})
     first = created("who are you", conversation=name, instructions="Be brief.")
     second = created("why", conversation={"id": name})
     assert second.conversation.id == name
