@@ -65,9 +65,12 @@ def shared_data() -> Path:
     return path
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def engine() -> Iterator["Engine"]:
-    """`engine_kit.small_engine`, for tests that use sessions of their own, leave it idle and change nothing of it."""
+    """`engine_kit.small_engine`, for tests that use sessions of their own, leave it idle and change nothing of it.
+
+    One a file: what others have stored is found by whoever says the same.
+    """
     from tests import engine_kit
 
     with engine_kit.small_engine() as engine:
