@@ -343,14 +343,18 @@ def _touch(engine: Engine, progress: Progress) -> None:
 
 
 def _rehearse(engine: Engine, session: Session, message: str) -> None:
-    """Runs a turn up to its second token and takes it back, KV too: what its lengths need is compiled then."""
+    """Runs a turn up to its second token and takes it back, KV too: what its lengths need is compiled then.
+
+    Twice: first over pages that are on the device still, and then over what is stored, as the turn itself.
+    """
     num_tokens = len(session.token_ids)
-    for _ in session.send(message, max_tokens=_REHEARSED_TOKENS):
-        pass
-    cached_tokens = _usage_of(session).num_cached_tokens
-    session.rewind(num_tokens)
-    engine.truncate_stored(session, cached_tokens)  # The rehearsal has saved the last token before the message too.
-    engine.wait_for_saves()  # Nothing is written to SSD while the turn is measured.
+    for _ in range(2):
+        for _ in session.send(message, max_tokens=_REHEARSED_TOKENS):
+            pass
+        cached_tokens = _usage_of(session).num_cached_tokens
+        session.rewind(num_tokens)
+        engine.truncate_stored(session, cached_tokens)  # The rehearsal has saved the last token before the message too.
+        engine.wait_for_saves()  # Nothing is written to SSD while the turn is measured.
 
 
 def _serve_turn(session: Session, message: str, *, max_tokens: int, console: rich.console.Console) -> ServedTurn:

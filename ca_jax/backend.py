@@ -53,7 +53,7 @@ CPU = Backend(
     pool_share=4,  # Memory is the store's and everybody's there.
     coarse_steps=False,
     least_rows=1,
-    whole_tokens=64,
+    whole_tokens=32,
     layers_ahead=0,
     writes_whole_pages=False,
 )

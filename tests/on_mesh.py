@@ -459,7 +459,7 @@ def test_one_device_is_no_mesh():
     with engine_of(1, 1) as engine:
         assert engine.model is model_of()
         talk(engine, TURNS[:1])
-        arrays = (engine._runner.pool.buffers, engine.model.params, engine._runner.empty_kv(8))
+        arrays = (engine._runner.pool.buffers, engine.model.params, engine._runner.empty_kv(0, 8))
         assert not any(leaf.committed for leaf in jax.tree.leaves(arrays))
 
 

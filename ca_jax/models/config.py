@@ -275,7 +275,6 @@ class ModelConfig:
         check(self.head_dim % 2 == 0, "head_dim", "even for rotary embedding", self.head_dim)
         most = f"at most head_dim {self.head_dim}"
         check(self.rotary_dim <= self.head_dim, "rope rotary_dim", most, self.rotary_dim)
-        self._check_groups()
         check(self.is_parallel or not self.shares_norm, "shares_norm", "False without is_parallel", self.shares_norm)
         norms = (self.norms_before, self.norms_behind, self.shares_norm)
         check(any(norms[:2]), "norms_before and norms_behind", "True at least one of them", norms[:2])
@@ -312,6 +311,7 @@ class ModelConfig:
         groups = (self.num_chosen_groups, self.num_expert_groups)
         check(0 < groups[0] <= groups[1], "num_chosen_groups", "in [1, num_expert_groups]", groups)
         check(self.num_experts % groups[1] == 0, "num_experts", f"a multiple of {groups[1]} groups", self.num_experts)
+        self._check_groups()
 
     def _check_groups(self) -> None:
         """Checks what tells layers that do not slide from others, and layers without KV of their own from others."""

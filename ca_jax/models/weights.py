@@ -166,9 +166,8 @@ def parameter_slots(config: ModelConfig) -> Iterator[Slot]:
 
     def mixer(layer: int) -> Iterator[Slot]:
         for each in () if c.recurrence is None else c.recurrence.parameters(c.embed_dim):
-            found = slot(
-                f"mixer.{each.name}", layer, *((None, size) for size in each.shape), num_inputs=each.num_inputs
-            )
+            sizes = ((None, size) for size in each.shape)
+            found = slot(f"mixer.{each.name}", layer, *sizes, num_inputs=each.num_inputs)
             yield dataclasses.replace(found, stored_shape=each.stored_shape or found.stored_shape)
 
     def attention(layer: int) -> Iterator[Slot]:
@@ -199,8 +198,7 @@ def parameter_slots(config: ModelConfig) -> Iterator[Slot]:
         yield slot("inputs.w", None, embed, of_layers, num_inputs=1)
         yield slot("inputs.norm.scale", None, given)
     for i in range(c.num_layers):
-        kind = c.kind_of(i)
-        has_experts = kind.has_experts
+        kind, has_experts = c.kind_of(i), c.kind_of(i).has_experts
         if c.norms_before:
             yield from norm("attn_norm", i)
         yield from mixer(i) if c.is_recurrent(i) else attention(i)

@@ -295,7 +295,8 @@ class Setup:
         names = (field.name for field in dataclasses.fields(sampler.SamplerRows))
         rows = sampler.SamplerRows(**{name: self.shape(count, dtype=kinds.get(name, jnp.float32)) for name in names})
         logits, marks = (self.shape(*sizes, dtype=jnp.float32) for sizes in ((count, vocab), (slots, 2, vocab)))
-        arguments = (logits, rows, marks, self.shape(count), self.shape(count), True)
+        masks = self.shape(count, -(-vocab // 32), dtype=jnp.uint32)
+        arguments = (logits, rows, marks, masks, self.shape(count), self.shape(count), True)
         return self._step(f"sample, {count} rows", sampler.sample, *arguments)
 
     def _moves(self) -> Iterator[Step]:

@@ -34,8 +34,8 @@ def test_it_is_the_mean_of_what_moved(keep, ratio, num_tokens):
     values, count = by_hand(TEXT[:num_tokens], keep, round(ratio * WINDOW))
     assert (found.num_tokens, found.window, found.truncation_ratio) == (count, WINDOW, ratio)
     assert found.fingerprint == kit.tiny_model().fingerprint
-    assert found.values.dtype == np.float32
-    np.testing.assert_allclose(found.values, values, atol=LOGITS_ATOL["float32"], rtol=0)
+    assert {each.dtype for each in found.values} == {np.dtype(np.float32)}
+    np.testing.assert_allclose(np.stack(found.values), values, atol=LOGITS_ATOL["float32"], rtol=0)
     assert np.abs(values[1:]).max() > 0.01, "nothing moved"
     found.check_model(kit.tiny_model().config, kit.tiny_model().fingerprint)
 
