@@ -341,6 +341,7 @@ def test_an_engine_without_room_for_adapters_is_as_it_was():
             plain.session(adapter="a")
 
 
+@pytest.mark.slow
 def test_as_many_functions_are_compiled_with_adapters_as_without():
     counts = []
     for num_adapters in (0, 2):

@@ -63,7 +63,11 @@ def overflows_unseen(engine, pair):
     assert session.token_ids == everything[session.num_dropped :]
 
 
-@pytest.mark.parametrize("name", NAMES)
+LONG = ("mixtral", "qwen2_moe", "glm4_moe", "deepseek_v2", "mistral4")
+"""What is new in these is in others, too."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.slow] * (each in LONG)) for each in NAMES])
 def test_three_turns_and_an_overflow(name):
     pair = families_kit.pair(name)
     with kit.small_engine(pair.model, **CONFIG) as engine:

@@ -187,11 +187,11 @@ def break_prefill(at: Scene, owner: object, name: str, num_calls: int = 0, *, is
 @pytest.mark.parametrize("nth_pass", range(len(PASSES)))
 def test_a_pass_that_breaks_at_any_layer_ends_all_that_it_was_of_and_costs_no_kv(nth_pass):
     with scene() as at:
-        if nth_pass:  # All that is before its tokens is there: one function for all layers.
-            break_prefill(at, steps, "model_step", nth_pass - 1, is_shared=True)
+        if nth_pass == len(PASSES) - 1:  # Of few tokens: one function for all layers.
+            break_prefill(at, steps, "model_step", is_shared=True)
             return
         for layer in range(kit.NUM_LAYERS):
-            break_prefill(at, steps, "layer_step", layer, is_shared=True)
+            break_prefill(at, steps, "layer_step", nth_pass * kit.NUM_LAYERS + layer, is_shared=True)
 
 
 def test_what_a_pass_gives_may_break_when_it_is_waited_for():
