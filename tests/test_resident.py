@@ -48,6 +48,7 @@ def test_branches_go_on_from_the_pages_of_what_they_begin_like_and_write_to_thei
     with engine_of() as engine:
         source = engine.session()
         kit.check_turn(source, kit.prompt(70))
+        engine.wait_for_saves()  # A fork shares what is stored by then.
         held = pool(engine).num_held
         branches = [engine.fork(source) for _ in range(3)]
         answers = [branch.send_ids(kit.prompt(5, seed=seed), max_tokens=8) for seed, branch in enumerate(branches)]
