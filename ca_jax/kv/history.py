@@ -44,7 +44,7 @@ class History:
     """Of each layer the first of its tokens whose KV is loaded, or there: no later token sees those before it. Nothing
     said: all are."""
     snapshot: Snapshot | None = None
-    """Of layers that keep a state, where they stand behind these tokens; None: no layer does, or there are none."""
+    """The states behind these tokens. None if no layer of the model keeps one, or if none are stored."""
 
     @property
     def tickets(self) -> tuple[LoadTicket, ...]:

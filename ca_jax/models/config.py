@@ -258,7 +258,7 @@ class ModelConfig:
     gates_heads: bool = dataclasses.field(default=False, metadata=_LATER)
     """Whether what attention gives is multiplied by sigmoids of what the layer reads, before its output matrix."""
     recurrence: RecurrenceConfig | None = dataclasses.field(default=None, metadata=_LATER)
-    """Layers that keep a state in place of KV; None: there are none."""
+    """The layers that keep a state instead of KV, and its sizes. None if no layer does."""
 
     def __post_init__(self) -> None:
         layers = ("full_layers", "nope_layers", "dense_layers")

@@ -4,7 +4,7 @@
     conversation   R1 ---- R2 ---- R3          R3 names the place behind all, R1 one that was gone on from
                      `---- R4                  what goes on from R1 now is a fork, a conversation of its own
 
-So whoever knows an id goes on from there with the KV and the tokens that were, also when the server was started anew.
+A client that knows an id continues from there with the same tokens and KV, even after the server has restarted.
 What goes on with other instructions, another adapter or replies of its own is told anew: its history as messages.
 
 A response is found until it is deleted, its conversation is, or tokens leave the conversation. One that is deleted
@@ -103,7 +103,7 @@ def look(router: Router, tenant: str, response: str, param: str | None = None) -
       param: the field of the request that has it.
 
     Raises:
-      ApiError: there is none of that id (404).
+      ApiError: no response has that id (404).
     """
     key, name = key_and_name(response)
     conversation = router.look(tenant, name) if name else None
@@ -165,7 +165,7 @@ def _alone(messages: Sequence[Message]) -> list[Message]:
 
 
 def instructed(instructions: str | None) -> list[Message]:
-    """Instructions as the message that a conversation begins with; none where there are none."""
+    """The system message that a conversation with these instructions begins with; empty without instructions."""
     return [{"role": "system", "content": instructions}] if instructions is not None else []
 
 

@@ -193,7 +193,7 @@ class Router:
           texts: as of `by_history`.
 
         Raises:
-          UnknownSessionError: there is none of that name, or it does not have that place any more.
+          UnknownSessionError: no session has that name, or it no longer has that place.
         """
         self._claims(tenant, session_id, texts)
         session = self.find(tenant, session_id)

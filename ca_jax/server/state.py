@@ -36,7 +36,7 @@ _MOST_TOLD = 16  # Of those.
 _MOST_CHARS = 64  # Of a name.
 _NAME_CHARS = 256  # Of a conversation's name.
 SESSION_HEADERS = ("x-session-id", "session-id", "x-claude-code-session-id")
-"""Headers by which clients say which conversation of theirs a request is of, best first."""
+"""Headers in which clients name the conversation of a request, in order of preference."""
 T = TypeVar("T")
 
 
