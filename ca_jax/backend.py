@@ -38,6 +38,8 @@ class Backend:
     whole_tokens: int
     """Most tokens of a pass that is one function for all layers, where no history is brought: a call for each layer
     costs more than they compute, and their KV need not leave before the last one is done."""
+    draft_sizes: tuple[int, ...]
+    """Padded numbers of tokens of a step that checks drafts, of those of all jobs together."""
     layers_ahead: int
     """Layers whose copies are issued before the layer in front of them is dispatched: a copy into a new buffer waits
     for all compute that was dispatched before."""
@@ -54,6 +56,7 @@ CPU = Backend(
     coarse_steps=False,
     least_rows=1,
     whole_tokens=32,
+    draft_sizes=(4, 8, 16),
     layers_ahead=0,
     writes_whole_pages=False,
 )
@@ -66,6 +69,7 @@ GPU = Backend(
     coarse_steps=True,
     least_rows=2,  # XLA multiplies weights by one row in memory, and then adds up: twice the bytes for small models.
     whole_tokens=128,
+    draft_sizes=(16, 64),
     layers_ahead=1,
     writes_whole_pages=False,
 )

@@ -103,6 +103,10 @@ class EngineConfig:
     """Most jobs that run together."""
     max_num_batched_tokens: int = 512
     """Most tokens of a step: of prompts, several in one pass, and of jobs that decode along with them."""
+    max_draft_tokens: int = 15
+    """Most tokens of an answer that are guessed ahead, from what its context says already, and checked in one step: an
+    answer that quotes comes faster, and is the same. How many are checked is what gives most tokens a second by what
+    was measured, often none. 0: none ever are."""
     page_tokens: int = 128
     """Tokens of a page of KV on the devices, a multiple of 8. Contexts take pages as they grow."""
     kv_pool_gib: float | None = None
@@ -159,6 +163,7 @@ class EngineConfig:
         num_tokens, num_slots, num_parts = self.max_num_batched_tokens, self.max_batch_size, self.data_parallel_size
         check(num_tokens % 64 == 0, "max_num_batched_tokens", "a multiple of 64", num_tokens)
         check(num_tokens > num_slots, "max_num_batched_tokens", f"above max_batch_size={num_slots}", num_tokens)
+        check(is_count(self.max_draft_tokens), "max_draft_tokens", "a number of tokens >= 0", self.max_draft_tokens)
         is_page = is_count(self.page_tokens, 8) and self.page_tokens % 8 == 0
         check(is_page, "page_tokens", "a multiple of 8", self.page_tokens)
         pool = self.kv_pool_gib

@@ -45,6 +45,7 @@ SMALL = EngineConfig(
     context_window=WINDOW,
     max_batch_size=8,
     max_num_batched_tokens=64,
+    max_draft_tokens=0,  # Steps are one token of each job, and fewer functions are compiled.
     page_tokens=BLOCK_TOKENS,
     keep_pages=False,  # So that turns load what is stored.
     save_group_tokens=8,

@@ -33,6 +33,8 @@ class RunnerSizes:
     """Whether the attention that tokens receive is measured."""
     packs_kv: bool = False
     """Whether KV is kept in int8."""
+    max_draft_tokens: int = 0
+    """Most tokens that are guessed ahead for a job; 0: none ever are."""
     adapters: AdapterSizes = dataclasses.field(default_factory=AdapterSizes)
     """Room for adapters."""
 

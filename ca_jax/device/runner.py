@@ -10,8 +10,7 @@ Not here: sessions, the store, what to run (batch), the pages' books (pages), ji
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,7 @@ from ca_jax.device import steps
 from ca_jax.device.adapters import AdapterSlots
 from ca_jax.device.buckets import batch_buckets, history_buckets, pad_to, token_buckets
 from ca_jax.device.pages import PagePool
-from ca_jax.device.passes import Decoded, Flight, Passed, PassPart, Prefill, Received, RunnerSizes, Step
+from ca_jax.device.passes import Decoded, Flight, Passed, PassPart, Received, RunnerSizes, Step
 from ca_jax.device.sampler import Draw, Sampler
 from ca_jax.device.states import StatePool
 from ca_jax.device.transfer import params_to_device, to_device, to_host
@@ -36,7 +35,6 @@ from ca_jax.models.sharding import ModelSharding, bytes_per_device, replicated
 from ca_jax.session import Job
 from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
 
-_TIMED_RUNS = 3
 _READ_TOKENS = 512  # Of pages, at a time.
 _FINE_WINDOW = 32_768  # From it on there are so many padded histories that other functions must be fewer.
 
@@ -97,6 +95,9 @@ class Runner:
         self.history_buckets = history_buckets(self.window)
         self.batch_buckets = batch_buckets(self._num_slots // self._num_parts, backend.here().least_rows)
         """Rows of each part that decode."""
+        has_drafts = sizes.max_draft_tokens > 0 and not (config.num_states or sizes.with_attention)
+        self.draft_buckets = backend.here().draft_sizes if has_drafts else ()
+        """Tokens of each part of a step that checks drafts, padding too; none: no draft can be checked."""
         self.kinds = tuple({config.kind_of(layer): layer for layer in reversed(range(config.num_layers))}.values())
         """A layer of each kind."""
         self.shapes = tuple({shape: number for number, shape in enumerate(config.kv_shapes)}.values())
@@ -164,7 +165,7 @@ class Runner:
             prefill.outputs = []
         for slot, (start, new) in spans.items():
             self.pool.make_room(slot, start + len(new), start)
-        step = self._laid_out(spans)
+        step = self.laid_out(spans)
         self._ahead = None
         if step.num_tokens <= self.whole_tokens and all(part.history is None for part in parts):
             return self._run_whole(parts, jobs, step)
@@ -177,7 +178,7 @@ class Runner:
         for i in range(self.config.num_layers):
             with self._timeline.annotate("engine", f"dispatch {i}", layer=i):
                 if self.config.is_recurrent(i):
-                    [x] = self._layer(i, x, step)
+                    [x] = self.layer(i, x, step)
                     continue
                 for part in parts:
                     self._bring(part, i)
@@ -186,7 +187,7 @@ class Runner:
                 if joined is not None:
                     x, kv = joined.joined
                 else:
-                    x, kv, first, *seen = self._layer(i, x, step)
+                    x, kv, first, *seen = self.layer(i, x, step)
                     received += seen
                     decoded += [] if first is None else [first]
                 for part in parts if i in self.config.kv_layers else ():
@@ -217,18 +218,25 @@ class Runner:
                 part.take(i, of_layer, step.kv_row(part.prefill.slot))
         return self._passed(parts, jobs, step, x, first if jobs else None, received)
 
-    def _laid_out(self, spans: Mapping[int, tuple[int, Sequence[int]]]) -> Step:
-        """How a step lies: by slot the place of the first token, and the tokens."""
+    def laid_out(self, spans: Mapping[int, tuple[int, Sequence[int]]], sizes: tuple[int, ...] = ()) -> Step:
+        """How a step lies: by slot the place of the first token, and the tokens.
+
+        Args:
+          sizes: what the tokens of each part are padded to, all places that there are; none: as passes are.
+        """
         slots = self._placed(spans, self._num_slots // self._num_parts)
-        tokens = np.zeros((self._num_parts, self.step_tokens), np.int32)
+        counts = [0] * self._num_parts
+        for slot, (_, new) in spans.items():
+            counts[self.pool.size.part_of(slot)] += len(new)
+        num_tokens = pad_to(sizes or self.token_buckets, max(counts))
+        tokens = np.zeros((self._num_parts, num_tokens if sizes else self.step_tokens), np.int32)
         ends, first = [0] * self._num_parts, {}
         for slot, (_, new) in spans.items():
             part = self.pool.size.part_of(slot)
             first[slot], ends[part] = ends[part], ends[part] + len(new)
             tokens[part, first[slot] : ends[part]] = new
         of_rows = [None if slot is None else (slot, spans[slot][0], len(spans[slot][1])) for slot in slots]
-        rows = self.pool.rows(of_rows, self.step_tokens)
-        num_tokens = pad_to(self.token_buckets, max(ends))
+        rows = self.pool.rows(of_rows, tokens.shape[1])
         last = {slot: first[slot] + len(new) - 1 for slot, (_, new) in spans.items()}
         of_part = {slot: self.pool.size.part_of(slot) for slot in spans}
         at = {slot: (of_part[slot], first[slot], len(new)) for slot, (_, new) in spans.items()}
@@ -251,7 +259,7 @@ class Runner:
         except Exception as error:
             part.error = error
 
-    def _layer(self, layer: int, x: jax.Array, step: Step) -> list[Any]:
+    def layer(self, layer: int, x: jax.Array, step: Step) -> list[Any]:
         """Dispatches a layer of a pass: `x`, new KV, that of first tokens and, if it is measured, what was received.
 
         Of one that keeps states `x` alone.
@@ -350,6 +358,44 @@ class Runner:
         rows = {slot: row for row, slot in enumerate(flight.slots) if slot is not None}
         return Decoded(draw.wait(), flight.kv, rows, received)
 
+    def check(self, jobs: Sequence[Job], drafts: Mapping[int, Sequence[int]]) -> Decoded:
+        """Decodes the token behind each job's last one, and behind each token of its draft, and waits for them.
+
+        What is drawn behind a token that the draft has wrong is nothing: it has seen what is not there. It is in the
+        pages behind the job's tokens, where nothing is attended to and is written again.
+
+        Args:
+          jobs: as of `decode`.
+          drafts: by slot, the tokens that may follow; a job without one decodes a token.
+        """
+        spans = {job.slot: (job.num_tokens - 1, job.output_ids[-1:]) for job in jobs if job.slot is not None}
+        spans = {slot: (start, [*last, *drafts.get(slot, ())]) for slot, (start, last) in spans.items()}
+        for slot, (start, new) in spans.items():
+            self.pool.make_room(slot, start + len(new), start)
+        step, self._ahead = self.laid_out(spans, self.draft_buckets), None
+        logits, likeliest, kv, self.pool.buffers, _ = steps.decode(
+            self.config,
+            self.params,
+            self.pool.buffers,
+            self.to_device(step.tokens.ravel()),
+            step.rows,
+            self.tables,
+            one_each=False,
+            packs=self.packs_kv,
+            sharding=self.sharding,
+            adapters=step.adapters,
+        )
+        slots: list[int | None] = [None] * step.tokens.size
+        places = np.zeros(step.tokens.size, np.int32)
+        rows = {slot: step.kv_row(slot) for slot in spans}
+        for job in jobs:
+            if job.slot is not None:
+                own = slice(rows[job.slot], rows[job.slot] + len(spans[job.slot][1]))
+                slots[own] = [job.slot] * (own.stop - own.start)
+                places[own] = job.num_tokens + job.num_gone + np.arange(own.stop - own.start)
+        draw = self._draw((logits, likeliest), slots, places)
+        return Decoded(draw.wait(), kv, rows, None)
+
     def is_ahead(self, jobs: Sequence[Job]) -> bool:
         """Whether the next token of these jobs was dispatched already."""
         return self._ahead is not None and self._ahead.batch == _batch_of(jobs)
@@ -400,66 +446,7 @@ class Runner:
         logits, likeliest = found
         return self.sampler.start(logits, places, slots, likeliest)
 
-    # Recomputing and truncation.
-
-    def compute(
-        self,
-        slot: int,
-        tokens: list[int],
-        on_pass: Callable[[int, int], Callable[[int, jax.Array, int], None]] | None = None,
-        end_pass: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Computes the first tokens of a row anew, with nothing before them. Does not wait.
-
-        Args:
-          slot: which.
-          tokens: those to compute.
-          on_pass: told of each pass before it is dispatched, its first token and how many; gives its `on_layer`.
-          end_pass: called behind each.
-        """
-        prefill = Prefill(slot, tokens, 0)
-        while prefill.num_left:
-            part = PassPart(prefill, min(self.chunk_tokens, prefill.num_left))
-            if on_pass is not None:
-                part.on_layer = on_pass(prefill.num_done, part.num_tokens)
-            self.run_pass([part])
-            if part.error is not None:
-                raise part.error
-            end_pass()
-
-    def measure_prefill(self, max_history: int, max_new: int) -> list[tuple[int, int, float]]:
-        """Times a layer of each kind at a few pairs of lengths up to these, compiled by `warmup`, and the head once.
-
-        Returns:
-          History tokens, padded new tokens, and seconds of all layers and the head.
-        """
-        max_new = min(max_new, self.chunk_tokens, self.window)
-        new_sizes = sorted({min(pad_to(self.token_buckets, size), self.window) for size in (16, max_new // 4, max_new)})
-        pasts = sorted({min(size, self.window - new_sizes[-1]) for size in (0, max_history // 2, max_history)})
-        samples = []
-        self.pool.begin(0, self.window)
-        for num_new in new_sizes:
-            for num_past in pasts:
-                self.pool.make_room(0, num_past + num_new, 0)
-                step = self._laid_out({0: (num_past, [0] * num_new)})
-                samples.append((num_past, step.num_tokens, min(self._timed(step) for _ in range(_TIMED_RUNS))))
-        self.pool.end(0)
-        return samples
-
-    def _timed(self, step: Step) -> float:
-        """Seconds of all layers and the head, from one layer of each kind."""
-        kinds = [self.config.kind_of(layer) for layer in range(self.config.num_layers)]
-        seconds, x = 0.0, self.embed(step.tokens)
-        for layer in self.kinds:
-            jax.block_until_ready((x, self.pool.buffers, self.states.buffers))
-            started_s = time.perf_counter()
-            x, *_ = self._layer(layer, x, step)
-            x.block_until_ready()
-            seconds += (time.perf_counter() - started_s) * kinds.count(kinds[layer])
-        started_s = time.perf_counter()
-        index = self.to_device(np.zeros(self._num_parts, np.int32))
-        jax.block_until_ready(steps.row_logits(self.config, self.outer, x, index, self.sharding))
-        return seconds + time.perf_counter() - started_s
+    # KV and tokens.
 
     def embed(self, tokens: np.ndarray) -> jax.Array:
         """Embeddings `[D, T, F]` of tokens, i32 `[D, T]`."""

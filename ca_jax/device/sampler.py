@@ -282,8 +282,12 @@ class Sampler:
     @property
     def waits_for_marks(self) -> bool:
         """Whether a draw depends on tokens that must be marked first."""
-        penalises = any(params is not None and _penalises(params) for params in self._params)
-        return penalises or any(matcher is not None for matcher in self._matchers)
+        return any(map(self.follows_marks, range(len(self._params))))
+
+    def follows_marks(self, slot: int) -> bool:
+        """Whether a slot's draws depend on tokens that must be marked first: none can be drawn ahead."""
+        params = self._params[slot]
+        return self._matchers[slot] is not None or (params is not None and _penalises(params))
 
     def start(
         self,

@@ -379,7 +379,11 @@ def model_step(
     return x, kv, stack_layers(config, first, packs, sharding), new_pages, _summed(received)
 
 
-@partial(jax.jit, static_argnames=("config", "with_attention", "packs", "sharding"), donate_argnames=("pages",))
+@partial(
+    jax.jit,
+    static_argnames=("config", "one_each", "with_attention", "packs", "sharding"),
+    donate_argnames=("pages",),
+)
 def decode(
     config: ModelConfig,
     params: Params,
@@ -388,19 +392,21 @@ def decode(
     rows: paged.Rows,
     tables: tuple[rope.Rotation, ...],
     *,
+    one_each: bool = True,
     with_attention: bool = False,
     packs: bool = False,
     sharding: ModelSharding | None = None,
     adapters: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...], list[jax.Array], jax.Array | None]:
-    """One token for each row, through all layers. Donates the pages.
+    """One token for each row, or some, through all layers and the head. Donates the pages.
 
     Args:
       pages: per layer `[P, 2, K, page, H]`.
-      tokens: i32 `[n]`, one for each row.
+      tokens: i32 `[n]`, one for each row, or some, as `rows` says.
+      one_each: static: whether each row has one token at most, its own number among them.
       with_attention: static: also return the attention that places received.
       packs: static: return the new KV in int8.
-      adapters: i32 `[n]`, the adapter slots of rows, -1 for none; None where there are no slots.
+      adapters: i32 `[n]`, the adapter slots of tokens, -1 for none; None where there are no slots.
 
     Returns:
       Logits f32 `[n, V]`; the likeliest tokens i32 `[n]`; the tokens' unrotated KV of each of `config.kv_groups`
@@ -409,7 +415,7 @@ def decode(
     """
     num_parts = 1 if sharding is None else sharding.num_data
     x = embed(config, params, tokens.reshape(num_parts, -1), sharding)
-    options = {"with_attention": with_attention, "sharding": sharding, "one_each": True, "num_first": 0}
+    options = {"with_attention": with_attention, "sharding": sharding, "one_each": one_each, "num_first": 0}
     chosen = None if adapters is None else adapters.reshape(num_parts, -1)
     x, new_kv, _, new_pages, received = through_layers(
         config, params, x, pages, tables, rows=rows, adapters=chosen, **options

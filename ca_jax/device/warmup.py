@@ -148,6 +148,15 @@ def functions_of(shapes: Shapes, max_new: int) -> list[Compile]:
         adapters = shapes.adapters(num_rows)
         shapes.compiled(steps.decode, *given, packs=runner.packs_kv, adapters=adapters, **attention)
 
+    def check(size: int) -> None:
+        tokens = shapes.small(size * shapes.num_parts)
+        given = config, shapes.params, shapes.pages, tokens, shapes.rows(num_slots, size), shapes.tables
+        adapters = shapes.adapters(shapes.num_parts, size)
+        options = {"one_each": False, "packs": runner.packs_kv, "sharding": sharding, "adapters": adapters}
+        logits, found, *_ = shapes.compiled(steps.decode, *given, **options)
+        if size not in runner.batch_buckets:
+            sampler.compile(shapes.compiled, shapes.small, logits, found)
+
     def draw(size: int) -> None:
         index = shapes.small(size * shapes.num_parts)
         logits, tokens = shapes.compiled(
@@ -174,6 +183,7 @@ def functions_of(shapes: Shapes, max_new: int) -> list[Compile]:
     found += [partial(layer, kind, size) for size in sizes for kind in runner.kinds]
     found += [partial(step, size) for size in runner.batch_buckets for step in (decode, draw)]
     found += [turn_end] if config.num_states else []
+    found += [partial(check, size) for size in runner.draft_buckets]
     found += [partial(whole, size) for size in sizes if size <= runner.whole_tokens]
     fills = (partial(fill, layer, size) for size in runner.history_buckets[1:] for layer in runner.shapes)
     return [*found, stack, *fills, read]

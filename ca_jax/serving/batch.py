@@ -26,6 +26,7 @@ from ca_jax.device.transfer import to_host_memory
 from ca_jax.kv import costs
 from ca_jax.kv.save import TurnSaver, owner_of
 from ca_jax.kv.session_kv import SessionKV
+from ca_jax.serving.drafts import Drafter
 from ca_jax.serving.prefilling import Prefilling
 from ca_jax.serving.scheduler import Scheduler
 from ca_jax.serving.truncator import Truncator
@@ -52,6 +53,9 @@ class Batch:
         self._savers: dict[Job, TurnSaver] = {}
         self._prefilling: dict[Job, Prefilling] = {}
         self._decode_s = 0.0  # What the last decode step took.
+        self._stepped_s: float | None = None  # When the last step ended, if it only decoded.
+        parts = runner.pool.size.num_parts
+        self._drafter = Drafter(runtime.config.max_draft_tokens, runner.draft_buckets, parts, runtime.processes)
 
     def step(self) -> bool:
         """Plans a step and does it; whether there was anything to do."""
@@ -103,6 +107,7 @@ class Batch:
 
     def _run_pass(self, prefilling: list[Prefilling], jobs: list[Job]) -> None:
         """Runs a pass of the first prompt, of others as far as there is room, and of jobs that decode."""
+        self._stepped_s = None
         num_left, packed = self._pass_tokens(prefilling[0].prefill, len(jobs)), list[tuple[Prefilling, PassPart]]()
         started_s = time.perf_counter()
         for each in prefilling:
@@ -186,34 +191,63 @@ class Batch:
         return [job for job in jobs if not job.done]
 
     def _decode(self, jobs: list[Job]) -> None:
-        """Decodes a token for each job."""
+        """Decodes a token for each job, or several where a draft is right."""
         if not jobs:
             return
-        left = [min(job.params.max_tokens - len(job.output_ids), self._runner.window - job.num_tokens) for job in jobs]
-        may_run_ahead = min(left) > 1 and not self._scheduler.prefilling and not self._scheduler.may_take
-        self._kv.write_buffer.make_room(len(jobs))
+        runner, drafter = self._runner, self._drafter
+        left = {job: min(job.params.max_tokens - len(job.output_ids), runner.window - job.num_tokens) for job in jobs}
+        slots = {job: job.slot for job in jobs if job.slot is not None}
+        guessed = {job: left[job] - 1 for job, slot in slots.items() if not runner.sampler.follows_marks(slot)}
+        guesses = drafter.guesses(guessed)
+        size, drafts = drafter.choose(guesses, {job: runner.pool.size.part_of(slot) for job, slot in slots.items()})
+        size = 0 if runner.is_ahead(jobs) else size
+        may_run_ahead = min(left.values()) > 1 and not self._scheduler.prefilling and not self._scheduler.may_take
+        self._kv.write_buffer.make_room(sum(1 + len(drafts.get(job, ())) for job in jobs) if size else len(jobs))
         started_s = time.perf_counter()
         try:
             with self._timeline.annotate("engine", "decode", rows=len(jobs)):
-                decoded = self._runner.decode(jobs, may_run_ahead)
+                if size:
+                    decoded = runner.check(jobs, {slots[job]: draft for job, draft in drafts.items()})
+                else:  # What is guessed is not known to be right before the token in front of it is drawn.
+                    decoded = runner.decode(jobs, may_run_ahead and not drafts)
             kv = tuple(map(to_host_memory, decoded.kv)) if self._savers else decoded.kv  # Once for all of its rows.
         except Exception as error:  # Of all rows alike.
             for job in jobs:
                 self.fail(job, error)
             return
-        self._decode_s = time.perf_counter() - started_s
-        self._timeline.add("compute", "decode", started_s, started_s + self._decode_s, rows=len(jobs))
-        self._metrics.decode_steps += 1
-        self._metrics.decode_s += self._decode_s
-        for job in jobs:
+        ended_s = time.perf_counter()
+        self._count_decoded(started_s, ended_s, len(jobs), size)
+        for job, slot in slots.items():
             if job.done or job.slot is None:  # It was lost with the pages, when another broke.
                 continue
-            row = decoded.rows[job.slot]
+            row, draft, num_before = decoded.rows[slot], drafts.get(job, []) if size else [], len(job.output_ids)
             with self._ending(job):
                 if decoded.received is not None and job.attention is not None:
                     received = decoded.received[row, : job.num_tokens]
                     job.attention = padded(job.attention, job.num_tokens) + received
                 self._take_decoded(job, decoded.draw, row, kv, row)
+                for number, token in enumerate(draft, start=1):
+                    if job.done or job.output_ids[-1] != token:
+                        break
+                    self._take_decoded(job, decoded.draw, row + number, kv, row + number)
+                if draft and not job.done:
+                    runner.pool.shorten(slot, job.num_tokens)
+            self._metrics.draft_tokens += len(draft)
+            self._metrics.accepted_tokens += max(len(job.output_ids) - num_before - 1, 0)
+            if job in guesses:
+                drafter.score(job, guesses[job], job.output_ids[num_before:])
+
+    def _count_decoded(self, started_s: float, ended_s: float, num_rows: int, size: int) -> None:
+        """A step that decoded ran, in which so many tokens were computed to check drafts; 0: none was checked."""
+        self._timeline.add("compute", "decode", started_s, ended_s, rows=num_rows)
+        self._metrics.decode_steps += 1
+        self._metrics.draft_steps += size > 0
+        self._metrics.decode_s += ended_s - started_s
+        if not size:
+            self._decode_s = ended_s - started_s
+        if self._stepped_s is not None:  # What the host does between two steps is part of what they take.
+            self._drafter.took(num_rows, size, ended_s - self._stepped_s)
+        self._stepped_s = ended_s
 
     def _take_decoded(self, job: Job, drawn: Draw, row: int, kv: tuple[jax.Array, ...], kv_row: int) -> None:
         """Takes a token of a job that decodes, and the KV of the one before it, as `Decoded.kv` has it."""

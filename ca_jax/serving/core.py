@@ -21,6 +21,7 @@ from ca_jax import backend
 from ca_jax.config import EngineConfig
 from ca_jax.device import warmup
 from ca_jax.device.adapters import AdapterSizes, array_bytes
+from ca_jax.device.measuring import measure_prefill
 from ca_jax.device.pages import PoolSize
 from ca_jax.device.passes import RunnerSizes
 from ca_jax.device.processes import Processes, check_alike
@@ -104,6 +105,7 @@ class EngineCore:
             with_attention=overflow is not None and overflow.token_discarder.needs_attention,
             packs_kv=config.kv_rest_dtype == "int8",
             adapters=adapter_sizes(config),
+            max_draft_tokens=config.max_draft_tokens,
         )
         self.runner = Runner(model.config, model.params, sizes, timeline=timeline, sharding=model.sharding)
         check_buffers(config, layout, self.runner)
@@ -136,7 +138,7 @@ class EngineCore:
         shapes = Shapes(self.runner)
         compile_all(self._functions(shapes, new), progress)
         self.kv.meter.forget()
-        for sample in self.runner.measure_prefill(history, new):
+        for sample in measure_prefill(self.runner, history, new):
             self.kv.meter.add_prefill(*sample)
         self._measure_transfers()
         compile_all(list(self._of_contexts(shapes, contexts)), progress)

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from ca_jax.config import BlendConfig
 from ca_jax.device import page_steps, steps
+from ca_jax.device.passes import PassPart, Prefill
 from ca_jax.device.runner import Runner
 from ca_jax.device.warmup import Compile, Shapes
 from ca_jax.errors import ContextWindowError, InvalidRequestError
@@ -281,7 +282,7 @@ class Truncator:
         elif not recomputes:
             self._runner.pool.cut(slot, kept, drift=self._drift_values, drifts_from=overflow.keep_first_tokens)
             if overflow.recomputes and overflow.anchor_tokens and len(kept):
-                self._runner.compute(slot, job.token_ids[:-1][: overflow.anchor_tokens])
+                _compute(self._runner, slot, job.token_ids[:-1][: overflow.anchor_tokens])
         job.dropped_tokens += int(discarded.sum())
         job.num_gone += int(discarded.sum())
         self._count(discarded)
@@ -328,7 +329,7 @@ class Truncator:
         token_ids = job.token_ids[:-1]
         self._runner.pool.shorten(slot, 0)
         if saver is None:
-            self._runner.compute(slot, token_ids)
+            _compute(self._runner, slot, token_ids)
             return
 
         def begin(start: int, num_tokens: int) -> Callable[[int, jax.Array, int], None]:
@@ -336,8 +337,34 @@ class Truncator:
             saver.begin_pass(token_ids[start : start + num_tokens], start)
             return saver.add_layer
 
-        self._runner.compute(slot, token_ids, begin, saver.end_pass)
+        _compute(self._runner, slot, token_ids, begin, saver.end_pass)
 
     def _count(self, discarded: np.ndarray) -> None:
         self._metrics.truncations += 1
         self._metrics.dropped_tokens += int(discarded.sum())
+
+
+def _compute(
+    runner: Runner,
+    slot: int,
+    tokens: list[int],
+    on_pass: Callable[[int, int], Callable[[int, jax.Array, int], None]] | None = None,
+    end_pass: Callable[[], None] = lambda: None,
+) -> None:
+    """Computes the first tokens of a row anew, with nothing before them. Does not wait.
+
+    Args:
+      slot: which.
+      tokens: those to compute.
+      on_pass: told of each pass before it is dispatched, its first token and how many; gives its `on_layer`.
+      end_pass: called behind each.
+    """
+    prefill = Prefill(slot, tokens, 0)
+    while prefill.num_left:
+        part = PassPart(prefill, min(runner.chunk_tokens, prefill.num_left))
+        if on_pass is not None:
+            part.on_layer = on_pass(prefill.num_done, part.num_tokens)
+        runner.run_pass([part])
+        if part.error is not None:
+            raise part.error
+        end_pass()

@@ -35,6 +35,12 @@ class EngineMetrics:
     """Decode steps run."""
     decode_s: float = 0.0
     """Seconds of those."""
+    draft_steps: int = 0
+    """Those of them that checked drafts,"""
+    draft_tokens: int = 0
+    """tokens of these,"""
+    accepted_tokens: int = 0
+    """and those of them that were right: tokens that took no step of their own."""
     resident_histories: int = 0
     """Turns whose stored history was on the devices still."""
     loaded_histories: int = 0
