@@ -255,11 +255,26 @@ class Setup:
             *(model, self.params, pages, self.shape(1, width), self.rows(num_rows, width), self.tables, few, num_rows),
             sharding=sharding,
             donated=pages,
-            takes_everything=True,
             num_kernels=model.num_layers,
             num_sums=2 * model.num_layers + 1,
             sent_bytes=self._activations(width),
             **self._work(self.params, few),
+        )
+        drafts = self.chip.served_as.draft_sizes[0]
+        pages = [self.pages] * model.num_layers
+        yield self._step(
+            f"decode, drafts in {drafts} tokens",
+            steps.decode,
+            *(model, self.params, pages, self.shape(drafts), self.rows(num_rows, drafts), self.tables),
+            one_each=False,
+            sharding=sharding,
+            donated=pages,
+            takes_everything=True,
+            num_kernels=model.num_layers,
+            num_sums=2 * model.num_layers + 1,
+            num_gathers=1,
+            sent_bytes=max(self._activations(drafts), self._logits(drafts)),
+            **self._work(self.params, drafts),
         )
         buckets = batch_buckets(self.engine.max_batch_size, self.chip.served_as.least_rows)
         for count in (buckets[0], buckets[-1]):
