@@ -56,7 +56,7 @@ CPU = Backend(
     coarse_steps=False,
     least_rows=1,
     whole_tokens=32,
-    draft_sizes=(4, 8, 16),
+    draft_sizes=(4, 8),
     layers_ahead=0,
     writes_whole_pages=False,
 )

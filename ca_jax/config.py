@@ -103,7 +103,7 @@ class EngineConfig:
     """Most jobs that run together."""
     max_num_batched_tokens: int = 512
     """Most tokens of a step: of prompts, several in one pass, and of jobs that decode along with them."""
-    max_draft_tokens: int = 15
+    max_draft_tokens: int = 7
     """Most tokens of an answer that are guessed ahead, from what its context says already, and checked in one step: an
     answer that quotes comes faster, and is the same. How many are checked is what gives most tokens a second by what
     was measured, often none. 0: none ever are."""

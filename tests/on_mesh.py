@@ -27,6 +27,7 @@ from ca_jax.models.sharding import model_sharding
 from ca_jax.models.weights import parameter_slots
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import LoadedModel
+from ca_jax.serving import drafts
 from ca_jax.storage.config import GIB
 from ca_jax.storage.layout import KVLayout
 from ca_jax.testing import tiny
@@ -216,6 +217,25 @@ def test_what_one_mesh_stored_on_ssd_others_go_on_from(tmp_path, num_kv_heads, m
             num_cached = num_known - usage.dropped_tokens - 1 if turn else 0
             assert usage.cached_tokens == {"ssd" if turn else "dram": num_cached}
             assert engine.metrics.failed_saves == engine.metrics.failed_loads == 0
+
+
+def test_drafts_are_checked_in_each_part_and_change_no_token(monkeypatch):
+    said = [kit.prompt(30, seed) for seed in range(3)]
+    with engine_of(1, 1) as engine:
+        answers = [each.token_ids for each in engine.generate(said, SamplingParams(max_tokens=20))]
+    right = {tuple(prompt): answer for prompt, answer in zip(said, answers, strict=True)}
+    rng = np.random.default_rng(1)
+
+    def find(self, job, most):
+        rest = right[tuple(job.prompt_ids)][len(job.output_ids) :][:most]
+        return drafts.MOST_MATCH, [token if rng.random() < 0.8 else 88 for token in rest]
+
+    monkeypatch.setattr(drafts.Lookup, "find", find)
+    monkeypatch.setattr(drafts.Drafter, "took", lambda self, *of_step: None)
+    with engine_of(2, 2, max_draft_tokens=15) as engine:
+        found = [each.token_ids for each in engine.generate(said, SamplingParams(max_tokens=20))]
+        assert engine.metrics.accepted_tokens > 20
+    assert found == answers
 
 
 def test_chunks_are_blended_as_on_one_device():

@@ -15,7 +15,7 @@ def test_steps_are_padded_by_little_and_at_most_to_their_most_tokens(most, coars
     assert list(buckets) == sorted(set(buckets))
     assert buckets[-1] == most
     for size in range(1, most + 1):
-        fine = 8 if size <= 8 else 16 if size <= 128 else 32 if size <= 256 else 128 if size <= 512 else size
+        fine = 16 if size <= 128 else 32 if size <= 256 else 128 if size <= 512 else size
         assert size <= pad_to(buckets, size) < size + (max(size, 16) if coarse else fine)
 
 

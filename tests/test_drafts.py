@@ -190,7 +190,7 @@ def test_answers_are_the_same_with_and_without(is_eager, store, monkeypatch):
     monkeypatch.setattr(drafts, "Lookup", Known)
     answers, metrics = said(MOST, **changes)
     assert answers == without
-    assert metrics.decode_steps < 0.6 * plain.decode_steps
+    assert metrics.decode_steps < 0.7 * plain.decode_steps
     assert metrics.accepted_tokens > 200
     assert metrics.draft_tokens > metrics.accepted_tokens + 50
     assert metrics.cached_tokens == plain.cached_tokens > 0  # What was accepted is stored, and loaded by the next turn.

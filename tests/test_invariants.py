@@ -312,14 +312,20 @@ class Counted(Shapes):
 
 
 @pytest.mark.parametrize("rest_dtype", ["model", "int8"])
-@pytest.mark.parametrize("window", [4096, 8192, 32768, 131072])
+@pytest.mark.parametrize("window", [4096, 8192, 8193, 16384, 131072])
 def test_at_most_64_functions_serve_whatever_the_window(window, rest_dtype):
     model = kit.model_of(num_layers=2, max_positions=window)
-    sizes = {"context_window": window, "max_batch_size": 8, "max_num_batched_tokens": 512, "page_tokens": 128}
+    sizes = {
+        "context_window": window,
+        "max_batch_size": 8,
+        "max_num_batched_tokens": 512,
+        "page_tokens": 128,
+        "max_draft_tokens": 15,
+    }
     with kit.small_engine(model, kv_rest_dtype=rest_dtype, kv_pool_gib=1.0, **sizes) as engine:
         shapes = Counted(engine._runner)
         compile_all(engine._core._functions(shapes, 512))
-    assert 40 < len(shapes.asked) <= 64
+    assert 30 < len(shapes.asked) <= 64
 
 
 def test_none_comes_after_warmup_where_passes_are_short_and_histories_are_loaded_in_part(monkeypatch):
@@ -328,7 +334,7 @@ def test_none_comes_after_warmup_where_passes_are_short_and_histories_are_loaded
     num_plans = itertools.count()
 
     def any_pass(rates, history_tokens, sizes, budget_s):
-        taken.append(sizes[len(taken) * 2 % len(sizes)])
+        taken.append(sizes[len(taken) * 3 % len(sizes)])
         return taken[-1]
 
     def any_plan(rates, history_tokens, new_tokens, *, block_tokens, **options):

@@ -199,7 +199,7 @@ def test_whatever_is_packed_into_a_pass_computes_what_each_does_alone_in_one(run
 @with_buckets_of_a_cpu
 @pytest.mark.parametrize(
     ("num_history", "num_new", "padded"),
-    [(0, 1, (0, 8)), (1, 64, (1, 64)), (256, 65, (256, 72)), (257, 200, (257, 64 * 3 + 8))],
+    [(0, 1, (0, 16)), (1, 64, (1, 64)), (256, 65, (256, 80)), (257, 200, (257, 64 * 3 + 16))],
 )
 def test_padding_is_of_whole_passes_and_the_rest(runner, num_history, num_new, padded):
     assert runner.padded(num_history, num_new) == padded

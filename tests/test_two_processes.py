@@ -19,6 +19,7 @@ import pytest
 
 import ca_jax
 from ca_jax.device.processes import JaxProcesses
+from ca_jax.serving import drafts
 from ca_jax.storage.config import StoreConfig
 from ca_jax.testing import tiny
 from tests import engine_kit as kit
@@ -66,7 +67,9 @@ def main(address: str, index: int, directory: str, data: int, tensor: int, first
     Says what it did as lines of JSON, then waits for its end to be asked for, or to be killed.
     """
     jax.distributed.initialize(address, 2, index)
-    with engine_of(kit.ssd_store(directory), data_parallel_size=data, tensor_parallel_size=tensor) as engine:
+    drafts.LEAST_MATCH = 1  # Much is guessed, and most of it wrong.
+    sizes = {"data_parallel_size": data, "tensor_parallel_size": tensor, "max_draft_tokens": 15}
+    with engine_of(kit.ssd_store(directory), **sizes) as engine:
         session = engine.session(session_id="one")
         report(known=len(session.token_ids))
         for number in range(first, stop):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 
 def token_buckets(max_tokens: int, coarse: bool = False) -> tuple[int, ...]:
-    """Padded numbers of tokens of a step: 8, steps of 16 to 128, of 32 to 256, of 128 to 512, doublings beyond.
+    """Padded numbers of tokens of a step: steps of 16 to 128, of 32 to 256, of 128 to 512, doublings beyond.
 
     Steps are fine where a step costs most: TTFT of a short turn is proportional to its padded tokens. Coarse ones are
     powers of two from 16: on a GPU few tokens take as long as some more, and compiling takes longer.
@@ -18,7 +18,7 @@ def token_buckets(max_tokens: int, coarse: bool = False) -> tuple[int, ...]:
     if coarse:
         sizes = [1 << power for power in range(4, max_tokens.bit_length())]
     else:
-        sizes = [8, *range(16, 128, 16), *range(128, 256, 32), *range(256, 513, 128)]
+        sizes = [*range(16, 128, 16), *range(128, 256, 32), *range(256, 513, 128)]
         sizes += [1 << power for power in range(10, max_tokens.bit_length())]
     return (*(size for size in sizes if size < max_tokens), max_tokens)
 

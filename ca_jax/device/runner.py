@@ -36,7 +36,7 @@ from ca_jax.session import Job
 from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
 
 _READ_TOKENS = 512  # Of pages, at a time.
-_FINE_WINDOW = 32_768  # From it on there are so many padded histories that other functions must be fewer.
+_FINE_WINDOW = 8_192  # Above it there are so many padded histories that other functions must be fewer.
 
 
 class Runner:
@@ -87,7 +87,7 @@ class Runner:
         self.step_tokens = sizes.chunk_tokens + self._num_slots
         """Places for tokens of each part of a step."""
         self._num_parts = sizes.pool.num_parts
-        is_coarse = backend.here().coarse_steps or self.window >= _FINE_WINDOW
+        is_coarse = backend.here().coarse_steps or self.window > _FINE_WINDOW
         self.token_buckets = token_buckets(sizes.chunk_tokens, coarse=is_coarse)
         most = 0 if config.num_states else backend.here().whole_tokens
         self.whole_tokens = max((size for size in self.token_buckets if size <= most), default=0)

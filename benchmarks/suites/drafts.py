@@ -1,0 +1,181 @@
+"""Tokens a second with drafts and without, of answers that quote what they were given and of others.
+
+Two engines of one process answer the same prompts, one at a time; each round begins with the other one. Texts to repeat
+are paragraphs of `docs/`, code to edit is functions of the package, chats are first messages of ShareGPT: the seed says
+which. An engine with drafts learns how often it guesses right from round to round, as one that serves does.
+
+Not here: what is guessed, and when it is checked (`ca_jax.serving.drafts`).
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from benchmarks import harness
+from benchmarks.conversations import is_installed
+from benchmarks.engines import make_engine
+from benchmarks.harness import BenchError, Row, Run, Sample
+from ca_jax.engine import Engine
+from ca_jax.pretrained import LoadedModel
+from ca_jax.simulate.traces.sharegpt import load_sharegpt
+from ca_jax.turns.requests import SamplingParams
+
+TASKS = {
+    "quote": "Repeat this text word for word:\n\n{}",
+    "edit": "Here is Python code:\n\n```python\n{}\n```\n\nWrite all of it again, with a docstring that is longer.",
+    "chat": "{}",
+}
+"""What is asked, by task."""
+WAYS = ("drafts", "plain")
+"""How it is answered."""
+
+_ROOT = Path(__file__).parents[2]
+_PIECE_CHARS = (400, 1200)  # Of a text, or a function.
+_CHAT_CHARS = (20, 1200)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftsConfig(harness.ServingConfig):
+    """Answers with drafts and without."""
+
+    may_be_zero: ClassVar = frozenset({"seed", "temperature"})
+
+    prompts_of_task: int = 6
+    """Prompts of each task."""
+    answer_tokens: int = 128
+    """Most tokens of an answer."""
+    concurrent_sessions: int = 1
+    """Answers that come at a time."""
+    temperature: float = 0.0
+    """That tokens are drawn at; 0 takes the likeliest."""
+    context_window: int = 2048
+    """Most tokens of a conversation."""
+    repeats: int = 3
+    """Samples that a median is of."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftsRow(Row):
+    """All prompts of a task, answered in one way; numbers are of a round, medians of the rounds'."""
+
+    task: str
+    """One of `TASKS`."""
+    way: str
+    """One of `WAYS`."""
+    concurrent_sessions: int
+    """Answers that came at a time."""
+    answer_tokens: int
+    """Of all answers."""
+    tokens_per_s: float
+    """Of all answers together, behind their first tokens."""
+    tokens_per_step: float
+    """Of one answer."""
+    accepted_share: float
+    """Of the tokens of drafts that were checked, those that were right; 0 where none was checked."""
+    same_tokens: bool
+    """Whether both ways gave the same."""
+
+
+def prompts_of(task: str, model: LoadedModel, config: DraftsConfig) -> list[str]:
+    """What is asked.
+
+    Raises:
+      BenchError: ShareGPT is not installed, or there are too few pieces to choose from.
+    """
+    found = {"quote": _paragraphs, "edit": _functions, "chat": _first_messages}[task]()
+    pieces = [piece for piece in found if model.tokenizer is not None]
+    if len(pieces) < config.prompts_of_task:
+        raise BenchError(f"task {task} must have {config.prompts_of_task} texts to choose from, got {len(pieces)}")
+    chosen = np.random.default_rng(config.seed).choice(len(pieces), config.prompts_of_task, replace=False)
+    return [TASKS[task].format(pieces[number]) for number in chosen]
+
+
+def _paragraphs() -> list[str]:
+    texts = (path.read_text() for path in sorted((_ROOT / "docs").rglob("*.md")))
+    parts = [" ".join(part.split()) for text in texts for part in text.split("\n\n")]
+    is_prose = (part for part in parts if part[:1].isalpha() and "|" not in part)
+    return [part for part in is_prose if _PIECE_CHARS[0] <= len(part) <= _PIECE_CHARS[1]]
+
+
+def _functions() -> list[str]:
+    found = []
+    for path in sorted((_ROOT / "ca_jax").rglob("*.py")):
+        text = path.read_text()
+        functions = (node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef))
+        found += [ast.get_source_segment(text, node) or "" for node in functions]
+    return [part for part in found if _PIECE_CHARS[0] <= len(part) <= _PIECE_CHARS[1]]
+
+
+def _first_messages() -> list[str]:
+    if not is_installed():
+        return []
+    first = (each.user_texts[0] for each in itertools.islice(load_sharegpt(), 1000) if each.user_texts)
+    return [message for message in first if _CHAT_CHARS[0] <= len(message) <= _CHAT_CHARS[1]]
+
+
+@harness.suite(DraftsConfig, summary=lambda _: {})
+def drafts(run: Run[DraftsConfig]) -> Iterator[DraftsRow]:
+    """Tokens a second with drafts and without, where an answer quotes and where it does not."""
+    config, model = run.config, run.model
+    prompts = {task: prompts_of(task, model, config) for task in TASKS}
+    with contextlib.ExitStack() as stack:
+        engines = {}
+        for way in WAYS:
+            most = config.engine.max_draft_tokens if way == "drafts" else 0
+            sized = dataclasses.replace(config.engine, context_window=config.context_window, max_draft_tokens=most)
+            engines[way] = stack.enter_context(make_engine(model, sized, suite="drafts"))
+            engines[way].warmup(progress=run.progress)
+        for engine in engines.values():
+            engine.wait_until_ready()
+        step = run.steps(len(TASKS) * (1 + config.repeats), "drafts")
+        for task in TASKS:
+            ways = {way: partial(_answered, engine, config, prompts[task]) for way, engine in engines.items()}
+            rounds = harness.interleave(lambda ways=ways: ways, config.repeats, step=step)  # type: ignore[misc]
+            same, taken = harness.same(rounds, "answers"), {way: harness.of_way(rounds, way) for way in WAYS}
+            pairs = zip(*taken.values(), strict=True)
+            speedups = [one["tokens_per_s"] / other["tokens_per_s"] for one, other in pairs]
+            run.facts[f"speedup_{task}"] = float(np.median(speedups))
+            run.facts[f"speedup_{task}_spread"] = [min(speedups), max(speedups)]
+            run.facts["same_tokens"] = run.facts.get("same_tokens", True) and same
+            run.facts["recompiles"] = run.facts.get("recompiles", 0) + harness.recompiles(rounds)
+            for way, samples in taken.items():
+                at_a_time = {"concurrent_sessions": config.concurrent_sessions, "same_tokens": same}
+                yield harness.make_row(DraftsRow, samples, task=task, way=way, **at_a_time)
+
+
+def _answered(engine: Engine, config: DraftsConfig, prompts: Sequence[str]) -> Sample:
+    """Has all prompts answered, so many at a time."""
+    before, answers, seconds = dataclasses.replace(engine.metrics), [], 0.0
+    sampling = SamplingParams(max_tokens=config.answer_tokens, temperature=config.temperature, seed=config.seed)
+    for start in range(0, len(prompts), config.concurrent_sessions):
+        together = prompts[start : start + config.concurrent_sessions]
+        sessions = [engine.session() for _ in together]
+        sent = [session.send(text, sampling=sampling) for session, text in zip(sessions, together, strict=True)]
+        pending: list[Any] = list(sent)
+        while pending:
+            pending = [answer for answer in pending if next(answer, None) is not None]
+        jobs = [answer.job for answer in sent]
+        answers += [job.output_ids for job in jobs]
+        seconds += max(job.finished_s for job in jobs) - min(job.first_token_s for job in jobs)
+        for session in sessions:
+            session.close()
+    after = engine.metrics
+    counts = {name: getattr(after, name) - getattr(before, name) for name in vars(before) if "token" in name}
+    decoded = sum(len(ids) - 1 for ids in answers)
+    rows = decoded / max(after.decode_steps - before.decode_steps, 1)
+    return {
+        "answers": answers,
+        "answer_tokens": sum(map(len, answers)),
+        "tokens_per_s": decoded / seconds,
+        "tokens_per_step": rows / min(config.concurrent_sessions, len(prompts)),
+        "accepted_share": counts["accepted_tokens"] / max(counts["draft_tokens"], 1),
+    }
