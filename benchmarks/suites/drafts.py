@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks import harness
 from benchmarks.conversations import is_installed
-from benchmarks.engines import make_engine
+from benchmarks.engines import make_engine, random_ids
 from benchmarks.harness import BenchError, Row, Run, Sample
 from ca_jax.engine import Engine
 from ca_jax.pretrained import LoadedModel
@@ -85,17 +85,20 @@ class DraftsRow(Row):
     """Whether both ways gave the same."""
 
 
-def prompts_of(task: str, model: LoadedModel, config: DraftsConfig) -> list[str]:
-    """What is asked.
+def prompts_of(task: str, model: LoadedModel, config: DraftsConfig) -> list[str | list[int]]:
+    """What is asked; of a model without a tokenizer random tokens, which come twice but in chats.
 
     Raises:
       BenchError: ShareGPT is not installed, or there are too few pieces to choose from.
     """
-    found = {"quote": _paragraphs, "edit": _functions, "chat": _first_messages}[task]()
-    pieces = [piece for piece in found if model.tokenizer is not None]
+    rng = np.random.default_rng((config.seed, list(TASKS).index(task)))
+    if model.tokenizer is None:
+        num_tokens = config.context_window // 8
+        return [random_ids(rng, model, num_tokens) * (1 + (task != "chat")) for _ in range(config.prompts_of_task)]
+    pieces = {"quote": _paragraphs, "edit": _functions, "chat": _first_messages}[task]()
     if len(pieces) < config.prompts_of_task:
         raise BenchError(f"task {task} must have {config.prompts_of_task} texts to choose from, got {len(pieces)}")
-    chosen = np.random.default_rng(config.seed).choice(len(pieces), config.prompts_of_task, replace=False)
+    chosen = rng.choice(len(pieces), config.prompts_of_task, replace=False)
     return [TASKS[task].format(pieces[number]) for number in chosen]
 
 
@@ -152,14 +155,19 @@ def drafts(run: Run[DraftsConfig]) -> Iterator[DraftsRow]:
                 yield harness.make_row(DraftsRow, samples, task=task, way=way, **at_a_time)
 
 
-def _answered(engine: Engine, config: DraftsConfig, prompts: Sequence[str]) -> Sample:
+def _answered(engine: Engine, config: DraftsConfig, prompts: Sequence[str | list[int]]) -> Sample:
     """Has all prompts answered, so many at a time."""
     before, answers, seconds = dataclasses.replace(engine.metrics), [], 0.0
     sampling = SamplingParams(max_tokens=config.answer_tokens, temperature=config.temperature, seed=config.seed)
     for start in range(0, len(prompts), config.concurrent_sessions):
         together = prompts[start : start + config.concurrent_sessions]
         sessions = [engine.session() for _ in together]
-        sent = [session.send(text, sampling=sampling) for session, text in zip(sessions, together, strict=True)]
+        sent = [
+            session.send(asked, sampling=sampling)
+            if isinstance(asked, str)
+            else session.send_ids(asked, sampling=sampling)
+            for session, asked in zip(sessions, together, strict=True)
+        ]
         pending: list[Any] = list(sent)
         while pending:
             pending = [answer for answer in pending if next(answer, None) is not None]

@@ -95,6 +95,11 @@ SMALL: dict[str, tuple[str, str, list[tuple[object, ...]]]] = {
         "mode concurrent_sessions turns",
         [("store", 3, 9), ("recompute", 3, 9)],
     ),
+    "drafts": (
+        "--prompts_of_task=2 --answer_tokens=12 --context_window=200 --concurrent_sessions=2",
+        "task way concurrent_sessions answer_tokens same_tokens",
+        [(task, way, 2, 24, True) for task in ("quote", "edit", "chat") for way in ("drafts", "plain")],
+    ),
     "overflow": (
         "--num_sessions=3 --concurrent_sessions=2 --context_window=128 --conversation_tokens=240 "
         "--max_answer_tokens=6 --bookkeeping_blocks=6 --bookkeeping_sessions=2 --gap_sessions=1,2 "
