@@ -45,6 +45,7 @@ hypothesis.settings.load_profile("tests")
 _LONG = {
     *("test_mesh", "test_two_processes", "test_golden", "test_chat", "test_demo", "test_suites", "test_replica_kill"),
     *("test_faults", "test_kill", "test_overflow_exact", "test_overflow_repair", "test_overlap", "test_warmup"),
+    *("test_adapters", "test_engine_families", "test_families", "test_gguf_families", "test_invariants", "test_soak"),
 }
 
 
