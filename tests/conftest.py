@@ -21,6 +21,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 # computations in flight, collectives wait for each other for ever.
 os.environ.setdefault("PJRT_NPROC", "16")
 os.environ.setdefault("NPROC", "16")
+# torch's threads spin while they wait, which would take time from other workers.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What is compiled is kept for other workers, for processes that tests start, and for the next run.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(REPOSITORY / ".cache" / "xla"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
@@ -30,7 +32,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 if shutil.which("nvidia-smi") is None:
     _QUICK = "--xla_backend_optimization_level=0"
     if importlib.metadata.version("jaxlib").startswith("0.10."):  # XLA ends the process where it does not know a flag.
-        _QUICK += " --xla_cpu_use_fusion_emitters=false"
+        # A function's code is generated in one piece: 32 pieces for threads of their own cost more than they save here.
+        _QUICK += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     os.environ.setdefault("XLA_FLAGS", _QUICK)
 
 # How long an example takes says what else the machine does.
@@ -42,6 +45,7 @@ hypothesis.settings.load_profile("tests")
 _LONG = {
     *("test_mesh", "test_two_processes", "test_golden", "test_chat", "test_demo", "test_suites", "test_replica_kill"),
     *("test_faults", "test_kill", "test_overflow_exact", "test_overflow_repair", "test_overlap", "test_warmup"),
+    *("test_adapters", "test_engine_families", "test_families", "test_gguf_families", "test_invariants", "test_soak"),
 }
 
 

@@ -407,7 +407,9 @@ def test_a_decode_step_adds_up_twice_a_layer_and_gathers_no_kv(num_kv_heads, dat
     assert all(re.match(rf"f32\[({num_rows}|4),256\]", shapes) for _, shapes in others), "of logits"
 
 
-@pytest.mark.parametrize(("data", "tensor", "num_kv_heads"), [(1, 4, 8), (2, 2, 8), (1, 8, 2)])
+@pytest.mark.parametrize(
+    ("data", "tensor", "num_kv_heads"), [pytest.param(1, 4, 8, marks=pytest.mark.slow), (2, 2, 8), (1, 8, 2)]
+)
 def test_adapters_answer_like_on_one_device(data, tensor, num_kv_heads, tmp_path):
     """Their matrices are divided as the model's are; with a context that is cut and repaired in the middle."""
     config = config_of(num_kv_heads)

@@ -32,7 +32,7 @@ WINDOW = 128
 SMALL = {"context_window": WINDOW}
 """Of the engines' config."""
 ATOL = kit.ATOL
-_STEP = 32
+_STEP = 16
 _REPAIR_STEP = 8  # Repaired tokens are a multiple of it.
 
 
@@ -95,7 +95,8 @@ class SlicedCache:
     def _feed(self, part: list[int]) -> np.ndarray:
         """Puts at most a step of tokens behind the context; logits of each, `[T, V]`."""
         model, length = self.model, len(self.token_ids)
-        num_rows = 1 if len(part) == 1 else _STEP
+        # Of the tiny model alone there are enough answers for a function of single tokens to be worth compiling.
+        num_rows = 1 if len(part) == 1 and model is kit.tiny_model() else _STEP
         room = np.full((*self.kv.shape[:2], self.window, *self.kv.shape[3:]), np.nan, np.float32)
         room[:, :, :length] = self.kv
         padded = np.zeros(num_rows, np.int32)

@@ -179,7 +179,12 @@ TURNS = [(kit.prompt(56, 0), 8), (kit.prompt(40, 1), 8), (kit.prompt(14, 2), 40)
 
 @pytest.mark.parametrize(
     "how",
-    [{"repair": "spread"}, {"repair": "spread", "repair_ratio": 0.3}, {"repair": "none"}, {"method": "tt"}],
+    [
+        {"repair": "spread"},
+        {"method": "tt"},
+        pytest.param({"repair": "spread", "repair_ratio": 0.3}, marks=pytest.mark.slow),
+        pytest.param({"repair": "none"}, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_an_overflow_is_repaired_with_the_sessions_own_adapter(how):
@@ -194,7 +199,7 @@ def test_an_overflow_is_repaired_with_the_sessions_own_adapter(how):
         assert list(found) == ak.say_alone(LORAS[name], TURNS, **changes), f"adapter {name}"
 
 
-@pytest.mark.parametrize("selection", ["hkvd", "spread"])
+@pytest.mark.parametrize("selection", ["hkvd", pytest.param("spread", marks=pytest.mark.slow)])
 def test_chunks_are_computed_and_blended_with_the_sessions_own_adapter(selection):
     chunks = [kit.prompt(40, 7), kit.prompt(33, 8)]
     blend = ca_jax.BlendConfig(recompute_ratio=0.4, selection=selection)
@@ -210,7 +215,15 @@ def test_chunks_are_computed_and_blended_with_the_sessions_own_adapter(selection
                 assert found == [ask(alone), ask(alone)], f"adapter {name}"
 
 
-@pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3", "granite", "smollm3", "olmo2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen2",
+        "qwen3",
+        "granite",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "smollm3", "olmo2")),
+    ],
+)
 def test_other_families_with_a_matrix_each(name, tmp_path):
     """Biases, norms of queries and keys, and scales of the residual stream are where they are without adapters."""
     transformers = pytest.importorskip("transformers")

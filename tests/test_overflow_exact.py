@@ -147,7 +147,7 @@ def test_a_store_that_does_not_hold_all_of_it(num_blocks, repair, tmp_path):
             num_stored = infos[0].num_tokens if infos else 0
             assert num_stored <= num_blocks * BLOCK
             pair.reference.forget(num_stored)
-            pair.turn(kit.prompt(40, seed=turn), 10 + 20 * turn)
+            pair.turn(kit.prompt(40, seed=turn), 10 + 8 * turn)
             pair.engine.wait_for_saves()
         assert pair.engine.metrics.truncations >= 4
 

@@ -186,7 +186,7 @@ def test_a_chat_of_two_processes_is_that_of_the_first_ones_user(tmp_path):
     config = tiny.tiny_config(num_layers=1)
     tiny.write_tiny_hf(tmp_path / "model", config, tiny.tiny_params(config, seed=1))
     flags = [f"--model={tmp_path / 'model'}", "--tensor_parallel_size=4", "--max_tokens=4", "--dram_gib=0.1"]
-    flags += ["--context_window=256", "--max_num_batched_tokens=64"]
+    flags += ["--context_window=128", "--max_num_batched_tokens=64"]
     flags += ["--norecompute_if_faster"]  # As it is for a model as small as this.
     flags += [f"--coordinator_address={free_address()}", f"--num_processes={NUM_PROCESSES}"]
     logs = [tmp_path / f"chat-{index}" for index in range(NUM_PROCESSES)]

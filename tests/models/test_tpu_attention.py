@@ -30,7 +30,7 @@ def steps_through(monkeypatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
-        ({"heads": (6, 2)}, {}),
+        pytest.param({"heads": (6, 2)}, {}, marks=pytest.mark.slow),
         ({"heads": (6, 2), "rotary_dim": 32}, {"window": 1}),
         ({"heads": (3, 3), "head_dim": 256, "rotary_dim": 64}, {"window": 11}),
         ({"heads": (8, 1), "page": 48}, {"cap": 2.0, "sinks": True}),
