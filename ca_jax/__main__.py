@@ -20,6 +20,7 @@ import sys
 COMMANDS = {
     "serve": "serve a model over HTTP with OpenAI's API",
     "cluster": "the same by several replicas on Ray Serve, behind one address",
+    "top": "show what a server is doing, live",
     "chat": "chat with a model in the terminal",
     "demo": "see a conversation served with and without reuse, over a restart",
     "replay": "replay traces of conversations against the engine",

@@ -174,6 +174,23 @@ class LiveSession(_View):
     """Its last turn, since it was opened."""
 
 
+class LiveDone(_View):
+    """What was done so far, for everybody."""
+
+    turns: int
+    """That ended well."""
+    prompt_tokens: int
+    """Of their prompts,"""
+    cached_tokens: int
+    """and those of them whose KV was there."""
+    completion_tokens: int
+    """Generated."""
+    draft_tokens: int
+    """Guessed ahead and checked,"""
+    accepted_tokens: int
+    """and those of them that were right."""
+
+
 class LiveSnapshot(_View):
     """One moment."""
 
@@ -186,6 +203,8 @@ class LiveSnapshot(_View):
     tiers: list[LiveTier]
     """DRAM, and SSD where there is one."""
     moves: list[LiveMove]
+    done: LiveDone
+    """Totals: a page's rates are of two moments."""
     misses: dict[str, int]
     """Loads that served nothing so far, by reason, but for reasons that there were none of."""
     session: LiveSession | None
@@ -212,6 +231,7 @@ def read_live(engine: Engine, tenant: str, session_id: str | None = None) -> Liv
         queue=_queue(engine, waiting, tenant),
         tiers=list(_tiers(stats)),
         moves=list(_moves(stats, engine.rates)),
+        done=LiveDone(**{name: getattr(engine.metrics, name) for name in LiveDone.model_fields}),
         misses={str(reason): count for reason, count in stats.misses.items() if count},
         session=None if session_id is None else _session(engine, tenant, session_id),
     )

@@ -2,17 +2,21 @@
 
 import contextlib
 import hashlib
+import io
 import json
 import time
 
 import pytest
+import rich.console
 
+from ca_jax.launch import top
 from ca_jax.server.live import read_live
 from ca_jax.server.tenants import Tenant, Tenants
 from ca_jax.storage.config import StoreConfig
 from ca_jax.storage.placement.policy import look_ahead_window
 from ca_jax.turns.requests import SamplingParams
 from tests import engine_kit, server_kit
+from tests.scripts_kit import run_script
 from tests.server_kit import DEADLINE_S, chat, ssd_store, user
 
 BLOCK_TOKENS = engine_kit.BLOCK_TOKENS
@@ -209,3 +213,70 @@ def test_the_page_wants_neither_key_nor_engine(server):
             assert http.get(f"/page/{name}").headers["x-content-type-options"] == "nosniff"
         for name in ("other.js", "..%2Fapp.py", "__init__.py"):
             assert http.get(f"/page/{name}").status_code == 404
+
+
+def test_totals_are_everybody_s_and_a_terminal_shows_them(server, monkeypatch):
+    converse(server, "ann", "One.", "Two.")
+    server_kit.wait_until_idle(server)
+    found = snapshot(server, "ben")["done"]
+    assert found == {name: getattr(server.engine.metrics, name) for name in found}
+    assert found["turns"] >= 2
+    assert found["cached_tokens"] > 0
+
+    monkeypatch.setenv("CA_JAX_API_KEY", "ann")
+    ended = run_script("top", f"--url={server.url}", "--once", "--interval_s=0.1")
+    assert ended.code == 0, ended.err
+    assert f"0 of 8 slots, 0 waiting · {found['turns']} turns, 0.0 a minute" in ended.out
+    assert all(name in ended.out for name in ("dram", "ssd", "load", "save", "fetch", "flush"))
+    refused = run_script("top", f"--url={server.url}", "--once", "--api_key=nobody")
+    assert (refused.code, "401" in refused.err, "CA_JAX_API_KEY" in refused.err) == (1, True, True)
+
+
+def test_a_terminal_shows_rates_of_two_moments_jobs_by_slot_and_nobody_else_s_names():
+    def moment(at_s, **done):
+        job = {"session_id": "trip", "is_own": True, "num_tokens": 70}
+        other = {"session_id": None, "is_own": False, "num_tokens": 0}
+        tier = {
+            "name": "dram",
+            "used_bytes": 5,
+            "capacity_bytes": 10,
+            "num_sessions": 3,
+            "num_hits": 2,
+            "num_evictions": 1,
+        }
+        counts = ("turns", "prompt_tokens", "cached_tokens", "completion_tokens", "draft_tokens", "accepted_tokens")
+        return {
+            "at_s": at_s,
+            "num_slots": 2,
+            "running": [{**job, "slot": 0, "phase": "decode"}, {**other, "slot": 1, "phase": "prefill"}],
+            "queue": {"num_waiting": 20, "waiting": [{**other, "residency": "ssd"}] * 20},
+            "tiers": [tier],
+            "moves": [{"name": "load", "num_bytes": int(at_s * 3000), "num_moves": 2, "bytes_per_s": None}],
+            "done": dict.fromkeys(counts, 0) | done,
+        }
+
+    before = moment(1.0, turns=5, prompt_tokens=100, completion_tokens=10)
+    now = moment(
+        3.0, turns=7, prompt_tokens=500, cached_tokens=300, completion_tokens=110, draft_tokens=40, accepted_tokens=30
+    )
+    console = rich.console.Console(file=io.StringIO(), width=180)
+    console.print(top.screen(now, before))
+    text = console.file.getvalue()
+    assert "2 of 2 slots, 20 waiting · 7 turns, 60.0 a minute · generated 50.0 tokens/s" in text
+    assert "prompts 200 tokens/s (50 computed) · cached 60.0% of prompts so far" in text
+    assert "30 tokens of answers took no step, 75% of those checked" in text
+    assert "█" * 12 + "░" * 12 in text
+    assert "3.0 kB/s" in text
+    assert "and 6 more" in text
+    assert (text.count("trip"), text.count("(another tenant's)"), text.count("waits, KV on SSD")) == (1, 15, 14)
+
+
+@pytest.mark.parametrize(
+    ("url", "wanted"),
+    [("http://127.0.0.1:1", "must be a server that runs"), ("nowhere", "unknown url type")],
+)
+def test_a_server_that_is_not_there_is_named(url, wanted):
+    ended = run_script("top", f"--url={url}", "--once")
+    assert ended.code == 1
+    assert wanted in ended.err
+    assert url in ended.err
