@@ -74,8 +74,8 @@ class Job:
     first_token_s: float = 0.0  # When its first token was there.
     finished_s: float = 0.0  # When it ended.
     token_times_s: list[float] = dataclasses.field(default_factory=list)  # When each token was there.
-    load_span_s: tuple[float, float] | None = None
-    """When the first copy of its history began and the last one ended; None where nothing was loaded."""
+    load_span_s: tuple[float, float] | None = None  # From its history's first copy to the last; None: none was loaded.
+    fetch_span_s: tuple[float, float] | None = None  # Likewise, of what SSD had of it, which is before.
     save_times: SaveTimes | None = None  # When its KV was saved; None where none is, or it was not prefilled yet.
     # As in `Usage`:
     load_s: float = 0.0

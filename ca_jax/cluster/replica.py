@@ -87,7 +87,7 @@ class EngineReplica:
         self._noted_s = time.monotonic()
         self._free_bytes = 0
         server = spec.server if self._claim is None else spec.server.of_replica(self._claim.number)
-        self._app = make_app(self.make_engine, server, spec.tenants)
+        self._app = make_app(self.make_engine, server, spec.tenants, replica=self.name)
         self._state: ServerState = self._app.state.server
         self._life = contextlib.AsyncExitStack()
         self._running: set[asyncio.Task[None]] = set()

@@ -131,6 +131,9 @@ class Histories:
             self._store.complete_load(ticket)
         times_s = load.layer_times_s
         job.load_s, job.load_stall_s, job.load_span_s = sum(times_s), load.stall_s, load.span_s
+        fetches = [ticket.fetch_span_s for ticket in history.tickets if ticket.fetch_span_s is not None]
+        if fetches:
+            job.fetch_span_s = min(fetches)[0], max(end_s for _, end_s in fetches)
         self._metrics.load_stall_s += load.stall_s
         if not self._loader.device_ahead:  # Elsewhere that is staging alone, and not the way to the device.
             for layer, seconds in enumerate(times_s):

@@ -119,8 +119,13 @@ def main(_: Sequence[str]) -> None:
     url = f"http://{FLAGS.host}:{FLAGS.port}/"
     note(console, f"{engine_config}\n{config}")
     warn_if_open(console, tenants, FLAGS.host)
+    try:
+        served = make_app(make_engine, config, tenants, on_failure=fail)
+    except (ImportError, OSError) as error:
+        print(f"serve: {error}", file=sys.stderr)
+        sys.exit(2)
     listening = uvicorn.Config(
-        make_app(make_engine, config, tenants, on_failure=fail),
+        served,
         host=FLAGS.host,
         port=FLAGS.port,
         log_level="warning",

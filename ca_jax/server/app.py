@@ -18,7 +18,9 @@ import functools
 import importlib.metadata
 import importlib.resources
 import logging
+import os
 import re
+import socket
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -40,9 +42,11 @@ from ca_jax.server.config import ServerConfig
 from ca_jax.server.errors import OBJECT, ApiError, add_error_handlers, responses
 from ca_jax.server.guards import Guard
 from ca_jax.server.metrics import CONTENT_TYPE
+from ca_jax.server.observing import AccessLog, Observer, Recorder
 from ca_jax.server.service import Service
 from ca_jax.server.state import ServerState, TheService, TheTenant, state_of
 from ca_jax.server.tenants import Tenants
+from ca_jax.telemetry.spans import SpanSender
 
 if TYPE_CHECKING:
     from ca_jax.server.kv_events import KVEvents
@@ -70,6 +74,7 @@ def make_app(
     tenants: Tenants | None = None,
     *,
     on_failure: Callable[[Exception], None] = lambda error: None,
+    replica: str = "",
 ) -> fastapi.FastAPI:
     """The application. It makes the engine when it starts and closes it when it ends.
 
@@ -78,9 +83,15 @@ def make_app(
       config: how requests are taken.
       tenants: whose they are; without, everybody's, and keys are not asked for.
       on_failure: called with the error when the engine cannot be made: nothing will ever be served.
+      replica: names this server among its replicas, in access log and traces; empty: it is alone.
+
+    Raises:
+      ImportError: the config asks for what needs packages that are not installed.
+      OSError: the access log cannot be written.
     """
     config, tenants = config or ServerConfig(), tenants or Tenants()
     state = ServerState(config=config, tenants=tenants)
+    recorder = _recorder(config, replica)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: fastapi.FastAPI) -> AsyncIterator[None]:
@@ -96,6 +107,8 @@ def make_app(
                 await asyncio.to_thread(state.engine.close)
             if state.kv_events is not None:
                 await asyncio.to_thread(state.kv_events.close)
+            if recorder is not None:
+                await asyncio.to_thread(recorder.close)
 
     app = fastapi.FastAPI(
         title="ca_jax",
@@ -113,12 +126,22 @@ def make_app(
     _describe(app, tenants.asks_for_keys)
     hosts = None if tenants.asks_for_keys and not config.allowed_hosts else config.allowed_hosts
     app.add_middleware(Guard, max_body_bytes=config.max_body_bytes, allowed_hosts=hosts)
+    if recorder is not None:
+        app.add_middleware(Observer, recorder=recorder)
     app.add_middleware(
         CorrelationIdMiddleware,
         header_name="X-Request-ID",
         validator=lambda name: _REQUEST_ID.fullmatch(name) is not None,
     )
     return app
+
+
+def _recorder(config: ServerConfig, replica: str) -> Recorder | None:
+    """Who writes down requests; None where nobody asked for that."""
+    log = None if config.access_log is None else AccessLog(config.access_log, replica)
+    endpoint, instance = config.otlp_traces_endpoint, replica or f"{socket.gethostname()}-{os.getpid()}"
+    spans = None if endpoint is None else SpanSender(endpoint, instance)
+    return None if log is None and spans is None else Recorder(log, spans, replica)
 
 
 async def _start(

@@ -60,6 +60,11 @@ class ServerConfig:
     reasoning_parser: ReasoningFamily = "auto"
     """How the model writes what it thinks before it answers, which is told apart as `reasoning_content`; auto likewise,
     none: it is content."""
+    access_log: str | None = None
+    """File of a line of JSON for each request: who, what, how long, how many tokens; never what was said. `-`: standard
+    output; None: none is written."""
+    otlp_traces_endpoint: str | None = None
+    """Collector that gets a trace of each answer by OTLP over HTTP, `http://127.0.0.1:4318` say; None: none is made."""
     allowed_hosts: tuple[str, ...] = ()
     """Names by which the server is reached, beside addresses and localhost; a request for another `Host` gets status
     403. Empty: where keys are asked for, any name is."""
@@ -70,6 +75,8 @@ class ServerConfig:
             check(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
         has_url = self.kv_events_url is not None or self.kv_events_replay_url is None
         check(has_url, "kv_events_url", "given with a kv_events_replay_url", self.kv_events_url)
+        url = self.otlp_traces_endpoint
+        check(url is None or url.startswith(("http://", "https://")), "otlp_traces_endpoint", "an http(s):// URL", url)
         for name in ("request_timeout_s", "shutdown_grace_s", "max_step_s"):
             check(0 <= getattr(self, name) < math.inf, name, "seconds >= 0", getattr(self, name))
 

@@ -21,6 +21,7 @@ from fastapi.responses import JSONResponse
 from starlette.routing import Match
 
 from ca_jax import errors
+from ca_jax.server.observed import note_error
 from ca_jax.storage.catalog.file import CatalogLateError
 from ca_jax.storage.objects.store import ObjectsError
 
@@ -142,7 +143,11 @@ def add_error_handlers(app: fastapi.FastAPI, count: Callable[[int], None]) -> No
         if told.code == "internal_error":
             _LOG.error("%s %s broke (%s)", request.method, request.url.path, correlation_id.get(), exc_info=error)
         count(told.status_code)
-        return told.response(request.url.path)
+        note_error(told.code, told.status_code)
+        response = told.response(request.url.path)
+        if told.code == "internal_error":  # Answered outside of all middleware.
+            response.headers["X-Request-ID"] = correlation_id.get() or ""
+        return response
 
     kinds: list[type[Exception]] = [starlette.exceptions.HTTPException, errors.CaJaxError, RequestValidationError]
     for kind in [*kinds, TimeoutError, Exception]:

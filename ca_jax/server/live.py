@@ -33,6 +33,7 @@ from ca_jax.errors import CaJaxError
 from ca_jax.kv.costs import Rates, TransferRate
 from ca_jax.server.errors import ApiError, responses
 from ca_jax.server.metrics import tiers_of
+from ca_jax.server.observed import phases
 from ca_jax.server.router import client_name, engine_name
 from ca_jax.server.service import Service
 from ca_jax.server.state import EventStream, KeyedRoute, ServerState, TheService, TheTenant, state_of
@@ -334,29 +335,17 @@ def _turn(session: Session) -> LiveTurn | None:
 
 
 def _spans(job: Job) -> Iterator[LiveSpan]:
-    """What happened so far, in the order in which it began, but that a save goes last."""
-    ended_s = job.finished_s or None  # Of a job that was given up before a phase ended, that phase's end too.
-
-    def span(name: str, start_s: float, end_s: float | None, busy_s: float | None = None, stall_s: float = 0.0):
-        length_s = (time.perf_counter() if end_s is None else end_s) - start_s
-        return LiveSpan(
-            name=name,
-            start_s=start_s - job.submitted_s,
-            end_s=None if end_s is None else end_s - job.submitted_s,
-            busy_s=length_s if busy_s is None else busy_s,
-            stall_s=stall_s,
-        )
-
-    yield span("queued", job.submitted_s, job.started_s or ended_s)
-    if job.load_span_s is not None:
-        yield span("load", *job.load_span_s, job.load_s, job.load_stall_s)
-    if job.started_s:
-        yield span("prefill", job.started_s, job.first_token_s or ended_s, job.prefill_s or None)
-    if job.first_token_s:
-        yield span("decode", job.first_token_s, ended_s)
-    saves = job.save_times
-    if saves is not None and saves.begun_s:
-        yield span("save", saves.begun_s, (saves.published_s or saves.begun_s) if saves.ended else None)
+    """What happened so far; a fetch is part of what is queued."""
+    for phase in phases(job):
+        if phase.name != "fetch":
+            length_s = (time.perf_counter() if phase.end_s is None else phase.end_s) - phase.start_s
+            yield LiveSpan(
+                name="queued" if phase.name == "queue" else phase.name,
+                start_s=phase.start_s - job.submitted_s,
+                end_s=None if phase.end_s is None else phase.end_s - job.submitted_s,
+                busy_s=length_s if phase.busy_s is None else phase.busy_s,
+                stall_s=phase.stall_s,
+            )
 
 
 # The routes.

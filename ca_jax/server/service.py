@@ -26,7 +26,8 @@ from ca_jax.server.config import ServerConfig
 from ca_jax.server.engine_loop import EngineLoop, Feed
 from ca_jax.server.errors import ApiError, invalid
 from ca_jax.server.metrics import RequestMetrics
-from ca_jax.server.router import Found, Router
+from ca_jax.server.observed import OBSERVED
+from ca_jax.server.router import Found, Router, client_name
 from ca_jax.server.tenants import Tenant, Tenants
 from ca_jax.server.tool_formats import ReplyForm
 from ca_jax.serving.prompts import context_ids, prompt_ids, turn_ids
@@ -277,7 +278,7 @@ class Service:
                 self.router.use(each)
             return jobs
 
-        async with self._running(submit, request.num_choices + num_chunks) as feed:
+        async with self._running(submit, request.num_choices + num_chunks, request.num_choices) as feed:
             yield feed
 
     async def render(self, tenant: Tenant, request: ChatRequest | CompletionRequest) -> list[list[int]]:
@@ -328,7 +329,7 @@ class Service:
             return jobs
 
         try:
-            async with self._running(submit, len(prompts)) as feed:
+            async with self._running(submit, len(prompts), request.num_choices) as feed:
                 yield feed
         finally:
             self.loop.tell(lambda engine: self.router.let_go(sessions))
@@ -379,12 +380,15 @@ class Service:
         return self.router.ended(job)
 
     @contextlib.asynccontextmanager
-    async def _running(self, submit: Callable[[Engine], Sequence[Job]], num_jobs: int) -> AsyncIterator[Feed]:
+    async def _running(
+        self, submit: Callable[[Engine], Sequence[Job]], num_jobs: int, num_choices: int = 1
+    ) -> AsyncIterator[Feed]:
         """Jobs that a function queues, ended with the block.
 
         Args:
           submit: queues them.
           num_jobs: how many they may be, those of chunks that are not stored included.
+          num_choices: how many have the same prompt.
 
         Raises:
           ApiError: too many wait (429, with a time to come again).
@@ -399,10 +403,19 @@ class Service:
                     await asyncio.get_running_loop().run_in_executor(self._text_threads, work.do)
         finally:
             self._num_coming -= num_jobs
+        self._note(feed, num_choices)
         try:
             yield feed
         finally:
             self.loop.cancel(feed)
+
+    def _note(self, feed: Feed, num_choices: int) -> None:
+        """Notes the jobs of the request that is served, where somebody observes."""
+        if (observed := OBSERVED.get()) is not None and feed.jobs:
+            observed.jobs, observed.num_choices, first = feed.jobs, num_choices, feed.jobs[0]
+            observed.model = self.model_of(first.adapter.name or None)
+            if first.session is not None and first.session.is_kept:
+                observed.session = client_name(first.session.tenant, first.session.session_id)
 
     @contextlib.contextmanager
     def _all_or_none(self, engine: Engine, jobs: list[Job], begun: list[Session]) -> Iterator[None]:

@@ -23,6 +23,7 @@ from ca_jax.engine import Engine
 from ca_jax.server.bodies import OpenBody
 from ca_jax.server.config import ServerConfig
 from ca_jax.server.errors import ApiError
+from ca_jax.server.observed import note_tenant
 from ca_jax.server.service import Service
 from ca_jax.server.tenants import Tenant, Tenants, authorization_of
 
@@ -88,6 +89,7 @@ async def tenant_of(request: fastapi.Request) -> Tenant:
         found = "none" if authorization is None else "another"
         message = f"the key must be a known one, as 'Authorization: Bearer KEY'; got {found}"
         raise ApiError(401, message, code="invalid_api_key")
+    note_tenant(tenant.name)
     return tenant
 
 

@@ -16,6 +16,7 @@ from asgi_correlation_id import correlation_id
 
 from ca_jax.models.tokenizer import Tokenizer
 from ca_jax.server.errors import ApiError, as_api_error
+from ca_jax.server.observed import note_error
 from ca_jax.session import Job
 from ca_jax.turns.requests import TokenLogprob
 
@@ -31,6 +32,7 @@ def event(body: _Body, name: str | None = None) -> str:
 def reported(error: Exception) -> ApiError:
     """The error that a client gets for what broke its answer; more of it is in the log."""
     api_error = as_api_error(error)
+    note_error(api_error.code, api_error.status_code)
     if api_error.status_code >= 500:
         _LOG.error("an answer broke (%s)", correlation_id.get(), exc_info=error)
     return api_error

@@ -73,6 +73,8 @@ class Entry:
     None where there never was another."""
     fetched: bool = False
     """Whether its KV in DRAM was fetched from SSD and not loaded since."""
+    fetch_span_s: tuple[float, float] | None = None
+    """When that fetch began and ended, on the timeline's clock; None where nobody measured."""
 
     ssd: SsdCopy | None = None
     num_same_tokens: int = 0

@@ -308,7 +308,7 @@ class SsdIndex:
         if end.error is None and end.contents is not None:
             block_ids, task.dram_blocks = task.dram_blocks, ()
             entry.token_ids, entry.block_ids, entry.fetched = end.contents.token_ids, list(block_ids), True
-            entry.places, entry.lineage = task.copy.places, task.copy.lineage
+            entry.places, entry.lineage, entry.fetch_span_s = task.copy.places, task.copy.lineage, end.span_s
             entry.num_same_tokens = entry.num_tokens
             self._counters.num_fetches += 1
             self._counters.fetched_bytes += task.copy.num_blocks * self._layout.block_bytes

@@ -196,6 +196,8 @@ class LoadTicket:
         """First tokens of these whose KV has seen no dropped token; all, where nobody has said."""
         self.from_ssd = from_ssd
         """Whether they were fetched from SSD for this load."""
+        self.fetch_span_s: tuple[float, float] | None = None
+        """When that fetch began and ended, on the timeline's clock; None where there was none, or nobody measured."""
         self.skipped_bytes = 0
         """Of first tokens that were left out of what was read."""
         self._tier = tier

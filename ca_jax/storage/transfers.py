@@ -206,6 +206,7 @@ class Transfers:
                 self._placement.changed(entry)
         places = entry.places.take(num_tokens)
         ticket = LoadTicket(self._dram, key, places, np.array(entry.block_ids), from_ssd=entry.fetched)
+        ticket.fetch_span_s = entry.fetch_span_s if entry.fetched else None
         entry.fetched = False
         entry.num_open_loads += 1
         self._open_loads[ticket] = entry
@@ -313,6 +314,7 @@ class Transfers:
         entry.token_ids = from_entry.token_ids[:num_tokens].copy()
         entry.places, entry.lineage = from_entry.places.take(num_tokens), Lineage(num_dropped)
         entry.fetched, from_entry.fetched = from_entry.fetched, False
+        entry.fetch_span_s = from_entry.fetch_span_s
         if entry.miss is not None:  # What SSD had of it was lost.
             self._counters.misses[entry.miss] += 1
             entry.miss = None

@@ -239,13 +239,14 @@ class SsdWorker:
         num_bytes = task.num_moved_blocks * self.layout.block_bytes
         track: Track = "fetch" if isinstance(task, FetchTask) else "flush"
         began_s, task.began_s = task.began_s, None
-        if began_s is not None:  # Told once. It was no thread's: others were under way with it.
+        span_s = None if began_s is None else (began_s, time.perf_counter())
+        if span_s is not None:  # Told once. It was no thread's: others were under way with it.
             args: dict[str, ArgValue] = {"key": task.key[:_SHOWN_KEY_CHARS], "num_bytes": num_bytes}
             if error is not None:
                 args["error"] = error.reason.value
-            self._timeline.add(track, track, began_s, time.perf_counter(), **args)
+            self._timeline.add(track, track, span_s[0], span_s[1], **args)
         self._fetching.end(task, num_bytes if error is None else None)
-        self._ended.append(TaskEnd(task=task, error=error, settled=settled, contents=contents))
+        self._ended.append(TaskEnd(task=task, error=error, settled=settled, contents=contents, span_s=span_s))
         self._on_progress()
 
     def _fetch(self, task: FetchTask) -> Contents:

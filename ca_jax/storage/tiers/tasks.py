@@ -106,6 +106,8 @@ class TaskEnd:
     """Whether none of its memory or blocks will be touched any more. Always after success."""
     contents: Contents | None = None
     """Of a fetched session."""
+    span_s: tuple[float, float] | None = None
+    """When it was begun and ended, on the timeline's clock; None where that is told already, or nobody measures."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
