@@ -30,6 +30,7 @@ COMMANDS = {
     "tpu_bench": "the same of a TPU",
     "evaluate": "measure what truncation and blending cost in quality",
     "drift": "measure a model's mean drift of KV behind a truncation",
+    "doctor": "say what of this machine stands in the way, and what to set",
     "store": "look into, verify and tidy a store's directory",
     "plan": "say what a model and a store need of a machine",
     "convert": "convert a checkpoint, sharded, to orbax",

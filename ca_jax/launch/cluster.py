@@ -141,6 +141,8 @@ def _application(flag_values: flags.FlagValues) -> ray.serve.Application:
     """
     from ca_jax.cluster.deployment import make_application
 
+    if auto := serve.sizes_to_find(flag_values):
+        raise FlagError(f"{auto[0]} must be a number of GiB here, where replicas share a machine; got auto")
     tenants, config, engine_config = serve.read_flags(flag_values)
     named: dict[str, Any] = {name: flag_values[name].value for name in ("model", "warmup")}
     spec = ReplicaSpec(**named, engine=engine_config, server=config, tenants=tenants)

@@ -49,6 +49,8 @@ ALIASES = {"max_model_len": "context_window", "max_num_seqs": "max_batch_size"}
 """Other names of flags, which users of other servers know."""
 OFF = "off"
 """The `--overflow_method` of an engine that drops nothing."""
+AUTO = "auto"
+"""A size that follows from the machine."""
 DTYPES = ("float32", "bfloat16")
 """What weights and KV are computed in."""
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -62,6 +64,14 @@ _HELP = {
     "received the least attention (heavy_hitters).",
     "tenant_quotas": "TENANT=BYTES: most that this tenant may hold, in place of --tenant_quota_gib.",
 }  # Of flags that are given in another form than their field.
+
+
+class _SizeParser(flags.FloatParser):
+    """Parses a size, or `auto`."""
+
+    def parse(self, argument: Any) -> Any:
+        """The number, or the word."""
+        return argument if argument == AUTO else super().parse(argument)
 
 
 class FlagError(CaJaxError, ValueError):
@@ -78,11 +88,17 @@ class ConfigFlags(Generic[T]):
     """Fields of it that get flags; None: all that can be flags."""
     without: Collection[str] = ()
     """Flags that are left out, and fields that are configs whose flags all are; their values are the default's."""
+    auto: Collection[str] = ()
+    """Flags that may be `auto` as well: the config has its default for these then, and their reader says what it is."""
 
     def define(self, flag_values: flags.FlagValues = flags.FLAGS) -> None:
         """Defines the flags."""
-        for name, described in self._flags().items():
-            define_flag(name, *described, flag_values=flag_values)
+        for name, (hint, value, text, choices) in self._flags().items():
+            if name in self.auto:
+                text = f"{text.rstrip('.')}; {AUTO}: as this machine has room."
+                flags.DEFINE(_SizeParser(), name, value, text, flag_values)
+            else:
+                define_flag(name, hint, value, text, choices, flag_values=flag_values)
 
     def names(self) -> list[str]:
         """The flags' names."""
@@ -97,7 +113,9 @@ class ConfigFlags(Generic[T]):
         values: dict[str, Any] = {}
         for field, name, hint, inner in self._fields():
             if inner is None:
-                values[field] = parsed(name, hint, flag_values[name].value)
+                is_auto = name in self.auto and flag_values[name].value == AUTO
+                default = getattr(self.default, field)
+                values[field] = default if is_auto else parsed(name, hint, flag_values[name].value)
             elif type(None) in _options(hint) and inner._is_off(flag_values, getattr(self.default, field)):
                 values[field] = None
             else:
@@ -143,7 +161,8 @@ class ConfigFlags(Generic[T]):
             inner, of_config = None, next(filter(dataclasses.is_dataclass, _options(hint)), None)
             if of_config is not None:
                 value = getattr(self.default, field)
-                inner = ConfigFlags(of_config() if value is None else value, without=self.without)  # type: ignore[operator]
+                value = of_config() if value is None else value  # type: ignore[operator]
+                inner = ConfigFlags(value, without=self.without, auto=self.auto)
             yield field, name, hint, inner
 
 

@@ -29,19 +29,26 @@ import rich.console
 import uvicorn
 from absl import flags
 
+from ca_jax import backend
 from ca_jax.config import EngineConfig
+from ca_jax.device.buckets import history_buckets
 from ca_jax.engine import Engine
-from ca_jax.launch.flags import ConfigFlags, define_model
+from ca_jax.kv.layout import pool_bytes, pool_size, rest_layout, wanted_bytes
+from ca_jax.launch.flags import AUTO, ConfigFlags, define_model
 from ca_jax.launch.script import note, run
+from ca_jax.launch.sizes import sized
 from ca_jax.launch.terminal import progress_bars
+from ca_jax.pretrained import Progress, load_model
 from ca_jax.server.app import make_app
 from ca_jax.server.config import ServerConfig
 from ca_jax.server.guards import is_loopback
 from ca_jax.server.tenants import Tenants
+from ca_jax.serving.core import DEFAULT_WINDOW_TOKENS, enable_compile_cache, layout_of
 
 FLAGS = flags.FLAGS
 
-_ENGINE = ConfigFlags(EngineConfig())
+_SIZES = ("dram_gib", "ssd_gib")
+_ENGINE = ConfigFlags(EngineConfig(), auto=_SIZES)
 _SERVER = ConfigFlags(ServerConfig())
 _KEEP_ALIVE_S = 75
 
@@ -77,11 +84,50 @@ def read_flags(flag_values: flags.FlagValues = FLAGS) -> tuple[Tenants, ServerCo
     return tenants, config, dataclasses.replace(engine_config, store=store)
 
 
+def sizes_to_find(flag_values: flags.FlagValues = FLAGS) -> list[str]:
+    """Flags of sizes that are `auto`."""
+    return [name for name in _SIZES if flag_values[name].value == AUTO]
+
+
 def warn_if_open(console: rich.console.Console, tenants: Tenants, host: str) -> None:
     """Warns where anybody who reaches an address is served."""
     if not (tenants.asks_for_keys or is_loopback(host)):
         warning = "without --api_keys_file: anybody who reaches it is served and reads conversations"
         note(console, f"warning: --host={host} {warning}", "yellow")
+
+
+def make_sized(model: str, config: EngineConfig, auto: Sequence[str], progress: Progress | None = None) -> Engine:
+    """An engine whose sizes follow from what the machine has left once the weights are there.
+
+    Args:
+      model: as `--model` names it.
+      config: of the engine; its sizes that are named in `auto` do not count.
+      auto: which: `dram_gib`, `ssd_gib`.
+      progress: of loading.
+
+    Raises:
+      FlagError: there is too little room.
+      Exception: as `Engine.from_pretrained`.
+    """
+    if not auto:
+        return Engine.from_pretrained(model, config, progress=progress)
+    enable_compile_cache(config.compile_cache_dir)
+    kinds = {"dtype": config.dtype, "weight_dtype": config.weight_dtype}
+    loaded = load_model(model, **kinds, layout=layout_of(config), progress=progress)
+    needed_bytes = 0  # Where devices have memory of their own.
+    if backend.here().shares_memory:
+        window = config.context_window or min(loaded.config.steady_positions, DEFAULT_WINDOW_TOKENS)
+        size = pool_size(loaded.config, loaded.dtype, config, window)
+        wanted = wanted_bytes(
+            config,
+            rest_layout(loaded.config, loaded.dtype, config),
+            max_tokens=history_buckets(window)[-1],
+            num_parts=1,
+            param_bytes=0,  # They are there.
+            pool_bytes=pool_bytes(loaded.config, loaded.dtype, size, None),
+        )
+        needed_bytes = sum(wanted.values())
+    return Engine(loaded, dataclasses.replace(config, store=sized(config.store, auto, needed_bytes)))
 
 
 class _Server(uvicorn.Server):
@@ -101,13 +147,16 @@ def main(_: Sequence[str]) -> None:
     except (ValueError, OSError) as error:
         print(f"serve: {error}", file=sys.stderr)
         sys.exit(2)
-    failed = threading.Event()
+    auto, failed = sizes_to_find(), threading.Event()
 
     def make_engine() -> Engine:
         with progress_bars(console) as progress:
-            engine = Engine.from_pretrained(FLAGS.model, engine_config, progress=progress)
+            engine = make_sized(FLAGS.model, engine_config, auto, progress)
             if FLAGS.warmup:
                 engine.warmup(progress=progress)
+        if auto:
+            sizes = (f"--{name}={getattr(engine.config.store, name):g}" for name in auto)
+            note(console, f"sizes of this machine: {' '.join(sizes)}", None)
         note(console, f"ready: {engine.model.name} on {url}", None)
         return engine
 

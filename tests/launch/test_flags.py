@@ -48,7 +48,7 @@ CHANGED = {
     "tenant_quotas=(('a=b',1),('bob',5000))",
     ServerConfig(): "served_model_name=mine max_queue=5 request_timeout_s=1.5 shutdown_grace_s=2.0 max_body_bytes=9 "
     "max_choices=2 max_chunks=3 max_chunk_tokens=77 max_lookups=4 max_open_sessions=6 max_step_s=8.0 "
-    "strict_fields=True "
+    "strict_fields=True access_log=- otlp_traces_endpoint=http://127.0.0.1:4318 "
     "kv_events_url=tcp://127.0.0.1:5557 kv_events_replay_url=tcp://127.0.0.1:5558 kv_events_topic=kv "
     "allowed_hosts=('a.example','b.example') tool_call_parser=hermes reasoning_parser=think",
 }
