@@ -153,6 +153,7 @@ wheel: $(TOOLS)/.setup ## Build dist/*.whl, and try it in a fresh environment wi
 
 workflows: $(TOOLS)/.setup ## Lint .github/workflows
 	$(TOOLS_BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(TOOLS_BIN)/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose.yml examples/compose/compose.yaml
 	@if command -v actionlint > /dev/null; then actionlint; fi
 
 mutants: setup ## Seeded random mutants of six modules, and how many their tests notice; ARGS="--count=20 scheduler" is part of it
