@@ -18,6 +18,7 @@ Not here: the routes (`ca_jax.server`), the engine.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import signal
 import sys
@@ -112,8 +113,8 @@ def make_sized(model: str, config: EngineConfig, auto: Sequence[str], progress: 
     if not auto:
         return Engine.from_pretrained(model, config, progress=progress)
     enable_compile_cache(config.compile_cache_dir)
-    kinds = {"dtype": config.dtype, "weight_dtype": config.weight_dtype}
-    loaded = load_model(model, **kinds, layout=layout_of(config), progress=progress)
+    load = functools.partial(load_model, dtype=config.dtype, weight_dtype=config.weight_dtype)
+    loaded = load(model, layout=layout_of(config), progress=progress)
     needed_bytes = 0  # Where devices have memory of their own.
     if backend.here().shares_memory:
         window = config.context_window or min(loaded.config.steady_positions, DEFAULT_WINDOW_TOKENS)

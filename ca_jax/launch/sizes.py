@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from ca_jax.launch.flags import FlagError
 from ca_jax.storage.config import GIB, StoreConfig
@@ -79,7 +80,7 @@ def sized(store: StoreConfig, auto: Collection[str], needed_bytes: int) -> Store
     Raises:
       FlagError: there is too little, the system does not say, or there is no directory.
     """
-    sizes = {}
+    sizes: dict[str, Any] = {}
     if "dram_gib" in auto:
         free = free_memory_bytes()
         if free is None:
