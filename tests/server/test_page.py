@@ -10,6 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 
 from ca_jax.server.tenants import Tenants
 from tests import engine_kit, server_kit
@@ -47,6 +48,10 @@ CONTRASTS = """() => {
   }
   return found;
 }"""
+
+
+SAID = "(each) => each.said"
+"""What an answer is, under what is shown of its Markdown."""
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +117,13 @@ def say(page, text, max_tokens=None):
     page.keyboard.insert_text(text)
     page.keyboard.press("Enter")
     page.locator("#messages > .assistant:last-child:not(.typing)").wait_for()
-    return page.locator("#messages > .assistant:last-child .text").text_content()
+    return page.locator("#messages > .assistant:last-child .text").evaluate(SAID)
+
+
+def axe(page):
+    """What axe-core finds wrong."""
+    found = Axe().run(page).response["violations"]
+    return [(each["id"], node["target"], node["failureSummary"]) for each in found for node in each["nodes"]]
 
 
 def settled(server, page):
@@ -226,6 +237,115 @@ def test_what_is_said_is_shown_as_text_never_read_as_html(server, open_page):
     assert page.title() == f"ca_jax · {MODEL}"
 
 
+MARKDOWN = """# Tides
+
+They are **strong** and *slow*, `x < 1`, ~~old~~, [here](https://example.org/a) and [not here](javascript:alert(1)).
+
+- one
+- two
+
+```py
+print("<b>")
+```
+
+| a | b |
+|---|---|
+| 1 | 2 |
+
+> said <i>so</i>
+"""
+
+
+def test_an_answer_s_markdown_is_shown_and_what_is_not_markdown_stays_text(server, open_page):
+    page = open_page(server.url, permissions=["clipboard-read", "clipboard-write"])
+    is_live(page)
+    deltas = [{"choices": [{"index": 0, "delta": {"content": each}}], "session_id": "s"} for each in MARKDOWN]
+    stream = "".join(f"data: {json.dumps(each)}\n\n" for each in deltas) + "data: [DONE]\n\n"
+    page.route("**/completions", lambda route: route.fulfill(body=stream, content_type="text/event-stream"))
+    assert say(page, "What are tides?") == MARKDOWN  # It came a character at a time.
+    answer = page.locator("#messages > .assistant .text")
+    found = {
+        tag: answer.locator(tag).all_text_contents() for tag in ("strong", "em", "del", "li", "pre", "th", "td", "i")
+    }
+    assert found == {
+        **{"strong": ["strong"], "em": ["slow"], "del": ["old"], "li": ["one", "two"], "pre": ['print("<b>")']},
+        **{"th": ["a", "b"], "td": ["1", "2"], "i": []},
+    }
+    assert answer.get_by_role("heading").text_content() == "Tides"
+    assert answer.locator("blockquote").text_content() == "said <i>so</i>"
+    assert answer.locator("a").evaluate_all("(all) => all.map((each) => [each.href, each.rel])") == [
+        ["https://example.org/a", "noopener noreferrer"]
+    ]
+    assert "[not here](javascript:alert(1))" in answer.text_content()
+    for name, wanted in (("Copy code", 'print("<b>")'), ("Copy answer", MARKDOWN)):
+        page.get_by_role("button", name=name).click()
+        assert page.evaluate("navigator.clipboard.readText()") == wanted
+
+
+def test_a_turn_is_asked_again_edited_found_and_deleted(server, page):
+    first, second = say(page, "Name a harbour.", 6), say(page, "Name another.", 6)
+    session_id = page.evaluate("decodeURIComponent(location.hash.slice(1))")
+    page.get_by_role("button", name="Edit").nth(1).click()
+    assert page.locator("#message").input_value() == "Name another."
+    assert page.locator("#messages > .branch").text_content() == "Branched from Name a harbour."
+    page.locator("#message").fill("")
+    assert say(page, "Name another of the north.", 6)
+    branch_id = page.evaluate("decodeURIComponent(location.hash.slice(1))")
+    assert branch_id != session_id
+    assert page.locator("#messages .user .text").all_text_contents() == ["Name a harbour.", "Name another of the north."]
+    page.get_by_role("button", name="Again").first.click()
+    page.locator("#messages > .assistant:not(.typing)").wait_for()
+    assert page.locator("#messages .user").count() == 1
+    page.locator("#find").fill("harbour")
+    page.locator("#sessions li").nth(2).wait_for()
+    assert page.locator("#sessions .about", has_text="branch").count() >= 2
+    page.locator("#find").fill("nothing like it")
+    assert page.locator("#sessions li").count() == 0
+    page.locator("#find").fill("")
+    page.locator("#messages > .branch button").click()
+    page.locator(f"[data-session='{branch_id}'][aria-current]").wait_for()
+    page.locator("#messages > .branch button").click()
+    page.locator("#messages .user .text", has_text="Name another.").wait_for()
+    shown = page.locator("#messages > .assistant .text").evaluate_all(f"(all) => all.map({SAID})")
+    assert shown == [first, second]
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.locator(f"[data-session='{branch_id}'] + .drop").click()
+    page.locator(f"[data-session='{branch_id}']").wait_for(state="detached")
+    with server.http() as http:
+        assert http.get(f"/v1/sessions/{branch_id}").status_code == 404
+        assert http.get(f"/v1/sessions/{session_id}").status_code == 200
+
+
+def test_documents_stand_in_front_of_a_question(server, page):
+    page.locator("#attached summary").click()
+    page.locator("#attach").click()
+    page.keyboard.insert_text("The harbour opened in 1848. " * 3)
+    assert say(page, "When did it open?", 6)
+    assert page.locator("#messages .document div").text_content() == "The harbour opened in 1848. " * 3
+    assert page.locator("#documents li").count() == 0
+    session_id = page.evaluate("decodeURIComponent(location.hash.slice(1))")
+    with server.http() as http:
+        messages = http.get(f"/v1/sessions/{session_id}").json()["messages"]
+    assert messages[0]["context"] == ["The harbour opened in 1848. " * 3]
+
+
+def test_keys_and_the_theme(page):
+    page.evaluate("document.activeElement.blur()")
+    page.keyboard.press("?")
+    page.locator("#help-dialog[open]").wait_for()
+    page.keyboard.press("Escape")
+    for pressed, focused in (("/", "find"), ("m", "message"), ("n", "message")):
+        page.evaluate("document.activeElement.blur()")
+        page.keyboard.press(pressed)
+        page.wait_for_function(f"document.activeElement.id === '{focused}'")
+    grounds = set()
+    for theme in ("light", "dark", "system"):
+        page.locator("#theme").click()
+        assert page.locator("#theme").text_content() == f"Theme: {theme}"
+        grounds.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert len(grounds) == 2
+
+
 def test_a_chat_that_is_gone_on_with_after_a_reload_or_switched_to(server, page):
     first = say(page, "Remember the number four.", 6)
     page.reload()
@@ -233,13 +353,13 @@ def test_a_chat_that_is_gone_on_with_after_a_reload_or_switched_to(server, page)
     page.locator("#messages .user .text", has_text="Remember the number four.").wait_for()
     page.locator("#new").press("Enter")
     assert page.locator("#messages > li").count() == 0
-    page.locator("summary").click()
+    page.locator("#settings summary").click()
     page.locator("#system").fill("Be brief.")
     say(page, "Another chat.", 6)
     assert page.locator("#messages .system .text").text_content() == "Be brief."
     page.locator("#sessions button", has_text="Remember the number").first.press("Enter")
     page.locator("#messages .user .text", has_text="Remember the number four.").wait_for()
-    assert page.locator("#messages .assistant .text").text_content() == first
+    assert page.locator("#messages .assistant .text").evaluate(SAID) == first
 
 
 def test_an_address_that_names_nothing_readable_begins_a_chat_and_stays_live(server, open_page):
@@ -290,6 +410,9 @@ def test_the_page_says_how_many_tokens_left(server, page):
         say(page, f"{number} " + "tell me more of it " * 6, 6)
     about = page.locator("#messages > .assistant:last-child .about")
     assert re.search(r"\d+ tokens left the window", about.text_content())
+    cuts = page.locator("#messages > .cut").all_text_contents()
+    assert cuts
+    assert all(re.fullmatch(r"The context was full: \d+ tokens left it\. The rest stayed .*\.", cut) for cut in cuts)
 
 
 def test_a_server_that_is_busy_says_when_to_come_again(server, open_page):
@@ -337,7 +460,9 @@ def test_text_is_readable_in_both_schemes_and_fits_a_phone(server, open_page, sc
     assert len(contrasts) > 40
     assert [(ratio, text) for ratio, text in contrasts if ratio < 4.5] == []  # WCAG AA.
     assert page.evaluate("document.getAnimations().length") == 0
+    assert axe(page) == []
     page.set_viewport_size({"width": 360, "height": 740})
+    assert axe(page) == []
     assert page.evaluate("document.documentElement.scrollWidth") == 360
     assert page.locator("aside").bounding_box()["y"] > page.locator(".chat").bounding_box()["y"]
 
@@ -346,7 +471,7 @@ def test_the_tab_key_reaches_everything_and_shows_where_it_is(server, page):
     say(page, "Something to show", 6)
     settled(server, page)  # What changes meanwhile is not in the same place twice.
     page.locator("#turn .track").first.wait_for()
-    page.locator("summary").click()
+    page.locator("#settings summary").click()
     name_of = "(each) => each.id || each.dataset.session || each.name || each.textContent.trim()"
     wanted = page.evaluate(
         f"""() => [...document.querySelectorAll("a[href], button, input, textarea, summary, [tabindex='0']")]

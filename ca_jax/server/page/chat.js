@@ -3,8 +3,10 @@
 import { Failure, ask, askJson, events } from "./api.js";
 import { byId, make } from "./dom.js";
 import { many, milliseconds } from "./format.js";
+import { Markdown, copier } from "./markdown.js";
 
 const NAMES = { user: "You", assistant: "Model", system: "System" };
+const BRANCHES = "ca_jax.branches";
 const BUSY_TRIES = 10; // While a turn that was stopped still ends.
 const BUSY_PAUSE_MS = 150;
 const SPOKEN = /[.!?:\n]\s*$/; // Readers of the screen are told whole sentences.
@@ -15,6 +17,8 @@ export class Chat {
   #state = null; // Where the session stands as this page knows it; null where it does not.
   #messages = []; // What was said, in full: what a session that is gone is begun anew with.
   #asking = null; // The AbortController of the answer that comes.
+  #branch = null; // Where this conversation left another: { from, at }, before it has a name of its own.
+  #branches = JSON.parse(sessionStorage.getItem(BRANCHES) ?? "{}"); // The same of others, by their names.
   #on;
 
   // on: { session(id), ended(), unauthorized() }
@@ -30,9 +34,18 @@ export class Chat {
       this.send();
     });
     document.addEventListener("keydown", (event) => {
-      if (event.key === "Escape" && !byId("key-dialog").open) this.stop();
+      if (event.key === "Escape" && !document.querySelector("dialog[open]")) this.stop();
     });
     byId("stop").addEventListener("click", () => this.stop());
+    byId("attach").addEventListener("click", () => {
+      byId("documents").append(documentBox(""));
+      byId("documents").querySelector("li:last-child textarea").focus();
+    });
+  }
+
+  // Whose branch a conversation is: { from, at }, the messages that both have.
+  branchOf(sessionId) {
+    return this.#branches[sessionId];
   }
 
   set model(name) {
@@ -51,38 +64,111 @@ export class Chat {
     this.sessionId = sessionId;
     this.#state = shown?.session_state || null;
     this.#messages = shown?.messages ?? [];
-    byId("messages").replaceChildren(...this.#messages.map((message) => shownMessage(message).item));
-    byId("empty").hidden = this.#messages.length > 0;
+    this.#branch = this.#branches[sessionId] ?? null;
+    this.#showAll();
     byId("system").disabled = sessionId !== null;
     this.#scroll(true);
     this.#on.session(sessionId);
+  }
+
+  #showAll() {
+    byId("messages").replaceChildren(...this.#messages.map((message, at) => this.#shown(message, at).item));
+    this.#markBranch();
+    byId("empty").hidden = this.#messages.length > 0;
+  }
+
+  // A message with what can be done with it: what is edited or asked again begins a branch, the rest stays as it is.
+  #shown(message, at) {
+    const shown = shownMessage(message);
+    const button = (text, does) => {
+      const made = make("button", { type: "button", className: "quiet" }, text);
+      made.addEventListener("click", does);
+      shown.actions.append(made);
+    };
+    if (message.role === "user") button("Edit", () => this.#edit(at));
+    if (message.role === "assistant") {
+      shown.actions.append(copier("answer", () => shown.said));
+      button("Again", () => this.#again(at));
+    }
+    return shown;
+  }
+
+  // Takes the conversation back to before a message, as one of its own.
+  #leave(at) {
+    this.#branch = this.sessionId ? { from: this.sessionId, at, title: this.title } : null;
+    this.sessionId = this.#state = null;
+    this.#messages = this.#messages.slice(0, at);
+    this.#showAll();
+    this.#on.session(null);
+  }
+
+  #edit(at) {
+    if (this.#asking) return;
+    const { content, context = [] } = this.#messages[at];
+    this.#leave(at);
+    byId("message").value = content;
+    this.documents = context.filter((chunk) => typeof chunk === "string");
+    byId("message").focus();
+  }
+
+  // The answer to the same once more; where tokens are not drawn, it would be the same: then they are.
+  #again(at) {
+    if (this.#asking) return;
+    const asked = this.#messages[at - 1];
+    if (asked?.role !== "user") return;
+    this.#leave(at - 1);
+    this.documents = (asked.context ?? []).filter((chunk) => typeof chunk === "string");
+    this.send(asked.content, { temperature: byId("temperature").valueAsNumber || 0.8, seed: Date.now() % 2 ** 31 });
+  }
+
+  #markBranch() {
+    for (const mark of byId("messages").querySelectorAll(".branch")) mark.remove();
+    if (!this.#branch) return;
+    const { from, at, title } = this.#branch;
+    const back = make("button", { type: "button", className: "quiet" }, title || from);
+    back.addEventListener("click", () => this.open(from).catch((error) => this.#fail(error)));
+    const mark = make("li", { className: "branch" }, "Branched from ", back);
+    byId("messages").insertBefore(mark, byId("messages").children[at] ?? null);
+  }
+
+  // Texts that stand in front of the next message, each a chunk whose KV is blended.
+  get documents() {
+    return [...byId("documents").querySelectorAll("textarea")].map((box) => box.value).filter((text) => text.trim());
+  }
+
+  set documents(texts) {
+    byId("documents").replaceChildren(...texts.map(documentBox));
+    byId("attached").open = texts.length > 0;
   }
 
   stop() {
     this.#asking?.abort();
   }
 
-  async send() {
+  async send(said = null, drawn = {}) {
     const box = byId("message");
-    const text = box.value;
+    const text = said ?? box.value;
     if (!text.trim() || this.#asking) return;
+    const context = this.documents;
     this.#fail(null);
     const asking = (this.#asking = new AbortController());
     this.#setBusy(true);
     const added = [];
     const system = byId("system").value.trim();
     if (!this.#messages.length && system) added.push({ role: "system", content: system });
-    added.push({ role: "user", content: text });
-    const shown = added.map(shownMessage);
-    const answer = shownMessage({ role: "assistant", content: "" });
+    added.push({ role: "user", content: text, ...(context.length && { context }) });
+    const first = this.#messages.length;
+    const shown = added.map((message, index) => this.#shown(message, first + index));
+    const answer = this.#shown({ role: "assistant", content: "" }, first + added.length);
     answer.item.classList.add("typing");
     byId("messages").append(...shown.map((each) => each.item), answer.item);
     byId("empty").hidden = true;
-    box.value = "";
+    if (said === null) box.value = "";
+    this.documents = [];
     this.#scroll(true);
     let failure = null;
     try {
-      const response = await this.#ask([...added], asking.signal);
+      const response = await this.#ask([...added], asking.signal, drawn);
       this.#state = null; // Until the answer's end says: where one that is stopped ends only the server knows.
       await this.#read(response, answer);
     } catch (error) {
@@ -99,6 +185,7 @@ export class Chat {
       for (const each of [...shown, answer]) each.item.remove(); // Nothing came of it: it is to be sent again.
       byId("empty").hidden = this.#messages.length > 0;
       if (!box.value) box.value = text;
+      this.documents = context;
     }
     if (failure?.code === "session_moved") await this.#moved();
     else if (failure && !stopped) this.#fail(failure);
@@ -118,7 +205,7 @@ export class Chat {
   }
 
   // The answer's stream; where the session is gone, of a new one that begins with all that was said.
-  async #ask(added, signal) {
+  async #ask(added, signal, drawn) {
     const body = {
       model: this.#model,
       messages: this.sessionId ? added : [...this.#messages, ...added],
@@ -126,6 +213,7 @@ export class Chat {
       stream_options: { include_usage: true },
       temperature: byId("temperature").valueAsNumber || 0,
       max_tokens: byId("max-tokens").valueAsNumber || 256,
+      ...drawn,
     };
     for (let attempt = 1; ; attempt++) {
       if (this.sessionId) body.session_id = this.sessionId;
@@ -161,21 +249,33 @@ export class Chat {
       if (chunk.session_id && chunk.session_id !== this.sessionId) {
         this.sessionId = chunk.session_id;
         byId("system").disabled = true;
-        this.#on.session(chunk.session_id);
+        this.#named(chunk.session_id);
       }
       if (chunk.session_state) this.#state = chunk.session_state;
       const piece = chunk.choices[0]?.delta.content;
       if (piece) {
         const follows = this.#isAtEnd();
         answer.said += piece;
-        answer.text.append(piece);
+        answer.markdown.show(answer.said);
         unspoken += piece;
         if (unspoken.length > 60 && SPOKEN.test(unspoken)) speak();
         if (follows) this.#scroll(true);
       }
-      if (chunk.usage) answer.about.replaceChildren(...aboutUsage(chunk.usage));
+      if (chunk.usage) {
+        answer.about.replaceChildren(...aboutUsage(chunk.usage));
+        const cut = aboutCut(chunk.usage.ca_jax);
+        if (cut) answer.item.before(make("li", { className: "cut" }, cut));
+      }
     }
     speak();
+  }
+
+  #named(sessionId) {
+    if (this.#branch) {
+      this.#branches[sessionId] = this.#branch;
+      sessionStorage.setItem(BRANCHES, JSON.stringify(this.#branches));
+    }
+    this.#on.session(sessionId);
   }
 
   #fail(error) {
@@ -204,10 +304,34 @@ export class Chat {
 
 function shownMessage({ role, content, context = [] }) {
   const documents = context.map((chunk) => (typeof chunk === "string" ? chunk : `(${many(chunk.length, "token")})`));
-  const text = make("div", { className: "text" }, [...documents, content].join("\n\n"));
+  const text = make("div", { className: "text" });
+  const markdown = new Markdown(text);
+  if (role === "assistant") markdown.show(content ?? "");
+  else text.append(content ?? "");
   const about = make("p", { className: "about" });
-  const item = make("li", { className: role }, make("p", { className: "who" }, NAMES[role] ?? role), text, about);
-  return { item, text, about, said: content };
+  const actions = make("p", { className: "actions" });
+  const attached = documents.map((said, at) =>
+    make("details", { className: "document" }, make("summary", {}, `Document ${at + 1}`), make("div", {}, said)),
+  );
+  const who = make("p", { className: "who" }, NAMES[role] ?? role);
+  const item = make("li", { className: role }, who, ...attached, text, about, actions);
+  return { item, text, markdown, about, actions, said: content ?? "" };
+}
+
+function documentBox(text) {
+  const box = make("textarea", { rows: 3, "aria-label": "Document" });
+  box.value = text;
+  const remove = make("button", { type: "button", className: "quiet" }, "Remove");
+  const item = make("li", {}, box, remove);
+  remove.addEventListener("click", () => item.remove());
+  return item;
+}
+
+// What left the context in a turn, and what was made of the rest.
+function aboutCut(took) {
+  if (!took.dropped_tokens) return null;
+  const repaired = took.repaired_tokens ? ` and ${many(took.repaired_tokens, "token")} of it were computed anew` : "";
+  return `The context was full: ${many(took.dropped_tokens, "token")} left it. The rest stayed as it is stored${repaired}.`;
 }
 
 function aboutUsage(usage) {
@@ -223,6 +347,8 @@ function aboutUsage(usage) {
     " · ",
     make("b", {}, `${cached} of ${usage.prompt_tokens}`),
     ` prompt tokens${where} · ${many(usage.completion_tokens, "token")}`,
+    took.missed_chunks > 0 && ` · ${many(took.missed_chunks, "document")} computed`,
+    took.repaired_tokens > 0 && ` · ${many(took.repaired_tokens, "cached token")} computed anew`,
     took.num_dropped > 0 && ` · ${many(took.num_dropped, "token")} left the window`,
   ].filter(Boolean);
 }

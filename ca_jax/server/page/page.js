@@ -6,6 +6,7 @@ import { byId } from "./dom.js";
 import { Live } from "./live.js";
 import { Panels } from "./panels.js";
 import { Sessions } from "./sessions.js";
+import { themed } from "./theme.js";
 
 const RETRY_MS = 1000;
 
@@ -38,8 +39,8 @@ const chat = new Chat({
   unauthorized: () => askForKey(),
 });
 
-const sessions = new Sessions(
-  async (sessionId) => {
+const sessions = new Sessions({
+  async open(sessionId) {
     try {
       await chat.open(sessionId);
       sessions.name(sessionId, chat.title);
@@ -47,10 +48,27 @@ const sessions = new Sessions(
       show(error);
     }
   },
-  (error) => {
+  error(error) {
     if (!(error instanceof Failure) || ![0, 503].includes(error.status)) show(error);
   },
-);
+  async dropped(sessionId) {
+    if (sessionId === chat.sessionId) await chat.open(null);
+    byId("message").focus();
+  },
+  branchOf: (sessionId) => chat.branchOf(sessionId),
+});
+
+themed(byId("theme"));
+byId("help").addEventListener("click", () => byId("help-dialog").showModal());
+byId("help-close").addEventListener("click", () => byId("help-dialog").close());
+document.addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
+  if (event.target.matches("input, textarea")) return;
+  const does = { "?": () => byId("help").click(), n: () => byId("new").click(), "/": () => byId("find").focus(), m: () => byId("message").focus() };
+  if (!does[event.key]) return;
+  event.preventDefault();
+  does[event.key]();
+});
 
 byId("new").addEventListener("click", async () => {
   await chat.open(null);

@@ -1,6 +1,6 @@
 // The list of the tenant's conversations. Not here: the one that is shown.
 
-import { askJson } from "./api.js";
+import { ask, askJson } from "./api.js";
 import { byId, make, painter } from "./dom.js";
 import { many, shortName } from "./format.js";
 
@@ -11,16 +11,16 @@ const TITLES = "ca_jax.titles";
 export class Sessions {
   #current = null;
   #listed = [];
-  #onOpen;
-  #onError;
+  #on;
   #askedMs = -Infinity;
   #timer = null;
   #titles = JSON.parse(sessionStorage.getItem(TITLES) ?? "{}");
   #list = painter(byId("sessions"), (...shown) => this.#items(...shown));
 
-  constructor(onOpen, onError) {
-    this.#onOpen = onOpen;
-    this.#onError = onError;
+  // on: { open(id), error(error), dropped(id), branchOf(id) }
+  constructor(on) {
+    this.#on = on;
+    byId("find").addEventListener("input", () => this.#paint());
   }
 
   set current(sessionId) {
@@ -40,7 +40,7 @@ export class Sessions {
   refreshSoon() {
     this.#timer ??= setTimeout(
       async () => {
-        await this.#refresh().catch(this.#onError);
+        await this.#refresh().catch(this.#on.error);
         this.#askedMs = performance.now();
         this.#timer = null;
       },
@@ -54,10 +54,25 @@ export class Sessions {
     this.#paint();
   }
 
+  async #drop(sessionId, title) {
+    if (!confirm(`Delete “${title}” and its KV?`)) return;
+    try {
+      await ask(`/v1/sessions/${encodeURIComponent(sessionId)}`, { method: "DELETE" });
+    } catch (error) {
+      this.#on.error(error);
+      return;
+    }
+    this.#listed = this.#listed.filter((session) => session.id !== sessionId);
+    this.#paint();
+    this.#on.dropped(sessionId);
+  }
+
   #paint() {
     const focused = document.activeElement?.dataset?.session;
     const named = this.#listed.map((session) => ({ ...session, title: this.#titles[session.id] ?? session.title }));
-    this.#list(named, this.#current);
+    const wanted = byId("find").value.trim().toLowerCase();
+    const found = named.filter((session) => `${session.title ?? ""} ${session.id}`.toLowerCase().includes(wanted));
+    this.#list(found, this.#current);
     if (focused)
       byId("sessions")
         .querySelector(`[data-session="${CSS.escape(focused)}"]`)
@@ -80,10 +95,16 @@ export class Sessions {
           "data-session": session.id,
         },
         make("span", {}, title),
-        make("span", { className: "about" }, `${many(session.num_tokens, "token")} · ${where || stored.tier}`),
+        make(
+          "span",
+          { className: "about" },
+          `${this.#on.branchOf(session.id) ? "branch · " : ""}${many(session.num_tokens, "token")} · ${where || stored.tier}`,
+        ),
       );
-      button.addEventListener("click", () => this.#onOpen(session.id));
-      return make("li", {}, button);
+      button.addEventListener("click", () => this.#on.open(session.id));
+      const drop = make("button", { type: "button", className: "drop", "aria-label": `Delete ${title}` }, "×");
+      drop.addEventListener("click", () => this.#drop(session.id, title));
+      return make("li", {}, button, drop);
     });
   }
 }
