@@ -292,7 +292,8 @@ def test_a_turn_is_asked_again_edited_found_and_deleted(server, page):
     assert say(page, "Name another of the north.", 6)
     branch_id = page.evaluate("decodeURIComponent(location.hash.slice(1))")
     assert branch_id != session_id
-    assert page.locator("#messages .user .text").all_text_contents() == ["Name a harbour.", "Name another of the north."]
+    asked = page.locator("#messages .user .text").all_text_contents()
+    assert asked == ["Name a harbour.", "Name another of the north."]
     page.get_by_role("button", name="Again").first.click()
     page.locator("#messages > .assistant:not(.typing)").wait_for()
     assert page.locator("#messages .user").count() == 1
