@@ -101,6 +101,8 @@ def make_app(
         finally:
             with contextlib.suppress(asyncio.CancelledError):
                 await making
+            if state.sampling is not None:
+                state.sampling.cancel()
             if state.service is not None:
                 await state.service.stop()
             if state.engine is not None:  # Saves what is not saved.
@@ -158,6 +160,7 @@ async def _start(
             await service.begin()
         finally:
             state.service = service
+        state.sampling = asyncio.create_task(live.keep_history(service))
     except Exception as error:
         state.failure = error
         _LOG.exception("the engine could not be made")

@@ -10,7 +10,7 @@ Jobs of other tenants are counted and shown without a name. Everything is read b
 steps; it costs what is shown, not what is stored. Viewers of the same get the same: the engine is asked once for all of
 them, and not more often than the shortest interval.
 
-Not here: the page that shows it (`page`), totals for Prometheus (`metrics`).
+Not here: the page that shows it (`page`), the last hour (`history`), totals for Prometheus (`metrics`).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from ca_jax.engine import Engine
 from ca_jax.errors import CaJaxError
 from ca_jax.kv.costs import Rates, TransferRate
 from ca_jax.server.errors import ApiError, responses
+from ca_jax.server.history import SAMPLE_S, LastHour, LiveDone
 from ca_jax.server.metrics import tiers_of
 from ca_jax.server.observed import phases
 from ca_jax.server.router import client_name, engine_name
@@ -173,23 +174,6 @@ class LiveSession(_View):
     """Each block, in token order; first tokens are counted from the session's first."""
     turn: LiveTurn | None
     """Its last turn, since it was opened."""
-
-
-class LiveDone(_View):
-    """What was done so far, for everybody."""
-
-    turns: int
-    """That ended well."""
-    prompt_tokens: int
-    """Of their prompts,"""
-    cached_tokens: int
-    """and those of them whose KV was there."""
-    completion_tokens: int
-    """Generated."""
-    draft_tokens: int
-    """Guessed ahead and checked,"""
-    accepted_tokens: int
-    """and those of them that were right."""
 
 
 class LiveSnapshot(_View):
@@ -413,3 +397,17 @@ async def _events(
             if state.stopping:
                 return
             snapshot = await read()
+
+
+@ROUTES.get("/live/history", responses=responses(401, 503))
+async def last_hour(service: TheService, tenant: TheTenant) -> LastHour:
+    """The last hour: queue, tiers and totals every ten seconds, and the turns that waited longest for a token."""
+    return service.history.read(tenant.domain)
+
+
+async def keep_history(service: Service) -> None:
+    """Samples the hour until the server stops."""
+    with contextlib.suppress(CaJaxError, asyncio.CancelledError):
+        while True:
+            await service.loop.call(service.history.sample)
+            await asyncio.sleep(SAMPLE_S)

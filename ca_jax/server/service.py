@@ -25,6 +25,7 @@ from ca_jax.server.bodies import ChatRequest, CompletionRequest
 from ca_jax.server.config import ServerConfig
 from ca_jax.server.engine_loop import EngineLoop, Feed
 from ca_jax.server.errors import ApiError, invalid
+from ca_jax.server.history import History
 from ca_jax.server.metrics import RequestMetrics
 from ca_jax.server.observed import OBSERVED
 from ca_jax.server.router import Found, Router, client_name
@@ -58,6 +59,8 @@ class Service:
         """The name that clients give."""
         self.metrics = RequestMetrics(self.model_name)
         """Where requests are counted."""
+        self.history = History()
+        """The last hour."""
         self.max_adapters = engine.config.max_adapters
         """Most adapters that may be loaded at a time."""
         self._engine = engine
@@ -377,6 +380,7 @@ class Service:
             self._seconds.append(job.finished_s - job.started_s)
             self._ended_s = time.monotonic()
         self.metrics.add(job)
+        self.history.add(job)
         return self.router.ended(job)
 
     @contextlib.asynccontextmanager

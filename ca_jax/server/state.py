@@ -53,6 +53,8 @@ class ServerState:
     """Once all is known that was stored before."""
     kv_events: KVEvents | None = None
     """What tells routers what is stored; None: nobody is told."""
+    sampling: asyncio.Task[None] | None = None
+    """What keeps the last hour."""
     failure: Exception | None = None
     """Why the engine could not be made."""
     stopping: bool = False

@@ -280,3 +280,22 @@ def test_a_server_that_is_not_there_is_named(url, wanted):
     assert ended.code == 1
     assert wanted in ended.err
     assert url in ended.err
+
+
+def test_the_last_hour_has_what_was_and_names_none_of_another_tenant(server):
+    converse(server, "ann", "One.", "Two.")
+    server_kit.wait_until_idle(server)
+    server.state.service.history.sample(server.engine)
+    hours = {}
+    for key in ("ann", "ben"):
+        with server.http(key) as http:
+            hours[key] = http.get("/live/history").json()
+    last = hours["ann"]["samples"][-1]
+    assert last["done"] == snapshot(server)["done"]
+    assert {name: share > 0 for name, share in last["used_shares"].items()} == {"dram": True, "ssd": True}
+    assert [turn["ttft_s"] for turn in hours["ben"]["slowest"]] == [turn["ttft_s"] for turn in hours["ann"]["slowest"]]
+    names = {key: {turn["session_id"] for turn in hour["slowest"]} for key, hour in hours.items()}
+    assert names["ann"] - {None}
+    assert not names["ann"] & (names["ben"] - {None})
+    waits = [turn["ttft_s"] for turn in hours["ann"]["slowest"]]
+    assert waits == sorted(waits, reverse=True)

@@ -330,6 +330,30 @@ def test_documents_stand_in_front_of_a_question(server, page):
     assert messages[0]["context"] == ["The harbour opened in 1848. " * 3]
 
 
+def test_the_last_hour_is_drawn_as_the_server_kept_it(server, page):
+    for number in range(2):
+        say(page, f"Turn {number} of the hour.", 6)
+        server.state.service.history.sample(server.engine)
+    with server.http() as http:
+        told = http.get("/live/history").json()
+    assert len(told["samples"]) >= 3  # One as it began.
+    page.keyboard.press("Escape")
+    page.evaluate("document.activeElement.blur()")
+    page.keyboard.press("h")
+    page.locator("#charts figure").nth(3).wait_for()
+    assert page.locator("#main").is_hidden()
+    running = page.locator("#charts path").nth(3).get_attribute("d")
+    assert len(re.findall("[ML]", running)) == len(told["samples"])
+    shares = ", ".join(
+        f"{name} {100 * used:.1f}%"
+        for name, used in zip(("DRAM", "SSD"), told["samples"][-1]["used_shares"].values(), strict=True)
+    )
+    assert f"Tiers taken now: {shares}" in page.locator("#charts figcaption").nth(3).text_content()
+    assert page.locator("#slowest tr").count() == len(told["slowest"])
+    page.keyboard.press("h")
+    page.locator("#main").wait_for()
+
+
 def test_keys_and_the_theme(page):
     page.evaluate("document.activeElement.blur()")
     page.keyboard.press("?")
@@ -462,7 +486,13 @@ def test_text_is_readable_in_both_schemes_and_fits_a_phone(server, open_page, sc
     assert [(ratio, text) for ratio, text in contrasts if ratio < 4.5] == []  # WCAG AA.
     assert page.evaluate("document.getAnimations().length") == 0
     assert axe(page) == []
+    page.locator("#operate-open").click()
+    page.locator("#slowest tr").first.wait_for()
+    assert axe(page) == []
     page.set_viewport_size({"width": 360, "height": 740})
+    assert axe(page) == []
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
+    page.locator("#operate-open").click()
     assert axe(page) == []
     assert page.evaluate("document.documentElement.scrollWidth") == 360
     assert page.locator("aside").bounding_box()["y"] > page.locator(".chat").bounding_box()["y"]

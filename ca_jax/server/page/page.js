@@ -4,6 +4,7 @@ import { Failure, askJson, key } from "./api.js";
 import { Chat } from "./chat.js";
 import { byId } from "./dom.js";
 import { Live } from "./live.js";
+import { Operate } from "./operate.js";
 import { Panels } from "./panels.js";
 import { Sessions } from "./sessions.js";
 import { themed } from "./theme.js";
@@ -58,13 +59,14 @@ const sessions = new Sessions({
   branchOf: (sessionId) => chat.branchOf(sessionId),
 });
 
+new Operate((error) => show(error));
 themed(byId("theme"));
 byId("help").addEventListener("click", () => byId("help-dialog").showModal());
 byId("help-close").addEventListener("click", () => byId("help-dialog").close());
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
   if (event.target.matches("input, textarea")) return;
-  const does = { "?": () => byId("help").click(), n: () => byId("new").click(), "/": () => byId("find").focus(), m: () => byId("message").focus() };
+  const does = { "?": () => byId("help").click(), n: () => byId("new").click(), h: () => byId("operate-open").click(), "/": () => byId("find").focus(), m: () => byId("message").focus() };
   if (!does[event.key]) return;
   event.preventDefault();
   does[event.key]();
