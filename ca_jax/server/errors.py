@@ -29,7 +29,7 @@ _LOG = logging.getLogger(__name__)
 _UNSERVED = frozenset(
     {
         *("functions", "function_call", "store", "service_tier"),
-        *("modalities", "suffix", "best_of", "background", "prompt", "text", "tools", "tool_choice"),
+        *("modalities", "suffix", "best_of", "prompt", "text", "tools", "tool_choice"),
         *("no_stop_trim", "return_hidden_states", "continue_final_message"),
         *("load_inplace", "is_3d_lora_weight"),
     }

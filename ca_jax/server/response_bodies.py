@@ -18,6 +18,7 @@ from ca_jax.turns.conversations import Message
 
 _LOGPROBS = "message.output_text.logprobs"  # In `include`.
 _TOLD = (
+    "background",
     "instructions",
     "max_output_tokens",
     "metadata",
@@ -182,7 +183,8 @@ class ResponseRequest(OpenBody):
 
     tools: Annotated[list[ResponseTool], Field(max_length=512)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
-    background: Literal[False] | None = UNSERVED
+    background: bool | None = None
+    """True: it is answered at once with a response that is `queued`, and generated while nobody waits for it."""
     prompt: None = UNSERVED
     service_tier: Literal["auto", "default"] | None = None
     parallel_tool_calls: bool | None = None
@@ -214,6 +216,8 @@ class ResponseRequest(OpenBody):
         if self.previous_response_id is not None and self.conversation is not None:
             message = "previous_response_id must come without a conversation, got both"
             raise invalid("previous_response_id", message)
+        if self.background and self.store is False:
+            raise invalid("background", "background must come with a response that is kept, got store=false")
         if not isinstance(self.input, str) and all(isinstance(item, ReasoningItem) for item in self.input):
             raise invalid("input", "input must have a message in it, got none")
 
