@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field
 
-from ca_jax.server.bodies import IGNORED, UNSERVED, ChatRequest, OpenBody, Sampling
+from ca_jax.server.bodies import IGNORED, UNSERVED, ChatMessage, ChatRequest, OpenBody, Sampling
 from ca_jax.server.errors import invalid
 from ca_jax.turns.conversations import Message
 
@@ -30,6 +30,7 @@ _TOLD = (
 _Tokens = Annotated[int, Field(ge=1)]
 _Name = Annotated[str, Field(max_length=64)]
 _Body = dict[str, Any]
+Metadata = Annotated[dict[_Name, Annotated[str, Field(max_length=512)]], Field(max_length=16)]
 
 
 class ContentPart(OpenBody):
@@ -177,7 +178,7 @@ class ResponseRequest(OpenBody):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     include: list[str] | None = None
-    metadata: Annotated[dict[_Name, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
+    metadata: Metadata | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
 
@@ -282,6 +283,11 @@ class ResponseRequest(OpenBody):
         if self.named is not None:
             fields["conversation"] = {"id": self.named}
         return {name: value for name, value in fields.items() if value not in (None, "")}
+
+
+def said_in(items: Sequence[Item]) -> list[Message]:
+    """Items as messages of a conversation."""
+    return [ChatMessage.model_validate(each).message() for each in _messages(items)]
 
 
 def _messages(items: Sequence[Item]) -> list[_Body]:

@@ -7,7 +7,9 @@ Source: OpenAI's API reference (Response, OutputItem, ResponseItemList).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import fastapi
 
 from ca_jax.server.errors import ApiError
 from ca_jax.server.reply_blocks import Block, Kind
@@ -17,6 +19,9 @@ from ca_jax.turns.requests import FinishReason
 
 _ID_OF: dict[Kind, str] = {"reasoning": "rs", "content": "msg", "call": "fc"}
 _Body = dict[str, Any]
+Limit = Annotated[int, fastapi.Query(ge=1, le=100, description="Most of them.")]
+Order = Annotated[Literal["asc", "desc"], fastapi.Query(description="desc: the newest first.")]
+After = Annotated[str | None, fastapi.Query(max_length=64, description="The id behind which they begin.")]
 
 
 def status_of(reason: FinishReason) -> _Body:
@@ -125,7 +130,11 @@ def response_object(response_id: str, kept: _Body, output: list[_Body]) -> _Body
 
 def input_items(key: str, number: int, message: Message) -> list[_Body]:
     """A message that a response was given, as items: their ids are of the response and of the message's number."""
-    own = f"{key}_{number}"
+    return items_of_message(f"{key}_{number}", message)
+
+
+def items_of_message(own: str, message: Message) -> list[_Body]:
+    """A message of anybody as items, in whose ids `own` stands for it."""
     if message["role"] == "assistant":
         return items_of(own, message, "completed")
     if message["role"] == "tool":

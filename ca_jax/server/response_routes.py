@@ -10,7 +10,7 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import fastapi
 from fastapi.responses import JSONResponse, Response
@@ -25,6 +25,9 @@ from ca_jax.server.response_bodies import ResponseRequest
 from ca_jax.server.response_events import ResponseEvents, replayed
 from ca_jax.server.response_ids import new_key, response_id
 from ca_jax.server.response_items import (
+    After,
+    Limit,
+    Order,
     input_items,
     items_of,
     page_of,
@@ -45,9 +48,6 @@ from ca_jax.turns.text import Texts
 
 ROUTES = fastapi.APIRouter(prefix="/v1/responses", tags=["responses"], route_class=OpenRoute)
 _Body = dict[str, Any]
-Limit = Annotated[int, fastapi.Query(ge=1, le=100, description="Most of them.")]
-Order = Annotated[Literal["asc", "desc"], fastapi.Query(description="desc: the newest first.")]
-After = Annotated[str | None, fastapi.Query(max_length=64, description="The id behind which they begin.")]
 
 
 @ROUTES.post(
