@@ -20,7 +20,7 @@ from pydantic import Field
 from ca_jax.server.answering import Answering
 from ca_jax.server.bodies import IGNORED, ChatRequest, OpenBody
 from ca_jax.server.engine_loop import Feed, Part
-from ca_jax.server.errors import OBJECT, STREAMED, invalid, messages_error, responses
+from ca_jax.server.errors import OBJECT, STREAMED, MessagesErrorAnswer, invalid, messages_error, responses
 from ca_jax.server.reply_blocks import Block, BlockReader, Step
 from ca_jax.server.service import Service
 from ca_jax.server.state import OpenRoute, TheService, TheTenant, session_header
@@ -207,7 +207,7 @@ def _texts(blocks: Sequence[OpenBody]) -> list[str]:
 @ROUTES.post(
     "",
     response_class=Response,
-    responses=responses(400, 401, 403, 404, 408, 409, 413, 429, 503, content=STREAMED),
+    responses=responses(400, 401, 403, 404, 408, 409, 413, 429, 503, content=STREAMED, error=MessagesErrorAnswer),
 )
 async def create_message(
     body: MessagesRequest, request: fastapi.Request, service: TheService, tenant: TheTenant
@@ -216,7 +216,9 @@ async def create_message(
     return await _Message(body, service, tenant, session_header(request)).response(request)
 
 
-@ROUTES.post("/count_tokens", responses=responses(400, 401, 404, 408, 413, 429, 503, content=OBJECT))
+@ROUTES.post(
+    "/count_tokens", responses=responses(400, 401, 404, 408, 413, 429, 503, content=OBJECT, error=MessagesErrorAnswer)
+)
 async def count_tokens(body: Counted, service: TheService, tenant: TheTenant) -> JSONResponse:
     """How many tokens a conversation is, ready to be answered."""
     body.check()

@@ -13,7 +13,7 @@ import pydantic
 from pydantic import Field
 
 from ca_jax.server.bodies import IGNORED, UNSERVED, ChatMessage, ChatRequest, OpenBody, Sampling
-from ca_jax.server.errors import invalid
+from ca_jax.server.errors import ApiError, invalid
 from ca_jax.turns.conversations import Message
 
 _LOGPROBS = "message.output_text.logprobs"  # In `include`.
@@ -119,6 +119,19 @@ class NamedFunction(OpenBody):
     name: str
 
 
+class AllowedFunctions(OpenBody):
+    """The functions that may be called, of those that the model is told of."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=512)]
+
+    def as_chat(self) -> _Body:
+        """As chats have it."""
+        named = [{"type": "function", "function": {"name": tool.name}} for tool in self.tools]
+        return {"type": self.type, "allowed_tools": {"mode": self.mode, "tools": named}}
+
+
 class TextFormat(OpenBody):
     """What the text must be like."""
 
@@ -183,7 +196,7 @@ class ResponseRequest(OpenBody):
     reasoning: Reasoning | None = None
 
     tools: Annotated[list[ResponseTool], Field(max_length=512)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None = None
     background: bool | None = None
     """True: it is answered at once with a response that is `queued`, and generated while nobody waits for it."""
     prompt: None = UNSERVED
@@ -219,6 +232,10 @@ class ResponseRequest(OpenBody):
             raise invalid("previous_response_id", message)
         if self.background and self.store is False:
             raise invalid("background", "background must come with a response that is kept, got store=false")
+        for number, tool in enumerate(self.tools or ()):
+            if tool.type == "custom":  # Whoever sends it waits for calls that are no JSON.
+                message = f"not served: a tool of type custom ({tool.name!r}); functions are"
+                raise ApiError(400, message, param=f"tools.{number}.type", code="unsupported_parameter")
         if not isinstance(self.input, str) and all(isinstance(item, ReasoningItem) for item in self.input):
             raise invalid("input", "input must have a message in it, got none")
 
@@ -258,6 +275,8 @@ class ResponseRequest(OpenBody):
             fields["tool_choice"] = choice = self.tool_choice
             if isinstance(choice, NamedFunction):
                 fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+            elif isinstance(choice, AllowedFunctions):
+                fields["tool_choice"] = choice.as_chat()
         system = [{"role": "system", "content": self.system}] if instructed and self.system is not None else []
         items = [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         fields |= {

@@ -94,7 +94,7 @@ async def list_sessions(
     return SessionList(object="list", data=data, first_id=ids[0], last_id=ids[-1], has_more=has_more)
 
 
-@ROUTES.post("/sessions", status_code=201, **_SPARSE, responses=responses(400, 401, 408, 413, 429, 503))
+@ROUTES.post("/sessions", status_code=201, **_SPARSE, responses=responses(400, 401, 404, 408, 413, 429, 503))
 async def new_session(body: NewSession, service: TheService, tenant: TheTenant) -> ListedSession:
     """Begins a conversation of a name, with a system message, held with an adapter where its model names one."""
     adapter = None if body.model is None else service.adapter_of(body.model)
