@@ -118,8 +118,19 @@ def test_fields_that_are_not_what_they_should_be_are_refused_or_come_out_well_fo
     assert all(type(received) is float for received in found.attention)
 
 
+def test_what_a_server_keeps_with_one_stays_with_it_and_no_fork_has_it():
+    begun = Conversation.begin().with_turn([1, 2, 3], [{"role": "user", "content": "a"}], "b")
+    noted = dataclasses.replace(begun, kept='{"metadata": {}}')
+    added = noted.added_to(begun)
+    assert added is not None
+    for each in (Conversation.from_bytes(noted.to_bytes()), Conversation.from_bytes(begun.to_bytes() + added)):
+        assert each.kept == noted.kept
+    assert noted.take(2).kept == noted.cut(np.arange(3) < 1).kept == noted.kept
+    assert noted.forked(3).kept == Conversation.from_bytes(begun.to_bytes()).kept == ""
+
+
 def test_every_field_is_among_the_bytes_and_one_that_is_missing_or_of_another_version_is_named():
-    others = {"stem", "responses"}  # Those of one that has responses are held against themselves below.
+    others = {"stem", "responses", "kept"}  # Those of one that has these are held against themselves below.
     assert {field.name for field in dataclasses.fields(Conversation)} - others == ADAPTED.keys() - {"format"}
     adapted = Conversation.from_bytes(packed(ADAPTED))
     assert (adapted.adapter, adapted.adapter_weights) == ("pirate", "00ff")

@@ -242,6 +242,22 @@ def _narrow(described: dict[str, Any]) -> None:
         "ChatRequest": {**asked, "max_completion_tokens": few, "session_id": {"enum": [None, *_NAMES]}},
         "CompletionRequest": {**asked, "prompt": {"anyOf": [text, {**tokens, "maxItems": 100}, pieces]}},
         "ChatMessage": {"content": text},
+        "ResponseRequest": {
+            "model": {"enum": [sk.MODEL]},
+            "input": text,
+            "max_output_tokens": few,
+            "stream": {"type": "boolean"},
+            "conversation": {"enum": [None, *_NAMES]},
+            "previous_response_id": {"type": "null"},
+            "timeout_s": asked["timeout_s"],
+            **{name: {"type": "null"} for name in ("tools", "tool_choice", "text", "include")},
+        },
+        "MessagesRequest": {
+            "model": {"enum": [sk.MODEL]},
+            "max_tokens": {"type": "integer", "minimum": 1, "maximum": 16},
+            "stream": {"type": "boolean"},
+            "tools": {"type": "null"},
+        },
         "NewSession": {"session_id": {"enum": [None, *_NAMES]}},
         "NewChunks": {"chunks": pieces},
         "Discard": {"start": {"type": "integer", "minimum": 0, "maximum": 40}},
@@ -249,12 +265,12 @@ def _narrow(described: dict[str, Any]) -> None:
     narrowed["ChatRequest"] |= {"context": {"anyOf": [pieces, {"type": "null"}]}, "top_logprobs": {"type": "null"}}
     for name, properties in narrowed.items():
         schemas[name]["properties"] |= properties
-    for name in ("ChatRequest", "CompletionRequest"):
+    for name in ("ChatRequest", "CompletionRequest", "ResponseRequest", "MessagesRequest"):
         schemas[name]["required"].append("stream")
     for operations in described["paths"].values():
         for operation in operations.values():
             for parameter in operation.get("parameters", []):
-                named = {"session_id": _NAMES, "model": [sk.MODEL]}.get(parameter["name"])
+                named = {"session_id": _NAMES, "conversation_id": _NAMES, "model": [sk.MODEL]}.get(parameter["name"])
                 if named is not None:
                     parameter["schema"] = {"enum": named}
 

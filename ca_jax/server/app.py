@@ -31,6 +31,7 @@ from fastapi.responses import JSONResponse, Response
 from ca_jax.engine import Engine
 from ca_jax.server import (
     adapter_routes,
+    conversation_routes,
     live,
     message_routes,
     openai_routes,
@@ -121,7 +122,8 @@ def make_app(
         redoc_url=None,
     )
     app.state.server = state
-    for module in (openai_routes, response_routes, message_routes, token_routes, session_routes, adapter_routes, live):
+    apis = (openai_routes, response_routes, conversation_routes, message_routes, token_routes)
+    for module in (*apis, session_routes, adapter_routes, live):
         app.include_router(module.ROUTES)
     app.include_router(_ROUTES)
     add_error_handlers(app, lambda status: state.service.metrics.refuse(status) if state.service else None)

@@ -19,7 +19,7 @@ import pydantic
 from pydantic import Field
 
 from ca_jax.server.errors import invalid
-from ca_jax.server.tool_bodies import CalledTool, NamedTool, ResponseFormat, Tool
+from ca_jax.server.tool_bodies import AllowedTools, CalledTool, NamedTool, ResponseFormat, Tool
 from ca_jax.server.tool_formats import AskedTools
 from ca_jax.turns.conversations import Message
 from ca_jax.turns.grammars import Grammar
@@ -230,7 +230,7 @@ class ChatRequest(Sampling):
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
 
     tools: Annotated[list[Tool], Field(max_length=512)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     """False: an answer that must call a tool calls one."""
     functions: Annotated[list[Any], Field(max_length=0)] | None = UNSERVED
@@ -280,6 +280,12 @@ class ChatRequest(Sampling):
         named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
         if not names and self.tool_choice not in (None, "none", "auto"):
             raise invalid("tool_choice", "tool_choice must come with tools")
+        if isinstance(self.tool_choice, AllowedTools):
+            if not self.tool_choice.names <= {*names}:
+                raise invalid("tool_choice", "tool_choice must allow tools that there are, got others")
+            if self.tool_choice.allowed_tools.mode == "auto" and self.tool_choice.names < {*names}:
+                message = "tool_choice must allow all tools with mode=auto; some of them may be allowed with required"
+                raise invalid("tool_choice", message)
         if named is not None and named not in names:
             raise invalid("tool_choice", f"tool_choice must name one of the tools, got {named!r}")
 
@@ -292,10 +298,14 @@ class ChatRequest(Sampling):
         """What it says of tools; None: nothing."""
         if not self.tools:
             return None
-        named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        choice, allowed = self.tool_choice, {tool.function.name for tool in self.tools}
+        if isinstance(choice, AllowedTools):
+            allowed, choice = choice.names, choice.allowed_tools.mode
+        named = choice.function.name if isinstance(choice, NamedTool) else None
+        functions = (tool.function for tool in self.tools if tool.function.name in allowed)
         return AskedTools(
-            functions=tuple(tool.function.model_dump(exclude_none=True) for tool in self.tools),
-            choice="auto" if self.tool_choice is None or isinstance(self.tool_choice, NamedTool) else self.tool_choice,
+            functions=tuple(function.model_dump(exclude_none=True) for function in functions),
+            choice="auto" if choice is None or isinstance(choice, NamedTool) else choice,
             named=named,
             is_parallel=self.parallel_tool_calls is not False,
         )

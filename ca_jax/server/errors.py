@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import fastapi
 import pydantic
@@ -29,12 +29,19 @@ _LOG = logging.getLogger(__name__)
 _UNSERVED = frozenset(
     {
         *("functions", "function_call", "store", "service_tier"),
-        *("modalities", "suffix", "best_of", "background", "prompt", "text", "tools", "tool_choice"),
+        *("modalities", "suffix", "best_of", "prompt", "text", "tools", "tool_choice"),
         *("no_stop_trim", "return_hidden_states", "continue_final_message"),
         *("load_inplace", "is_3d_lora_weight"),
     }
 )
 """Fields of OpenAI, vLLM and SGLang that are taken where they ask for nothing, and are an error otherwise."""
+_MEDIA = {
+    **dict.fromkeys(("image", "image_url", "input_image"), "images are"),
+    **dict.fromkeys(("audio", "input_audio"), "audio is"),
+    **dict.fromkeys(("file", "input_file", "document"), "files are"),
+    **dict.fromkeys(("video", "video_url"), "videos are"),
+}
+"""Types of parts of a message that other models take."""
 # OpenAI's clients retry 408 and 409 by themselves unless told not to: the same deadline would pass again, and a session
 # that has moved on, or still answers, has to be looked at first.
 _NOT_AGAIN = {"X-Should-Retry": "false"}
@@ -191,6 +198,10 @@ def _invalid_body(error: RequestValidationError) -> ApiError:
         return ApiError(400, f"missing field: {param or 'the body'}", code="missing_required_parameter", param=param)
     if path and path[0] in _UNSERVED:
         return ApiError(400, f"not served: {param}", code="unsupported_parameter", param=param)
+    given = first.get("input")
+    kind = given.get("type") if isinstance(given, Mapping) else given
+    if isinstance(kind, str) and kind in _MEDIA and first["type"] in ("literal_error", "union_tag_invalid"):
+        return invalid(param, f"{param}: {_MEDIA[kind]} not served: the model reads text alone")
     return invalid(param, f"{param or 'the body'}: {first['msg']}")
 
 
@@ -212,6 +223,21 @@ class ErrorAnswer(pydantic.BaseModel):
     error: ErrorDetail
 
 
+class MessagesErrorDetail(pydantic.BaseModel):
+    """What went wrong, in few words."""
+
+    type: str = pydantic.Field(description="What kind of error it is, for programs.")
+    message: str = pydantic.Field(description="What must be, and what was got.")
+
+
+class MessagesErrorAnswer(pydantic.BaseModel):
+    """Every error of Messages, as Anthropic's API has them."""
+
+    type: Literal["error"]
+    error: MessagesErrorDetail
+    request_id: str | None = pydantic.Field(description="The request's name, as its header has it.")
+
+
 _COMES_AGAIN: dict[str, Any] = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer"}}}
 _STATUSES: dict[int, dict[str, Any]] = {
     400: {"description": "A body that is no JSON, or a field that is wrong, unknown or not served."},
@@ -231,7 +257,9 @@ STREAMED: dict[str, Any] = {**OBJECT, "text/event-stream": {"itemSchema": _EVENT
 """Likewise, or a stream of events, as OpenAPI 3.2 says of these."""
 
 
-def responses(*statuses: int, content: dict[str, Any] | None = None) -> dict[int | str, dict[str, Any]]:
+def responses(
+    *statuses: int, content: dict[str, Any] | None = None, error: type[pydantic.BaseModel] = ErrorAnswer
+) -> dict[int | str, dict[str, Any]]:
     """What a route answers, as FastAPI takes it: content that no model describes, and errors of some statuses."""
     described: dict[int | str, dict[str, Any]] = {} if content is None else {200: {"content": content}}
-    return described | {each: {"model": ErrorAnswer, **_STATUSES[each]} for each in statuses}
+    return described | {each: {"model": error, **_STATUSES[each]} for each in statuses}

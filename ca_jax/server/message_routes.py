@@ -17,12 +17,13 @@ import pydantic
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
+from ca_jax.server.answering import Answering
 from ca_jax.server.bodies import IGNORED, ChatRequest, OpenBody
-from ca_jax.server.engine_loop import Feed
-from ca_jax.server.errors import OBJECT, STREAMED, invalid, messages_error, responses
+from ca_jax.server.engine_loop import Feed, Part
+from ca_jax.server.errors import OBJECT, STREAMED, MessagesErrorAnswer, invalid, messages_error, responses
 from ca_jax.server.reply_blocks import Block, BlockReader, Step
 from ca_jax.server.service import Service
-from ca_jax.server.state import EventStream, OpenRoute, TheService, TheTenant, session_header, while_connected
+from ca_jax.server.state import OpenRoute, TheService, TheTenant, session_header
 from ca_jax.server.tenants import Tenant
 from ca_jax.server.told import event, reported
 from ca_jax.server.tool_calls import read_reply
@@ -206,7 +207,7 @@ def _texts(blocks: Sequence[OpenBody]) -> list[str]:
 @ROUTES.post(
     "",
     response_class=Response,
-    responses=responses(400, 401, 403, 404, 408, 409, 413, 429, 503, content=STREAMED),
+    responses=responses(400, 401, 403, 404, 408, 409, 413, 429, 503, content=STREAMED, error=MessagesErrorAnswer),
 )
 async def create_message(
     body: MessagesRequest, request: fastapi.Request, service: TheService, tenant: TheTenant
@@ -215,7 +216,9 @@ async def create_message(
     return await _Message(body, service, tenant, session_header(request)).response(request)
 
 
-@ROUTES.post("/count_tokens", responses=responses(400, 401, 404, 408, 413, 429, 503, content=OBJECT))
+@ROUTES.post(
+    "/count_tokens", responses=responses(400, 401, 404, 408, 413, 429, 503, content=OBJECT, error=MessagesErrorAnswer)
+)
 async def count_tokens(body: Counted, service: TheService, tenant: TheTenant) -> JSONResponse:
     """How many tokens a conversation is, ready to be answered."""
     body.check()
@@ -241,25 +244,13 @@ class _Message:
         self._id = f"msg_{uuid.uuid4().hex}"
 
     async def response(self, request: fastapi.Request) -> Response:
-        """Begins the answer, so that what is wrong with the request is a status, and gives it whole or streamed."""
+        """The answer, whole or streamed."""
         body, service = self._body, self._service
         begun = service.chat(self._tenant, body.answered(), name=self._name)
-        async with contextlib.AsyncExitStack() as stack:
-            stack.enter_context(service.admitted(self._tenant, 1))
-            if not body.stream:
-                return await while_connected(request, self._whole(begun))
-            async with service.deadline(body.timeout_s) as deadline:
-                feed = await stack.enter_async_context(begun)
-            until_s = deadline.when()
-            return EventStream(self._events(feed, until_s), stack.pop_all(), until_s)
+        answering = Answering(service, self._tenant, begun, body.timeout_s)
+        return await (answering.streamed(self._events) if body.stream else answering.whole(request, self._whole))
 
-    async def _whole(self, begun: contextlib.AbstractAsyncContextManager[Feed]) -> JSONResponse:
-        try:
-            async with self._service.deadline(self._body.timeout_s), begun as feed:
-                async for _ in feed.parts():
-                    pass
-        except Exception as error:
-            raise reported(error) from error
+    def _whole(self, feed: Feed, parts: Sequence[Part]) -> _Body:
         [job] = feed.jobs
         reply = read_reply(job)
         content: list[_Body] = []
@@ -269,7 +260,7 @@ class _Message:
             content.append({"type": "text", "text": reply.content, "citations": None})
         for call in reply.calls:
             content.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": _input(call.arguments)})
-        return JSONResponse(self._object(content, _usage(job), _stop(job, bool(reply.calls))))
+        return self._object(content, _usage(job), _stop(job, bool(reply.calls)))
 
     def _object(self, content: list[_Body], usage: _Body, stop: _Body) -> _Body:
         head = {"id": self._id, "type": "message", "role": "assistant", "model": self._body.model}

@@ -9,22 +9,22 @@ CreateCompletionResponse, ChatCompletionTokenLogprob).
 from __future__ import annotations
 
 import collections
-import contextlib
 import itertools
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import fastapi
 from fastapi.responses import JSONResponse, Response
 
+from ca_jax.server.answering import Answering
 from ca_jax.server.bodies import ChatRequest, CompletionRequest
 from ca_jax.server.engine_loop import Feed, Part
 from ca_jax.server.errors import OBJECT, STREAMED, responses
 from ca_jax.server.router import client_name
 from ca_jax.server.service import Service
-from ca_jax.server.state import EventStream, OpenRoute, TheService, TheTenant, session_header, while_connected
+from ca_jax.server.state import OpenRoute, TheService, TheTenant, session_header
 from ca_jax.server.tenants import Tenant
 from ca_jax.server.told import described, echoed, event, listed, prompt_logprobs, reported
 from ca_jax.server.tool_calls import CallDelta, Reply, parser_of, read_reply
@@ -134,30 +134,20 @@ class _Answering:
         self._is_mute = isinstance(body, CompletionRequest) and body.max_tokens == 0  # Of the prompt alone is told.
 
     async def response(self, request: fastapi.Request) -> Response:
-        """Begins the answers, so that what is wrong with the request is a status, and gives them whole or streamed."""
+        """The answers, whole or streamed."""
         body, service = self._body, self._service
-        async with contextlib.AsyncExitStack() as stack:
-            stack.enter_context(service.admitted(self._tenant, body.num_answers, body.priority))
-            if isinstance(body, ChatRequest):
-                begun = service.chat(self._tenant, body, name=self._name)
-            else:
-                begun = service.complete(self._tenant, body)
-            if not body.stream:
-                return await while_connected(request, self._whole(begun))
-            async with service.deadline(body.timeout_s) as deadline:
-                feed = await stack.enter_async_context(begun)
-            until_s = deadline.when()
-            return EventStream(self._pieces(feed, until_s), stack.pop_all(), until_s)
+        if isinstance(body, ChatRequest):
+            begun = service.chat(self._tenant, body, name=self._name)
+        else:
+            begun = service.complete(self._tenant, body)
+        answering = Answering(service, self._tenant, begun, body.timeout_s, body.num_answers, body.priority)
+        return await (answering.streamed(self._pieces) if body.stream else answering.whole(request, self._whole))
 
-    async def _whole(self, begun: contextlib.AbstractAsyncContextManager[Feed]) -> JSONResponse:
-        try:
-            async with self._service.deadline(self._body.timeout_s), begun as feed:
-                texts, state = [self._echo(index) for index in range(len(feed.jobs))], None
-                async for part in feed.parts():
-                    texts[part.index] += "" if self._is_mute else part.text
-                    state = part.state
-        except Exception as error:
-            raise reported(error) from error
+    def _whole(self, feed: Feed, parts: Sequence[Part]) -> _Body:
+        texts, state = [self._echo(index) for index in range(len(feed.jobs))], None
+        for part in parts:
+            texts[part.index] += "" if self._is_mute else part.text
+            state = part.state
         choices, said = list[_Body](), dict[str, Any]()
         for index, (job, text) in enumerate(zip(feed.jobs, texts, strict=True)):
             said, has_calls = {"text": text}, False
@@ -170,7 +160,7 @@ class _Answering:
         session = self._session(feed)
         if session and state is not None:
             session["session_state"] = state
-        return JSONResponse({**self._head, "choices": choices, "usage": self._usage(feed), **session})
+        return {**self._head, "choices": choices, "usage": self._usage(feed), **session}
 
     async def _pieces(self, feed: Feed, until_s: float | None) -> AsyncIterator[str]:
         """The stream of events. An error in the middle is the last of them, as OpenAI's clients understand it."""

@@ -24,6 +24,7 @@ from typing import Any
 
 from ca_jax.engine import Engine
 from ca_jax.errors import InvalidRequestError, SessionBusyError
+from ca_jax.server.conversation_notes import BESIDE
 from ca_jax.server.errors import ApiError
 from ca_jax.server.response_ids import key_and_name
 from ca_jax.server.response_items import tools_of
@@ -31,7 +32,6 @@ from ca_jax.server.router import BY_NAME, Found, Router, engine_name
 from ca_jax.turns.conversations import Conversation, Message
 from ca_jax.turns.text import Texts
 
-_BESIDE = ("tools", "template")  # Of messages.
 _INSTRUCTED = "instructed"  # Of what is kept: the conversation begins with the response's instructions.
 
 
@@ -153,7 +153,7 @@ def find_named(router: Router, tenant: str, name: str, asked: Asked, texts: Text
 
 def _beside(messages: Sequence[Message]) -> Message:
     """What stands beside the first messages: tools, and variables of the template."""
-    return {name: next(each[name] for each in messages if name in each) for name in _BESIDE if _has(messages, name)}
+    return {name: next(each[name] for each in messages if name in each) for name in BESIDE if _has(messages, name)}
 
 
 def _has(messages: Sequence[Message], name: str) -> bool:
@@ -161,7 +161,7 @@ def _has(messages: Sequence[Message], name: str) -> bool:
 
 
 def _alone(messages: Sequence[Message]) -> list[Message]:
-    return [{name: value for name, value in message.items() if name not in _BESIDE} for message in messages]
+    return [{name: value for name, value in message.items() if name not in BESIDE} for message in messages]
 
 
 def instructed(instructions: str | None) -> list[Message]:

@@ -12,12 +12,13 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field
 
-from ca_jax.server.bodies import IGNORED, UNSERVED, ChatRequest, OpenBody, Sampling
-from ca_jax.server.errors import invalid
+from ca_jax.server.bodies import IGNORED, UNSERVED, ChatMessage, ChatRequest, OpenBody, Sampling
+from ca_jax.server.errors import ApiError, invalid
 from ca_jax.turns.conversations import Message
 
 _LOGPROBS = "message.output_text.logprobs"  # In `include`.
 _TOLD = (
+    "background",
     "instructions",
     "max_output_tokens",
     "metadata",
@@ -29,6 +30,7 @@ _TOLD = (
 _Tokens = Annotated[int, Field(ge=1)]
 _Name = Annotated[str, Field(max_length=64)]
 _Body = dict[str, Any]
+Metadata = Annotated[dict[_Name, Annotated[str, Field(max_length=512)]], Field(max_length=16)]
 
 
 class ContentPart(OpenBody):
@@ -117,6 +119,19 @@ class NamedFunction(OpenBody):
     name: str
 
 
+class AllowedFunctions(OpenBody):
+    """The functions that may be called, of those that the model is told of."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=512)]
+
+    def as_chat(self) -> _Body:
+        """As chats have it."""
+        named = [{"type": "function", "function": {"name": tool.name}} for tool in self.tools]
+        return {"type": self.type, "allowed_tools": {"mode": self.mode, "tools": named}}
+
+
 class TextFormat(OpenBody):
     """What the text must be like."""
 
@@ -176,13 +191,14 @@ class ResponseRequest(OpenBody):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     include: list[str] | None = None
-    metadata: Annotated[dict[_Name, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
+    metadata: Metadata | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
 
     tools: Annotated[list[ResponseTool], Field(max_length=512)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
-    background: Literal[False] | None = UNSERVED
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None = None
+    background: bool | None = None
+    """True: it is answered at once with a response that is `queued`, and generated while nobody waits for it."""
     prompt: None = UNSERVED
     service_tier: Literal["auto", "default"] | None = None
     parallel_tool_calls: bool | None = None
@@ -214,6 +230,12 @@ class ResponseRequest(OpenBody):
         if self.previous_response_id is not None and self.conversation is not None:
             message = "previous_response_id must come without a conversation, got both"
             raise invalid("previous_response_id", message)
+        if self.background and self.store is False:
+            raise invalid("background", "background must come with a response that is kept, got store=false")
+        for number, tool in enumerate(self.tools or ()):
+            if tool.type == "custom":  # Whoever sends it waits for calls that are no JSON.
+                message = f"not served: a tool of type custom ({tool.name!r}); functions are"
+                raise ApiError(400, message, param=f"tools.{number}.type", code="unsupported_parameter")
         if not isinstance(self.input, str) and all(isinstance(item, ReasoningItem) for item in self.input):
             raise invalid("input", "input must have a message in it, got none")
 
@@ -253,6 +275,8 @@ class ResponseRequest(OpenBody):
             fields["tool_choice"] = choice = self.tool_choice
             if isinstance(choice, NamedFunction):
                 fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+            elif isinstance(choice, AllowedFunctions):
+                fields["tool_choice"] = choice.as_chat()
         system = [{"role": "system", "content": self.system}] if instructed and self.system is not None else []
         items = [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         fields |= {
@@ -278,6 +302,11 @@ class ResponseRequest(OpenBody):
         if self.named is not None:
             fields["conversation"] = {"id": self.named}
         return {name: value for name, value in fields.items() if value not in (None, "")}
+
+
+def said_in(items: Sequence[Item]) -> list[Message]:
+    """Items as messages of a conversation."""
+    return [ChatMessage.model_validate(each).message() for each in _messages(items)]
 
 
 def _messages(items: Sequence[Item]) -> list[_Body]:

@@ -1,14 +1,17 @@
 """A response as OpenAI describes it: the object, its items, what is told and kept of it.
 
-Not here: requests (`response_bodies`), events of a stream (`response_routes`).
+Not here: requests (`response_bodies`), events of a stream (`response_events`).
 Source: OpenAI's API reference (Response, OutputItem, ResponseItemList).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import fastapi
+
+from ca_jax.server.errors import ApiError
 from ca_jax.server.reply_blocks import Block, Kind
 from ca_jax.session import Job
 from ca_jax.turns.conversations import Message
@@ -16,6 +19,9 @@ from ca_jax.turns.requests import FinishReason
 
 _ID_OF: dict[Kind, str] = {"reasoning": "rs", "content": "msg", "call": "fc"}
 _Body = dict[str, Any]
+Limit = Annotated[int, fastapi.Query(ge=1, le=100, description="Most of them.")]
+Order = Annotated[Literal["asc", "desc"], fastapi.Query(description="desc: the newest first.")]
+After = Annotated[str | None, fastapi.Query(max_length=64, description="The id behind which they begin.")]
 
 
 def status_of(reason: FinishReason) -> _Body:
@@ -69,8 +75,8 @@ def item_id(key: str, block: Block) -> str:
     return f"{_ID_OF[block.kind]}_{key}_{block.number}"
 
 
-def items_of(key: str, message: Message, status: str, logprobs: list[_Body] | None = None) -> list[_Body]:
-    """A whole answer as items."""
+def blocks_of(message: Message) -> list[Block]:
+    """A whole answer as blocks."""
     told: list[tuple[Kind, str, str, str]] = []
     if "reasoning_content" in message:
         told.append(("reasoning", message["reasoning_content"], "", ""))
@@ -79,9 +85,13 @@ def items_of(key: str, message: Message, status: str, logprobs: list[_Body] | No
         told.append(("content", message["content"], "", ""))
     for call in calls:
         told.append(("call", call["function"]["arguments"], call["id"], call["function"]["name"]))
-    blocks = [Block(kind, number, call_id, name, text) for number, (kind, text, call_id, name) in enumerate(told)]
-    whole = "completed" if calls else status  # Calls that were cut are not told.
-    return [item_of(key, each, whole if each.kind == "call" else status, logprobs) for each in blocks]
+    return [Block(kind, number, call_id, name, text) for number, (kind, text, call_id, name) in enumerate(told)]
+
+
+def items_of(key: str, message: Message, status: str, logprobs: list[_Body] | None = None) -> list[_Body]:
+    """A whole answer as items."""
+    whole = "completed" if message.get("tool_calls") else status  # Calls that were cut are not told.
+    return [item_of(key, each, whole if each.kind == "call" else status, logprobs) for each in blocks_of(message)]
 
 
 def response_object(response_id: str, kept: _Body, output: list[_Body]) -> _Body:
@@ -120,7 +130,11 @@ def response_object(response_id: str, kept: _Body, output: list[_Body]) -> _Body
 
 def input_items(key: str, number: int, message: Message) -> list[_Body]:
     """A message that a response was given, as items: their ids are of the response and of the message's number."""
-    own = f"{key}_{number}"
+    return items_of_message(f"{key}_{number}", message)
+
+
+def items_of_message(own: str, message: Message) -> list[_Body]:
+    """A message of anybody as items, in whose ids `own` stands for it."""
     if message["role"] == "assistant":
         return items_of(own, message, "completed")
     if message["role"] == "tool":
@@ -134,3 +148,24 @@ def tools_of(messages: Sequence[Message]) -> list[_Body]:
     """The tools of a conversation, as responses tell them."""
     tools: list[_Body] = next((message["tools"] for message in messages if "tools" in message), [])
     return [{"type": "function", "parameters": None, "strict": None, **tool["function"]} for tool in tools]
+
+
+def page_of(items: Sequence[_Body], limit: int, order: str, after: str | None) -> _Body:
+    """A page of items, which are in the order in which they were said.
+
+    Args:
+      limit: most of them.
+      order: `asc`, or `desc`: the newest first.
+      after: the id behind which they begin; None: all.
+
+    Raises:
+      ApiError: no item has that id (404).
+    """
+    items = items if order == "asc" else items[::-1]
+    ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        raise ApiError(404, f"after must be the id of an item, got {after!r}", param="after", code="item_not_found")
+    start = 0 if after is None else ids.index(after) + 1
+    page = list(items[start : start + limit])
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": "", "last_id": ""}
+    return {"object": "list", "data": page, "has_more": start + limit < len(items), **ends}

@@ -7,27 +7,30 @@ Source: OpenAI's API reference (createResponse, getResponse, deleteResponse, lis
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import time
-from collections.abc import AsyncIterator, Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any
 
 import fastapi
 from fastapi.responses import JSONResponse, Response
 
 from ca_jax.server import places
+from ca_jax.server.answering import Answering
+from ca_jax.server.background import Run
 from ca_jax.server.engine_loop import Feed
-from ca_jax.server.errors import OBJECT, STREAMED, ApiError, responses
-from ca_jax.server.reply_blocks import Block, BlockReader, Step
+from ca_jax.server.errors import OBJECT, STREAMED, ApiError, invalid, responses
+from ca_jax.server.reply_blocks import BlockReader
 from ca_jax.server.response_bodies import ResponseRequest
+from ca_jax.server.response_events import ResponseEvents, replayed
 from ca_jax.server.response_ids import new_key, response_id
 from ca_jax.server.response_items import (
+    After,
+    Limit,
+    Order,
     input_items,
-    item_id,
-    item_of,
     items_of,
-    output_text,
+    page_of,
     response_object,
     status_of,
     tools_of,
@@ -35,7 +38,7 @@ from ca_jax.server.response_items import (
 )
 from ca_jax.server.router import Found, client_name
 from ca_jax.server.service import Service
-from ca_jax.server.state import EventStream, OpenRoute, TheService, TheTenant, session_header, while_connected
+from ca_jax.server.state import EventStream, OpenRoute, TheService, TheTenant, session_header
 from ca_jax.server.tenants import Tenant
 from ca_jax.server.told import described, event, reported
 from ca_jax.server.tool_calls import read_reply
@@ -43,7 +46,6 @@ from ca_jax.session import Job
 from ca_jax.turns.requests import FinishReason
 from ca_jax.turns.text import Texts
 
-_EVENTS_OF = {"content": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
 ROUTES = fastapi.APIRouter(prefix="/v1/responses", tags=["responses"], route_class=OpenRoute)
 _Body = dict[str, Any]
 
@@ -60,10 +62,48 @@ async def create_response(
     return await _Responding(body, service, tenant, session_header(request)).response(request)
 
 
-@ROUTES.get("/{response_id}", responses=responses(401, 404, 408, 429, 503, content=OBJECT))
-async def get_response(response_id: str, service: TheService, tenant: TheTenant) -> JSONResponse:
-    """A response that is kept."""
-    place = await service.ask(tenant, lambda engine: places.look(service.router, tenant.domain, response_id))
+@ROUTES.get(
+    "/{response_id}", response_class=Response, responses=responses(400, 401, 404, 408, 429, 503, content=STREAMED)
+)
+async def get_response(
+    response_id: str,
+    service: TheService,
+    tenant: TheTenant,
+    stream: Annotated[bool, fastapi.Query(description="As events: those to come too.")] = False,
+    starting_after: Annotated[int | None, fastapi.Query(ge=0, description="The number of the event before.")] = None,
+) -> Response:
+    """A response that is kept, or generated in the background: as it is, or its events.
+
+    Where the events that it came in are not there any more, it is told anew, in fewer of them.
+    """
+    if starting_after is not None and not stream:
+        raise invalid("starting_after", "starting_after must come with stream=true")
+    start = 0 if starting_after is None else starting_after + 1
+    run = service.background.find(tenant.domain, response_id)
+    if run is not None and not run.is_kept:
+        response, events = run.response, run.follow(start)
+    else:
+        place = await _look(service, tenant, response_id)
+        answer = place.messages[-1]
+        response = response_object(response_id, place.told, items_of(place.key, answer, place.told["status"]))
+        events = _again(list(replayed(place.key, response, answer))[start:]) if run is None else run.follow(start)
+    return await _streamed(service, tenant, events) if stream else JSONResponse(response)
+
+
+@ROUTES.post("/{response_id}/cancel", responses=responses(400, 401, 404, 408, 429, 503, content=OBJECT))
+async def cancel_response(response_id: str, service: TheService, tenant: TheTenant) -> JSONResponse:
+    """Ends a response that is generated in the background; what it has said so far is kept."""
+    run = service.background.find(tenant.domain, response_id)
+    if run is not None and not run.has_ended:
+        service.loop.cancel(run.feed)
+        async with service.deadline(None):
+            await run.ended()
+    if run is not None and not run.is_kept:
+        return JSONResponse(run.response)
+    place = await _look(service, tenant, response_id)
+    if not place.told.get("background"):
+        message = "response_id must be of a response with background=true: others end when their clients leave"
+        raise invalid("response_id", message)
     answer = items_of(place.key, place.messages[-1], place.told["status"])
     return JSONResponse(response_object(response_id, place.told, answer))
 
@@ -71,31 +111,59 @@ async def get_response(response_id: str, service: TheService, tenant: TheTenant)
 @ROUTES.delete("/{response_id}", responses=responses(401, 404, 408, 409, 429, 503, content=OBJECT))
 async def delete_response(response_id: str, service: TheService, tenant: TheTenant) -> JSONResponse:
     """Forgets a response; its turn and its KV too, where nothing else stands on them."""
-    await service.ask(tenant, lambda engine: places.delete(service.router, engine, tenant.domain, response_id))
+    run = _ended_run(service, tenant, response_id)
+    if run is None or run.is_kept:
+        await service.ask(tenant, lambda engine: places.delete(service.router, engine, tenant.domain, response_id))
+    service.background.forget(tenant.domain, response_id)
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 
-@ROUTES.get("/{response_id}/input_items", responses=responses(400, 401, 404, 408, 429, 503, content=OBJECT))
+@ROUTES.get("/{response_id}/input_items", responses=responses(400, 401, 404, 408, 409, 429, 503, content=OBJECT))
 async def list_input_items(
     response_id: str,
     service: TheService,
     tenant: TheTenant,
-    limit: Annotated[int, fastapi.Query(ge=1, le=100, description="Most of them.")] = 20,
-    order: Annotated[Literal["asc", "desc"], fastapi.Query(description="desc: the newest first.")] = "desc",
-    after: Annotated[str | None, fastapi.Query(max_length=64, description="The id behind which they begin.")] = None,
+    limit: Limit = 20,
+    order: Order = "desc",
+    after: After = None,
 ) -> JSONResponse:
     """The messages that a response was an answer to, its instructions apart: a page of them."""
-    place = await service.ask(tenant, lambda engine: places.look(service.router, tenant.domain, response_id))
+    _ended_run(service, tenant, response_id)
+    place = await _look(service, tenant, response_id)
     said = enumerate(place.said[:-1])
     items = [item for number, message in said for item in input_items(place.key, number, message)]
-    items = items if order == "asc" else items[::-1]
-    ids = [item["id"] for item in items]
-    if after is not None and after not in ids:
-        raise ApiError(404, f"after must be the id of an item, got {after!r}", param="after", code="item_not_found")
-    start = 0 if after is None else ids.index(after) + 1
-    page = items[start : start + limit]
-    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": "", "last_id": ""}
-    return JSONResponse({"object": "list", "data": page, "has_more": start + limit < len(items), **ends})
+    return JSONResponse(page_of(items, limit, order, after))
+
+
+def _ended_run(service: Service, tenant: Tenant, response_id: str, param: str | None = None) -> Run | None:
+    """A response of the background that has ended; None where none is known. Raises ApiError while it is generated."""
+    run = service.background.find(tenant.domain, response_id)
+    if run is not None and not run.has_ended:
+        message = f"response {response_id!r} is still generated: it must have ended, or be cancelled first"
+        raise ApiError(409, message, param=param, code="response_not_ended")
+    return run
+
+
+async def _look(service: Service, tenant: Tenant, response_id: str) -> places.Place:
+    return await service.ask(tenant, lambda engine: places.look(service.router, tenant.domain, response_id))
+
+
+async def _streamed(service: Service, tenant: Tenant, events: AsyncIterator[_Body]) -> Response:
+    """Events for a client that reads along, counted with what it looks at."""
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(service.looking(tenant, is_stream=True))
+        until_s = service.deadline(None).when()
+        return EventStream(_written(events), stack.pop_all(), until_s)
+
+
+async def _again(events: Sequence[_Body]) -> AsyncIterator[_Body]:
+    for each in events:
+        yield each
+
+
+async def _written(events: AsyncIterator[_Body]) -> AsyncIterator[str]:
+    async for each in events:
+        yield event(each, each["type"])
 
 
 class _Responding:
@@ -116,26 +184,33 @@ class _Responding:
         self._key = new_key()
         self._told = {"created_at": int(time.time()), **body.told(), "tools": tools_of(self._chat.history())}
         self._ended: _Body | None = None  # What is told of the response that has ended, beside its text.
-        self._numbers = itertools.count()  # Of events.
 
     async def response(self, request: fastapi.Request) -> Response:
-        """Begins the answer, so that what is wrong with the request is a status, and gives it whole or streamed."""
-        body, service = self._body, self._service
+        """The answer: whole, streamed, or in the background."""
+        body, service, tenant = self._body, self._service, self._tenant
+        if body.previous_response_id is not None:
+            _ended_run(service, tenant, body.previous_response_id, "previous_response_id")
         begun = service.chat(
-            self._tenant,
+            tenant,
             self._chat,
             name=self._name,
             find=None if body.previous_response_id is None and body.named is None else self._find,
             note=self._note,
         )
+        answering = Answering(service, tenant, begun, body.timeout_s, 1, body.priority)
+        if body.background:
+            return await self._in_background(answering)
+        if body.stream:
+            return await answering.streamed(lambda feed, until_s: _written(self._events(feed, until_s)))
+        return await answering.whole(request, lambda feed, parts: self._object(feed))
+
+    async def _in_background(self, answering: Answering) -> Response:
+        service, tenant = self._service, self._tenant
         async with contextlib.AsyncExitStack() as stack:
-            stack.enter_context(service.admitted(self._tenant, 1, body.priority))
-            if not body.stream:
-                return await while_connected(request, self._whole(begun))
-            async with service.deadline(body.timeout_s) as deadline:
-                feed = await stack.enter_async_context(begun)
-            until_s = deadline.when()
-            return EventStream(self._events(feed, until_s), stack.pop_all(), until_s)
+            feed, until_s = await answering.begin(stack)
+            run = Run(feed, self._begun(feed), lambda: self._ended is not None)
+            service.background.begin(tenant.domain, self._id(feed), run, self._events(feed, until_s), stack.pop_all())
+        return await _streamed(service, tenant, run.follow()) if self._body.stream else JSONResponse(run.response)
 
     def _find(self, texts: Texts) -> Found:
         """The conversation that the request names; on the engine's thread."""
@@ -154,15 +229,6 @@ class _Responding:
     def _end(self, job: Job, reason: FinishReason) -> _Body:
         return {**self._told, **status_of(reason), "completed_at": int(time.time()), "usage": usage_of(job)}
 
-    async def _whole(self, begun: contextlib.AbstractAsyncContextManager[Feed]) -> JSONResponse:
-        try:
-            async with self._service.deadline(self._body.timeout_s), begun as feed:
-                async for _ in feed.parts():
-                    pass
-        except Exception as error:
-            raise reported(error) from error
-        return JSONResponse(self._object(feed))
-
     def _id(self, feed: Feed) -> str:
         session = feed.jobs[0].session
         if session is None or not session.is_kept:
@@ -176,56 +242,36 @@ class _Responding:
         items = items_of(self._key, read_reply(job).message(), told["status"], self._logprobs(job, 0, None))
         return response_object(self._id(feed), told, items)
 
-    async def _events(self, feed: Feed, until_s: float | None) -> AsyncIterator[str]:
-        """The stream of events. An error in the middle is the last of them."""
+    def _begun(self, feed: Feed) -> _Body:
+        """The response before anything of it came: in the background, others may be before it."""
+        return response_object(
+            self._id(feed), {**self._told, "status": "queued" if self._body.background else "in_progress"}, []
+        )
+
+    async def _events(self, feed: Feed, until_s: float | None) -> AsyncIterator[_Body]:
+        """All of it as events. An error in the middle is the last of them."""
         job, reader, sent = feed.jobs[0], BlockReader(feed.jobs[0]), 0
-        begun = response_object(self._id(feed), {**self._told, "status": "in_progress"}, [])
-        yield self._event("created", response=begun)
-        yield self._event("in_progress", response=begun)
+        events, begun = ResponseEvents(self._key), self._begun(feed)
+        yield events.event("created", response=begun)
+        if self._body.background:
+            yield events.event("queued", response=begun)
+        else:
+            yield events.event("in_progress", response=begun)
         try:
             async for part in feed.parts(until_s):
+                if begun["status"] == "queued":
+                    begun = {**begun, "status": "in_progress"}
+                    yield events.event("in_progress", response=begun)
                 for step, block, text in reader.feed(part.text, part.done):
                     logprobs = self._logprobs(job, 0 if step == "end" else sent, part.num_tokens)
-                    for told in self._of_block(step, block, text, logprobs):
+                    for told in events.of_block(step, block, text, logprobs):
                         yield told
                     if step == "text" and block.kind == "content":
                         sent = part.num_tokens
-            ended = self._object(feed)
-            is_whole = ended["status"] == "completed"
-            yield self._event("completed" if is_whole else "incomplete", response=ended)
+            yield events.ended(self._object(feed))
         except Exception as error:
             broken = {"code": "server_error", "message": reported(error).detail}
-            yield self._event("failed", response={**begun, "status": "failed", "error": broken})
-
-    def _of_block(self, step: Step, block: Block, text: str, logprobs: list[_Body]) -> Iterator[str]:
-        """The events of what happens to a block of the answer."""
-        at: _Body = {"item_id": item_id(self._key, block), "output_index": block.number}
-        is_call, has_ended = block.kind == "call", step == "end"
-        if not is_call:
-            at["content_index"] = 0
-        kind = _EVENTS_OF[block.kind]
-        likely = {"logprobs": logprobs} if block.kind == "content" else {}
-        part = (
-            output_text(block.text, logprobs if has_ended else None)
-            if likely
-            else {"type": "reasoning_text", "text": block.text}
-        )
-        if step == "text":
-            yield self._event(f"{kind}.delta", **at, delta=text, **likely)
-            return
-        if has_ended:
-            done = {"arguments": block.text, "name": block.name} if is_call else {"text": block.text}
-            yield self._event(f"{kind}.done", **at, **done, **likely)
-            if not is_call:
-                yield self._event("content_part.done", **at, part=part)
-        item = item_of(self._key, block, "completed" if has_ended else "in_progress")
-        yield self._event(f"output_item.{'done' if has_ended else 'added'}", output_index=block.number, item=item)
-        if not has_ended and not is_call:
-            yield self._event("content_part.added", **at, part=part)
-
-    def _event(self, kind: str, **fields: Any) -> str:
-        name = f"response.{kind}"
-        return event({"type": name, "sequence_number": next(self._numbers), **fields}, name)
+            yield events.event("failed", response={**begun, "status": "failed", "error": broken})
 
     def _logprobs(self, job: Job, start: int, stop: int | None) -> list[_Body]:
         """How likely the tokens `[start, stop)` were, where that is asked for."""

@@ -39,6 +39,7 @@ from ca_jax.errors import (
     UnknownAdapterError,
     UnknownSessionError,
 )
+from ca_jax.server.conversation_notes import BESIDE, with_waiting
 from ca_jax.session import Job, Session
 from ca_jax.storage.catalog.file import CatalogLateError
 from ca_jax.storage.objects.manifest import Manifest
@@ -145,7 +146,7 @@ class Router:
                 f"messages must be what is new to session {session_id!r}, of user and tools alone, or all of it and "
                 f"that; got messages of {', '.join(others)} that are not the session's"
             )
-        return Found(session, list(messages[num_known:]), reached)
+        return Found(session, with_waiting(session.conversation, messages[num_known:]), reached)
 
     def by_history(
         self,
@@ -252,6 +253,15 @@ class Router:
             raise unknown_session(session_id)
         self.use(session)
         return session
+
+    def delete(self, tenant: str, session_id: str) -> None:
+        """Forgets the conversation of a client's name and its KV; cancels a turn of it that runs. Raises as `find`."""
+        name = engine_name(tenant, session_id)
+        try:
+            self.find(tenant, session_id).close()
+        except UnknownAdapterError:  # It cannot be opened now, and need not be.
+            self._engine.stored.drop(name, tenant=tenant)
+        self.forget(tenant, name)
 
     def look(self, tenant: str, session_id: str) -> Conversation | None:
         """The conversation of a client's name, open or not, to look at: it is not opened. None where `find` raises."""
@@ -401,12 +411,11 @@ def _without_tools(session: Session, messages: Sequence[Message]) -> Sequence[Me
     Raises:
       InvalidRequestError: they are others.
     """
-    left_out = ("tools", "template")
-    for extra, name in zip(left_out, ("tools", "chat_template_kwargs"), strict=True):
+    for extra, name in zip(BESIDE, ("tools", "chat_template_kwargs"), strict=True):
         begun = next((each[extra] for each in session.messages if extra in each), None)
         if any(each[extra] != begun for each in messages if extra in each):
             raise InvalidRequestError(f"{name} must be those that the session began with, or left out: got others")
-    return [{name: value for name, value in each.items() if name not in left_out} for each in messages]
+    return [{name: value for name, value in each.items() if name not in BESIDE} for each in messages]
 
 
 def _first_chain(engine: Engine, adapter: str | None) -> str:

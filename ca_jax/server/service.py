@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar
 
 from ca_jax.engine import Engine
 from ca_jax.models.adapters import read_adapter
+from ca_jax.server.background import Background
 from ca_jax.server.bodies import ChatRequest, CompletionRequest
 from ca_jax.server.config import ServerConfig
 from ca_jax.server.engine_loop import EngineLoop, Feed
@@ -77,6 +78,8 @@ class Service:
         """Which conversation a request goes on with; for the engine's thread alone."""
         self.loop = EngineLoop(engine, on_ended=self._ended)
         """The way to the engine."""
+        self.background = Background()
+        """Responses that are generated while nobody waits for them."""
         self._slots = engine.config.max_batch_size
         self._most_tokens = max(engine.window // 2, 1)  # Of an answer, where a request does not say.
         self.answers: collections.Counter[str] = collections.Counter()
@@ -365,7 +368,8 @@ class Service:
         return asyncio.timeout(min(timeout_s or math.inf, self.config.request_timeout_s))
 
     async def stop(self) -> None:
-        """Ends what runs, and the engine's thread. The engine is not closed."""
+        """Ends what runs, and the engine's thread. The engine is not closed. Responses in the background may end."""
+        await self.background.wait(self.config.shutdown_grace_s)
         await self.loop.stop()
         self._text_threads.shutdown(wait=False, cancel_futures=True)
 

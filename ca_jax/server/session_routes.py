@@ -13,7 +13,6 @@ from fastapi.responses import JSONResponse
 from pydantic import Field
 
 from ca_jax.engine import Engine
-from ca_jax.errors import UnknownAdapterError
 from ca_jax.server.bodies import Discard, NewChunks, NewSession, SessionChange
 from ca_jax.server.errors import OBJECT, ApiError, responses
 from ca_jax.server.router import client_name, engine_name, unknown_session
@@ -95,7 +94,7 @@ async def list_sessions(
     return SessionList(object="list", data=data, first_id=ids[0], last_id=ids[-1], has_more=has_more)
 
 
-@ROUTES.post("/sessions", status_code=201, **_SPARSE, responses=responses(400, 401, 408, 413, 429, 503))
+@ROUTES.post("/sessions", status_code=201, **_SPARSE, responses=responses(400, 401, 404, 408, 413, 429, 503))
 async def new_session(body: NewSession, service: TheService, tenant: TheTenant) -> ListedSession:
     """Begins a conversation of a name, with a system message, held with an adapter where its model names one."""
     adapter = None if body.model is None else service.adapter_of(body.model)
@@ -151,16 +150,7 @@ async def discard_tokens(session_id: str, body: Discard, service: TheService, te
 @ROUTES.delete("/sessions/{session_id}", responses=responses(401, 404, 408, 429, 503, content=OBJECT))
 async def delete_session(session_id: str, service: TheService, tenant: TheTenant) -> JSONResponse:
     """Forgets a conversation and its KV, in every tier. A turn of it that runs is cancelled."""
-
-    def delete(engine: Engine) -> None:
-        name = engine_name(tenant.domain, session_id)
-        try:
-            service.router.find(tenant.domain, session_id).close()
-        except UnknownAdapterError:  # It cannot be opened now, and need not be.
-            engine.stored.drop(name, tenant=tenant.domain)
-        service.router.forget(tenant.domain, name)
-
-    await service.ask(tenant, delete)
+    await service.ask(tenant, lambda engine: service.router.delete(tenant.domain, session_id))
     return JSONResponse({"id": session_id, "object": "session.deleted", "deleted": True})
 
 

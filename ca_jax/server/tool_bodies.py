@@ -57,6 +57,23 @@ class NamedTool(_Body):
     function: _Named
 
 
+class _Allowed(_Body):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=512)]
+
+
+class AllowedTools(_Body):
+    """The tools that may be called, of those that the model is told of: the prompt stays the same, and its KV."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: _Allowed
+
+    @property
+    def names(self) -> set[str]:
+        """Of the functions."""
+        return {tool.function.name for tool in self.allowed_tools.tools}
+
+
 class _Called(_Body):
     name: Annotated[str, Field(max_length=256)]
     arguments: str = "{}"

@@ -75,6 +75,8 @@ class Conversation:
     responses: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)
     """Of turns that are found by an id: that id, the chain behind the turn, and what else is kept of it, JSON; empty
     where it was deleted. A conversation that is forked from this one has none of them, nor has one that was cut."""
+    kept: str = ""
+    """What a server keeps with it for its clients, JSON; empty: nothing. A fork has nothing of it."""
     adapter: str = ""
     """Name of the adapter that it is held with, for good; empty: none."""
     adapter_weights: str = ""
@@ -174,7 +176,7 @@ class Conversation:
         Nothing of its KV is marked: it is to be what computing these tokens gives.
         """
         unmarked: dict[str, Any] = {"lineage": 0, "num_slid": 0, "num_to_repair": 0, "attention": [], "to_drift": []}
-        return dataclasses.replace(self.take(num_tokens), **unmarked, reached="", responses=[])
+        return dataclasses.replace(self.take(num_tokens), **unmarked, reached="", responses=[], kept="")
 
     def without_response(self, response_id: str, *, takes_turn: bool) -> Conversation:
         """The same without a turn that is found by an id; where nothing is left, without tokens.
@@ -231,6 +233,7 @@ class Conversation:
             chain=self.chain,
             cut_by=by if self.cut_by in ("", by) else OTHERWISE,
             reached=self.reached,
+            kept=self.kept,
             adapter=self.adapter,
             adapter_weights=self.adapter_weights,
             generation=self.generation + 1,
@@ -273,6 +276,8 @@ class Conversation:
         if not self.responses:  # As it was before there were any.
             fields = {name: value for name, value in fields.items() if name != "responses"}
             num_before = {name: num for name, num in num_before.items() if name != "responses"}
+        if not self.kept:
+            del fields["kept"]
         format_ = _ADAPTED_FORMAT if self.adapter else _FORMAT
         if any(name in message for message in fields["messages"] for name in _EXTRAS):
             format_ = _EXTENDED_FORMAT
@@ -305,6 +310,7 @@ class Conversation:
             plain |= {name: str(fields[name]) for name in _OF_ADAPTER if has_adapter}
             return cls(
                 messages=messages,
+                kept=str(fields.get("kept", "")),
                 turn_starts=[(int(tokens), int(messages)) for tokens, messages in fields["turn_starts"]],
                 to_drift=[int(num_tokens) for num_tokens in fields["to_drift"]],
                 states=[(str(chain), int(tokens)) for chain, tokens in fields["states"]],

@@ -31,7 +31,8 @@ def test_errors_are_described_as_they_are_told_and_keys_where_they_are_asked_for
                 assert {"400", "413", "503"} <= answers.keys(), (method, path)
             for status in answers.keys() - {"200", "201"} - ({"503"} if path == "/health" else set()):
                 told = answers[status]["content"]["application/json"]["schema"]
-                assert told == {"$ref": "#/components/schemas/ErrorAnswer"}, (method, path, status)
+                name = "MessagesErrorAnswer" if path.startswith("/v1/messages") else "ErrorAnswer"
+                assert told == {"$ref": f"#/components/schemas/{name}"}, (method, path, status)
 
 
 def test_sessions_and_errors_are_as_the_server_describes_them(server):

@@ -278,7 +278,6 @@ BAD = {
     "no id": ({"previous_response_id": "resp_\u00e9"}, "previous_response_id", "response_not_found"),
     "a tool": ({"tools": [{"type": "function", "name": "f"}]}, "tools", "unsupported_parameter"),
     "a format": ({"text": {"format": {"type": "grammar"}}}, "text.format.type", "unsupported_parameter"),
-    "in the background": ({"background": True}, "background", "unsupported_parameter"),
     "an empty input": ({"new": ""}, None, "empty_message"),
     "no input": ({"new": []}, "input", "invalid_value"),
     "an image": (

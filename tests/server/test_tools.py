@@ -149,6 +149,42 @@ def test_a_named_tool_is_called(client):
         assert called(answer.choices[0])[0] == name
 
 
+def test_tools_that_are_allowed_are_called_and_the_prompt_stays(server, client):
+    whole = sk.chat(client, [user("Go.")], 4, tools=TOOLS)
+    named = [{"type": "function", "function": {"name": "add"}}]
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": named}}
+    for seed in range(3):
+        asked = {"tools": TOOLS, "tool_choice": allowed, "parallel_tool_calls": False, "temperature": 1, "seed": seed}
+        answer = sk.chat(client, [user("Go.")], 200, **asked)
+        assert called(answer.choices[0])[0] == "add"
+        assert answer.usage.prompt_tokens == whole.usage.prompt_tokens
+    of_responses = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "add"}]}
+    tools = [{"type": "function", **each["function"]} for each in TOOLS]
+    told = client.responses.create(
+        model=sk.MODEL, input="Go.", tools=tools, tool_choice=of_responses, max_output_tokens=200, temperature=0
+    )
+    assert {item.name for item in told.output} == {"add"}
+    for wrong, match in (("nobody", "tools that there are"), ("add", "mode=auto")):
+        allowed["allowed_tools"] = {"mode": "auto", "tools": [{"type": "function", "function": {"name": wrong}}]}
+        with pytest.raises(openai.BadRequestError, match=match):
+            sk.chat(client, [user("Go.")], 4, tools=TOOLS, tool_choice=allowed)
+
+
+def test_tools_and_parts_that_are_not_served_are_named(client):
+    custom = [{"type": "custom", "name": "shell"}]
+    with pytest.raises(openai.BadRequestError, match="type custom") as told:
+        client.responses.create(model=sk.MODEL, input="Go.", tools=custom)
+    assert told.value.param == "tools.0.type"
+    with pytest.raises(openai.BadRequestError, match="not served: tools") as told:
+        sk.chat(client, [user("Go.")], tools=[{"type": "custom", "custom": {"name": "shell"}}])
+    for part, match in (
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}, "images are not served"),
+        ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "audio is not served"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=match):
+            sk.chat(client, [user([{"type": "text", "text": "What is it?"}, part])])
+
+
 def test_what_the_model_writes_by_itself_is_read(client):
     """A grammar has it write what a trained model would."""
     text = 'I look.\n<tool_call>\n{"name": "look", "arguments": {"at": "sea"}}\n</tool_call>'
