@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+import threading
+import types
 from typing import ClassVar
 
 import numpy as np
 import pytest
 
 from ca_jax.device.processes import Processes
-from ca_jax.serving import drafts
+from ca_jax.serving import core, drafts
 from ca_jax.serving.drafts import Drafter, Guess, Lookup
 from ca_jax.session import Job
 from ca_jax.storage.config import GIB
@@ -171,7 +173,8 @@ def ended_by(job: Job) -> tuple[int, ...]:
 
 def said(max_draft_tokens: int, **changes: object) -> tuple[list[object], EngineMetrics]:
     """What three turns of conversations of all kinds say, side by side, and what the engine counted."""
-    with kit.small_engine(max_draft_tokens=max_draft_tokens, max_batch_size=4, **changes) as engine:
+    sizes = {"max_draft_tokens": max_draft_tokens, "max_batch_size": 4, "share_prefixes": False}
+    with kit.small_engine(**sizes, **changes) as engine:
         sessions = {name: engine.session(session_id=name) for name in SAMPLINGS}
         logprobs = []
         for turn in range(3):
@@ -214,3 +217,21 @@ def test_models_that_cannot_go_back_check_nothing():
         assert engine._runner.draft_buckets == ()
         kit.check_turn(engine.session(), kit.prompt(10) * 3, model=model)
         assert engine.metrics.draft_steps == 0
+
+
+def test_no_answer_waits_for_what_checks_drafts_to_be_compiled(is_eager, monkeypatch):
+    compiling = threading.Event()
+    monkeypatch.setattr(
+        core, "Background", lambda functions: types.SimpleNamespace(thread=waiting, close=compiling.set)
+    )
+    waiting = threading.Thread(target=compiling.wait, daemon=True)
+    waiting.start()
+    monkeypatch.setattr(Lookup, "find", lambda self, job, most: (drafts.MOST_MATCH, [88] * most))
+    with kit.small_engine(max_draft_tokens=MOST) as engine:
+        engine._core.warm_in_background()
+        kit.say(engine.session(), kit.prompt(20), 8)
+        assert engine.metrics.draft_steps == 0
+        compiling.set()
+        waiting.join()
+        kit.say(engine.session(), kit.prompt(20), 8)
+        assert engine.metrics.draft_steps > 0

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
@@ -55,6 +55,8 @@ class Batch:
         self._decode_s = 0.0  # What the last decode step took.
         self._stepped_s: float | None = None  # When the last step ended, if it only decoded.
         parts = runner.pool.size.num_parts
+        self.may_check: Callable[[], bool] = lambda: True
+        """Whether drafts may be checked: not while what checks them is being compiled, for which answers would wait."""
         self._drafter = Drafter(runtime.config.max_draft_tokens, runner.draft_buckets, parts, runtime.processes)
 
     def step(self) -> bool:
@@ -197,7 +199,10 @@ class Batch:
         runner, drafter = self._runner, self._drafter
         left = {job: min(job.params.max_tokens - len(job.output_ids), runner.window - job.num_tokens) for job in jobs}
         slots = {job: job.slot for job in jobs if job.slot is not None}
-        guessed = {job: left[job] - 1 for job, slot in slots.items() if not runner.sampler.follows_marks(slot)}
+        may_check = self.may_check()
+        guessed = {
+            job: left[job] - 1 for job, slot in slots.items() if may_check and not runner.sampler.follows_marks(slot)
+        }
         guesses = drafter.guesses(guessed)
         size, drafts = drafter.choose(guesses, {job: runner.pool.size.part_of(slot) for job, slot in slots.items()})
         size = 0 if runner.is_ahead(jobs) else size

@@ -149,7 +149,8 @@ class EngineCore:
         """Compiles what turns may need in a thread, by the shapes of what it will be given; of one process alone."""
         if self._processes.count == 1:
             shapes = Shapes(self.runner)
-            self._warming = Background(self._functions(shapes, self._config.max_num_batched_tokens))
+            self._warming = warming = Background(self._functions(shapes, self._config.max_num_batched_tokens))
+            self.batch.may_check = lambda: not warming.thread.is_alive()
 
     def _stop_warming(self) -> bool:
         """Ends what is compiled in the background; whether anything was."""

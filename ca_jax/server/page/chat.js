@@ -2,7 +2,7 @@
 
 import { Failure, ask, askJson, events } from "./api.js";
 import { byId, make } from "./dom.js";
-import { many, milliseconds } from "./format.js";
+import { TIERS, many, milliseconds } from "./format.js";
 import { Markdown, copier } from "./markdown.js";
 
 const NAMES = { user: "You", assistant: "Model", system: "System" };
@@ -339,7 +339,7 @@ function aboutUsage(usage) {
   const cached = usage.prompt_tokens_details.cached_tokens;
   const tier = Object.keys(took.cached_tokens).find((name) => took.cached_tokens[name]) ?? "";
   const speed = took.decode_s > 0 ? ` · ${((usage.completion_tokens - 1) / took.decode_s).toFixed(1)} tokens/s` : "";
-  const where = tier ? ` from ${tier.toUpperCase()}` : "";
+  const where = tier ? ` from ${TIERS[tier] ?? tier}` : "";
   return [
     "first token ",
     make("b", {}, milliseconds(took.ttft_s)),

@@ -1,6 +1,6 @@
 // Numbers and names as people read them. Not here: what they are of.
 
-export const TIERS = { dram: "DRAM", ssd: "SSD" };
+export const TIERS = { device: "the device", dram: "DRAM", ssd: "SSD", objects: "objects" };
 const BYTES = ["B", "KiB", "MiB", "GiB", "TiB"];
 
 export function bytes(count) {
