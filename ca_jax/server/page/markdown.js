@@ -33,11 +33,21 @@ export class Markdown {
 export function copier(what, text) {
   const button = make("button", { type: "button", className: "quiet copy", "aria-label": `Copy ${what}` }, "Copy");
   button.addEventListener("click", async () => {
-    await navigator.clipboard.writeText(text());
+    await copy(text());
     button.textContent = "Copied";
     setTimeout(() => (button.textContent = "Copy"), 1500);
   });
   return button;
+}
+
+async function copy(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  const box = make("textarea", { className: "unseen" }); // Over plain HTTP there is no other way.
+  box.value = text;
+  document.body.append(box);
+  box.select();
+  document.execCommand("copy");
+  box.remove();
 }
 
 function block(token) {
