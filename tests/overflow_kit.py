@@ -93,10 +93,10 @@ class SlicedCache:
         self.kv = kit.stacked([np.asarray(from_pages(each)) for each in found])
 
     def _feed(self, part: list[int]) -> np.ndarray:
-        """Puts at most a step of tokens behind the context; logits of each, `[T, V]`."""
+        """Puts tokens behind the context, in one pass; logits of each, `[T, V]`."""
         model, length = self.model, len(self.token_ids)
         # Of the tiny model alone there are enough answers for a function of single tokens to be worth compiling.
-        num_rows = 1 if len(part) == 1 and model is kit.tiny_model() else _STEP
+        num_rows = 1 if len(part) == 1 and model is kit.tiny_model() else -(-len(part) // _STEP) * _STEP
         room = np.full((*self.kv.shape[:2], self.window, *self.kv.shape[3:]), np.nan, np.float32)
         room[:, :, :length] = self.kv
         padded = np.zeros(num_rows, np.int32)

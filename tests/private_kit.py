@@ -8,6 +8,9 @@ from typing import Any
 
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
+from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
+
+__all__ = ["gen_ai_attributes", "races_found", "watching_races"]
 
 
 def watching_races(**options: Any) -> pltpu.InterpretParams:

@@ -11,7 +11,6 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from opentelemetry.trace import SpanKind, StatusCode
 
 from ca_jax.server import app, observing
@@ -19,6 +18,7 @@ from ca_jax.server.config import ServerConfig
 from ca_jax.server.tenants import Tenants
 from ca_jax.telemetry.spans import SpanSender, traces_url
 from tests import engine_kit as kit
+from tests import private_kit
 from tests import server_kit as sk
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -107,7 +107,7 @@ def test_an_answer_has_a_line_and_a_trace_that_agree_with_what_it_says(seen):
 
 
 def test_attributes_are_those_of_the_conventions(seen):
-    known = {value for name, value in vars(gen_ai_attributes).items() if name.startswith("GEN_AI_")}
+    known = {value for name, value in vars(private_kit.gen_ai_attributes).items() if name.startswith("GEN_AI_")}
     seen.ask("conventions", stream=True, n=2, temperature=0.5)
     own, _ = seen.spans("conventions")
     told = {name for name in own.attributes if name.startswith("gen_ai.")}
