@@ -1,7 +1,8 @@
 """The last hour of a server, for who operates it: samples of queue, tiers and totals, and the turns that took longest.
 
-Kept in memory and bounded: a sample every ten seconds, read between two steps of the engine, and so many turns. What is
-shown of others' tenants has no name. A restart forgets it: what is to be kept for longer is scraped (`metrics`).
+Kept in memory and bounded: a sample every ten seconds, read between two steps of the engine, and so many turns. Other
+tenants' turns are shown to those who may read metrics, without a name. A restart forgets it: what is to be kept for
+longer is scraped (`metrics`).
 
 Not here: one moment (`live`), the view that draws it (`page`).
 """
@@ -126,12 +127,12 @@ class History:
         with self._lock:
             self._turns.append((time.monotonic(), job.tenant if session is None else session.tenant, turn))
 
-    def read(self, tenant: str) -> LastHour:
-        """What a tenant may see of it."""
+    def read(self, tenant: str, *, is_operator: bool) -> LastHour:
+        """What a tenant may see of it: an operator other tenants' turns too, without their names."""
         now_s = time.monotonic()
         with self._lock:
             samples, turns = list(self._samples), list(self._turns)
-        recent = [each for each in turns if now_s - each[0] < HOUR_S]
+        recent = [each for each in turns if now_s - each[0] < HOUR_S and (is_operator or each[1] == tenant)]
         slowest = sorted(recent, key=lambda each: each[2].ttft_s, reverse=True)[:_MOST_TURNS]
         return LastHour(
             sample_s=SAMPLE_S,

@@ -401,8 +401,11 @@ async def _events(
 
 @ROUTES.get("/live/history", responses=responses(401, 503))
 async def last_hour(service: TheService, tenant: TheTenant) -> LastHour:
-    """The last hour: queue, tiers and totals every ten seconds, and the turns that waited longest for a token."""
-    return service.history.read(tenant.domain)
+    """The last hour: queue, tiers and totals every ten seconds, and the turns that waited longest for a token.
+
+    These are the tenant's own; of all tenants for a key that may read metrics, other tenants' without their names.
+    """
+    return service.history.read(tenant.domain, is_operator=tenant.metrics)
 
 
 async def keep_history(service: Service) -> None:
