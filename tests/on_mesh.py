@@ -230,6 +230,7 @@ def test_drafts_are_checked_in_each_part_and_change_no_token(monkeypatch):
         rest = right[tuple(job.prompt_ids)][len(job.output_ids) :][:most]
         return drafts.MOST_MATCH, [token if rng.random() < 0.8 else 88 for token in rest]
 
+    monkeypatch.setattr(drafts, "ROW_TOKENS", 1)
     monkeypatch.setattr(drafts.Lookup, "find", find)
     monkeypatch.setattr(drafts.Drafter, "took", lambda self, *of_step: None)
     with engine_of(2, 2, max_draft_tokens=15) as engine:

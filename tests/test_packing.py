@@ -117,6 +117,7 @@ def act(rng: random.Random, engine: Engine, talks: list[Talk]) -> None:
 def test_any_conversations_in_any_order_answer_as_one_at_a_time(seed, tmp_path, monkeypatch):
     rng, most_drafts = random.Random(seed), 15 * (seed % 2)
     monkeypatch.setattr(drafts.Drafter, "took", lambda self, *of_step: None)  # All that may be right is checked,
+    monkeypatch.setattr(drafts, "ROW_TOKENS", 1)
     monkeypatch.setattr(drafts, "LEAST_MATCH", 1)  # and much is wrong.
     with engine_of(rng, 1 + seed % 4, tmp_path, max_draft_tokens=most_drafts) as engine:
         overlap_kit.poison(engine)
