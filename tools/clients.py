@@ -1,7 +1,7 @@
 """Runs public clients, unmodified, on `ca_jax serve`: one row a client in docs/guides/clients.md, with transcripts.
 
-    python -m venv /tmp/clients && /tmp/clients/bin/pip install anthropic guidellm langchain-openai litellm llm openai
-    .venv/bin/python -m tools.clients --python=/tmp/clients/bin/python --aiperf=/tmp/aiperf/bin/aiperf
+    python -m venv build/clients && build/clients/bin/pip install anthropic guidellm langchain-openai litellm llm openai
+    .venv/bin/python -m tools.clients --python=build/clients/bin/python --aiperf=build/aiperf/bin/aiperf
 
 Scripts are those of `tools/client_scripts`; load generators do a little of what `tools.load_generators` has them do.
 It exits with 1 where a client failed.

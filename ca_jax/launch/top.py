@@ -47,7 +47,7 @@ def fetch(url: str, api_key: str | None) -> Snapshot:
     """What the server at a URL is doing now.
 
     Raises:
-      TopError: it cannot be reached, refuses, or is none of ours.
+      TopError: the server cannot be reached, refuses the request, or is not a ca_jax server.
     """
     request = urllib.request.Request(f"{url.rstrip('/')}/live/snapshot")
     if api_key:

@@ -97,7 +97,7 @@ class Drafter:
     """Says what is worth checking. Belongs to the engine's thread.
 
     Args:
-      max_tokens: most of a draft; 0: there are none.
+      max_tokens: the most tokens of a draft; 0 switches drafts off.
       sizes: that steps are padded to which check drafts, ascending, tokens of each part.
       num_parts: that rows are in.
     """
