@@ -22,10 +22,10 @@ This file, put into `benchmarks/suites/`, is one; `--suite=tokenize --num_words=
     def tokenize(run):
         for num_words in run.config.num_words:
             ways = {"ours": lambda: harness.timed("encode_s", run.model.tokenizer.encode, "word " * num_words)}
-            rounds = harness.interleave(lambda: ways, run.config.repeats)
+            rounds = run.rounds(lambda: ways)
             yield harness.make_row(TokenizeRow, harness.samples(rounds), num_words=num_words)
 
-Ways that are compared are entries of `ways`: `interleave` takes their samples in turn, a warm-up round first. Rows have
+Ways that are compared are entries of `ways`: `rounds` takes their samples in turn, a warm-up round first. Rows have
 medians, and the least and the largest sample in `spread`.
 
 - `harness`: configs, rows, rounds, the registry. `flags`, `tables`, `figures`, `main`: what follows from them.

@@ -6,10 +6,9 @@ Not here: flags (`flags`), running and writing (`main`), tables (`tables`), figu
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -148,42 +147,33 @@ def make_row(kind: type[AnyRow], taken: Iterable[Sample], **values: Any) -> AnyR
 # Rounds.
 
 
-class Steps:
-    """Tells of steps as they are done.
+Item = TypeVar("Item")
 
-    Args:
-      what: is measured.
-      total: steps in all.
-      progress: the callback to tell.
-    """
 
-    def __init__(self, what: str, total: int, progress: Progress) -> None:
-        self._what, self._total, self._progress = what, total, progress
-        self._done = itertools.count()
-        if total:
-            self()
-
-    def __call__(self) -> None:
-        """One more is done; the first call is the constructor's own."""
-        self._progress(self._what, next(self._done), self._total)
+def ticked(progress: Progress, what: str, items: Collection[Item]) -> Iterator[Item]:
+    """The items, one by one, with progress told as each is done with."""
+    for done, item in enumerate(items):
+        progress(what, done, len(items))
+        yield item
+    progress(what, len(items), len(items))
 
 
 def interleave(
-    make_round: Callable[[], Ways], repeats: int, *, step: Callable[[], None] = lambda: None, warm_up: int = 1
+    make_round: Callable[[], Ways], repeats: int, *, warm_up: int = 1, progress: Progress = lambda *_: None
 ) -> Rounds:
     """Takes samples of several ways in turn, never at once; every round begins with the next way (A B C, B C A, ...).
 
     Args:
       make_round: gives the ways of a round, which share its inputs.
       repeats: rounds that count.
-      step: called after each round.
       warm_up: rounds before, whose samples do not count: they compile.
+      progress: told of rounds.
 
     Returns:
       What each round gave; every sample also has `recompiles`.
     """
     rounds: Rounds = []
-    for nth in range(warm_up + repeats):
+    for nth in ticked(progress, "rounds", range(warm_up + repeats)):
         ways, taken = make_round(), {}
         for name in in_turn(list(ways), nth):
             with CompileCounter() as compiles:
@@ -191,7 +181,6 @@ def interleave(
             taken[name] = {**sample, "recompiles": compiles.count}
         if nth >= warm_up:
             rounds.append({name: taken[name] for name in ways})
-        step()
     return rounds
 
 
@@ -200,9 +189,6 @@ def timed(name: str, work: Callable[..., object], *args: Any) -> dict[str, float
     started_s = time.perf_counter()
     work(*args)
     return {name: time.perf_counter() - started_s}
-
-
-Item = TypeVar("Item")
 
 
 def in_turn(items: Sequence[Item], nth_round: int) -> list[Item]:
@@ -277,7 +263,7 @@ class Run(Generic[AnyConfig]):
     config: AnyConfig
     """What to measure."""
     progress: Progress = lambda *_: None
-    """Told of steps, see `steps`."""
+    """Told of rounds."""
     loaded: LoadedModel | None = None
     """See `model`."""
     peer: Peer | None = None
@@ -302,9 +288,9 @@ class Run(Generic[AnyConfig]):
         """A generator of the config's seed."""
         return np.random.default_rng(self.config.seed)
 
-    def steps(self, total: int, what: str) -> Steps:
-        """Tells of so many steps."""
-        return Steps(what, total, self.progress)
+    def rounds(self, make_round: Callable[[], Ways], *, warm_up: int = 1) -> Rounds:
+        """As many rounds as the config says, see `interleave`."""
+        return interleave(make_round, self.config.repeats, warm_up=warm_up, progress=self.progress)
 
 
 Measure = Callable[[Run[Any]], Iterator[Any]]

@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks import harness
 from benchmarks.compiles import CompileCounter
 from benchmarks.engines import SETTLING_STEPS, answer_of, random_ids, send_turn, take_back
-from benchmarks.harness import BenchError, Rounds, Run, Sample
+from benchmarks.harness import BenchError, Run, Sample
 from benchmarks.overflow_rows import NOWHERE, PLACES, GapRow, NextTurnRow, OverflowBenchConfig
 from ca_jax.engine import Engine
 from ca_jax.session import Job, Session
@@ -45,18 +45,6 @@ def first_truncations(engine: Engine, config: OverflowBenchConfig, rng: np.rando
     return compiles.count
 
 
-def _rounds(run: Run[OverflowBenchConfig], what: str, ways: Mapping[str, partial[Sample]]) -> Rounds:
-    step = run.steps(len(ways) * (1 + run.config.repeats) if ways else 0, what)
-
-    def told(way: partial[Sample]) -> Sample:
-        sample = way()
-        step()
-        return sample
-
-    made = {name: partial(told, way) for name, way in ways.items()}
-    return harness.interleave(lambda: made, run.config.repeats) if ways else []
-
-
 def gap_rows(run: Run[OverflowBenchConfig], engines: Engines, rng: np.random.Generator) -> Iterator[GapRow]:
     """The gap of every method and number of sessions.
 
@@ -66,7 +54,7 @@ def gap_rows(run: Run[OverflowBenchConfig], engines: Engines, rng: np.random.Gen
     config = run.config
     cells = {f"{method} {num}": (method, num) for num in config.gap_sessions for method in config.gap_methods}
     ways = {name: partial(gap_sample, engines[method], num, rng) for name, (method, num) in cells.items()}
-    rounds = _rounds(run, "decode_gap", ways)
+    rounds = run.rounds(lambda: ways)
     for name, (method, num_sessions) in cells.items():
         taken = harness.of_way(rounds, name)
         extra_steps = harness.must_median(taken, "gap_ratio") - 1
@@ -121,7 +109,7 @@ def next_turn_rows(run: Run[OverflowBenchConfig], engines: Engines, rng: np.rand
         name: partial(_next_turn_sample, engines[method], place, num_new, rng)
         for name, (method, place) in cells.items()
     }
-    rounds = _rounds(run, "next_turn", ways)
+    rounds = run.rounds(lambda: ways)
     for each in rounds:
         for name, sample in each.items():
             method, place = cells[name]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -39,14 +39,13 @@ def measure_bookkeeping(run: Run[OverflowBenchConfig]) -> Iterator[BookkeepingRo
       BenchError: the disk cannot be used, or a store kept other tokens than it should.
     """
     config = run.config
-    step = run.steps(len(TIERS) * config.bookkeeping_sessions, "bookkeeping")
     for tier in TIERS:
         with contextlib.ExitStack() as stack:
             directory = stack.enter_context(scratch_directory(config.ssd_dir)) if tier == "ssd" else None
             try:
                 store = AttentionStore(LAYOUT, _store_config(config, directory), weights="benchmark")
                 stack.callback(store.close)
-                row = _bookkeeping_row(store, tier, config, step)
+                row = _bookkeeping_row(run, store, tier)
             except (OSError, ValueError, BlockIoError) as error:
                 raise BenchError(f"no store of {config.bookkeeping_blocks} blocks in {directory}: {error}") from error
             yield row
@@ -67,16 +66,14 @@ def _store_config(config: OverflowBenchConfig, directory: Path | None) -> StoreC
     )
 
 
-def _bookkeeping_row(
-    store: AttentionStore, tier: str, config: OverflowBenchConfig, step: Callable[[], None]
-) -> BookkeepingRow:
+def _bookkeeping_row(run: Run[OverflowBenchConfig], store: AttentionStore, tier: str) -> BookkeepingRow:
     """Cuts sessions one after the other, each stored just before and forgotten then."""
+    config = run.config
     num_tokens = config.bookkeeping_blocks * LAYOUT.block_tokens
     discarded = oldest_first(num_tokens, num_tokens // 2, _KEEP_FIRST)
     num_kept = int(num_tokens - discarded.sum())
-    rng = np.random.default_rng(config.seed)
-    taken, kept_blocks = [], 0
-    for index in range(config.bookkeeping_sessions):
+    rng, taken, kept_blocks = run.rng(), [], 0
+    for index in harness.ticked(run.progress, f"bookkeeping, {tier}", range(config.bookkeeping_sessions)):
         key = f"{index:064x}"
         token_ids = rng.integers(np.iinfo(np.uint16).max, size=num_tokens).astype(np.int32)
         _store_session(store, key, token_ids, is_on_ssd=tier == "ssd")
@@ -92,7 +89,6 @@ def _bookkeeping_row(
         kept_blocks = info.num_blocks
         store.settle()
         store.drop(key)
-        step()
     return harness.make_row(
         BookkeepingRow,
         taken,

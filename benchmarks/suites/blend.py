@@ -162,9 +162,7 @@ _FIGURE = Panel(
 def blend(run: Run[BlendBenchConfig]) -> Iterator[BlendRow]:
     """TTFT of a question behind stored chunks, by how much of them is computed anew and where they are."""
     config = run.config
-    cells = list(itertools.product(config.num_chunks, config.chunk_tokens))
-    step = run.steps(len(cells) * (1 + config.repeats), "blend")
-    for num_chunks, chunk_tokens in cells:
+    for num_chunks, chunk_tokens in itertools.product(config.num_chunks, config.chunk_tokens):
         contexts = make_contexts(run.model, num_chunks, chunk_tokens, data=config.data, seed=config.seed)
         run.facts.setdefault("texts", contexts.source)
         chunks, question = [list(chunk) for chunk in contexts.chunks], list(contexts.questions[0])
@@ -172,7 +170,7 @@ def blend(run: Run[BlendBenchConfig]) -> Iterator[BlendRow]:
             scratch = scratch_on_disk if "ssd" in config.blend_tiers else scratch_directory
             directory = stack.enter_context(scratch(config.ssd_dir))
             ways = stack.enter_context(_opened(run.model, config, chunks, question, directory))
-            yield from _Bench(run, ways, chunks, question).rows(step)
+            yield from _Bench(run, ways, chunks, question).rows()
 
 
 def engine_config(
@@ -262,7 +260,7 @@ class _Bench:
     chunks: list[list[int]]
     question: list[int]
 
-    def rows(self, step: Callable[[], None]) -> Iterator[BlendRow]:
+    def rows(self) -> Iterator[BlendRow]:
         """A row for each way and tier; ratios are of the rounds."""
         rng, block_tokens = self.run.rng(), self.run.config.engine.store.block_tokens
         recompute, prefix, *blends = self.ways
@@ -280,7 +278,7 @@ class _Bench:
             }
             return turns | {name: partial(self._blended, *cells[name], chunks) for name in list(cells)[2:]}
 
-        rounds = harness.interleave(ways, self.run.config.repeats, step=step)
+        rounds = self.run.rounds(ways)
         for each in rounds:
             for name, sample in each.items():
                 way, tier = cells[name]

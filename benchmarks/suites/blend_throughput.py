@@ -154,7 +154,6 @@ def blend_throughput(run: Run[BlendThroughputConfig]) -> Iterator[BlendThroughpu
     )
     run.facts["texts"] = contexts.source
     turns = stream_turns(config, contexts)
-    step = run.steps(len(config.ssd_shares) * (1 + config.repeats), "blend_throughput")
     longest = max(map(len, contexts.questions))
     for ssd_share in config.ssd_shares:
         with contextlib.ExitStack() as stack:
@@ -176,7 +175,7 @@ def blend_throughput(run: Run[BlendThroughputConfig]) -> Iterator[BlendThroughpu
                 part = next(parts)
                 return {mode: partial(serve, engine, part, config) for mode, engine in engines.items()}
 
-            rounds = harness.interleave(ways, config.repeats, step=step)
+            rounds = run.rounds(ways)
             blends = {mode: engine.config.blend for mode, engine in engines.items()}
         for each in rounds:
             for name, other in (("speedup", "recompute"), ("speedup_over_prefix", "prefix")):

@@ -139,10 +139,9 @@ def drafts(run: Run[DraftsConfig]) -> Iterator[DraftsRow]:
             engines[way].warmup(progress=run.progress)
         for engine in engines.values():
             engine.wait_until_ready()
-        step = run.steps(len(TASKS) * (1 + config.repeats), "drafts")
         for task in TASKS:
             ways = {way: partial(_answered, engine, config, prompts[task]) for way, engine in engines.items()}
-            rounds = harness.interleave(lambda ways=ways: ways, config.repeats, step=step)  # type: ignore[misc]
+            rounds = run.rounds(lambda ways=ways: ways)  # type: ignore[misc]
             same, taken = harness.same(rounds, "answers"), {way: harness.of_way(rounds, way) for way in WAYS}
             pairs = zip(*taken.values(), strict=True)
             speedups = [one["tokens_per_s"] / other["tokens_per_s"] for one, other in pairs]

@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks import harness
 from benchmarks.disk import drop_cached, is_dropped, scratch_on_disk
 from benchmarks.engines import OneSessionEngine, check_source, make_engine, one_session_config, send_turn, take_back
-from benchmarks.harness import BenchError, Row, Run, Sample, Steps, Ways
+from benchmarks.harness import BenchError, Row, Run, Sample, Ways
 from benchmarks.suites.reuse import HistoryConfig
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
@@ -82,7 +82,6 @@ def _summary(rows: Sequence[ObjectsRow]) -> dict[str, Any]:
 def objects(run: Run[ObjectsConfig]) -> Iterator[ObjectsRow]:
     """A turn's TTFT at a replica that takes a session over, against a local SSD's."""
     config = run.config
-    step = run.steps(len(config.cells) * (1 + config.repeats), "objects")
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(scratch_on_disk(config.ssd_dir))
         sized = one_session_config(config.engine_config(), run.model, directory / "ssd", max_tokens=config.max_tokens)
@@ -97,8 +96,8 @@ def objects(run: Run[ObjectsConfig]) -> Iterator[ObjectsRow]:
             engine.warmup(max_history_tokens=max(config.history_tokens), max_new_tokens=max(config.new_tokens))
         served.begin()
         for num_history, num_new in config.cells:
-            bench = _Bench(served, other, directory / "objects", shared_of(owner), elsewhere_of(other))
-            yield bench.row(num_history, num_new, config.repeats, step)
+            bench = _Bench(run, served, other, directory / "objects", shared_of(owner), elsewhere_of(other))
+            yield bench.row(num_history, num_new)
 
 
 def _with_objects(config: EngineConfig, directory: Path, **changes: Any) -> EngineConfig:
@@ -123,13 +122,14 @@ def elsewhere_of(engine: Engine) -> Elsewhere:
 
 @dataclasses.dataclass(frozen=True)
 class _Bench:
+    run: Run[ObjectsConfig]
     served: OneSessionEngine
     other: Engine
     directory: Path
     shared: SharedSessions  # Of the first.
     elsewhere: Elsewhere  # Of the other.
 
-    def row(self, num_history: int, num_new: int, repeats: int, step: Steps) -> ObjectsRow:
+    def row(self, num_history: int, num_new: int) -> ObjectsRow:
         session = self.served.store_session(num_history)
         self._publish(session)
         new_ids = self.served.random_ids(num_new)
@@ -140,10 +140,10 @@ class _Bench:
                 "objects": partial(self._from_objects, session, new_ids),
             }
 
-        rounds = harness.interleave(ways, repeats, step=step)
+        rounds = self.run.rounds(ways)
         for each in rounds:
             each["objects"]["ratio"] = each["objects"]["ttft_objects_s"] / each["ssd"]["ttft_ssd_s"]
-        published = harness.interleave(lambda: {"turn": partial(self._publish_turn, num_history, num_new)}, repeats)
+        published = self.run.rounds(lambda: {"turn": partial(self._publish_turn, num_history, num_new)})
         return harness.make_row(
             ObjectsRow,
             [*harness.samples(rounds), *harness.samples(published)],

@@ -233,11 +233,9 @@ def conversation_rows(
     config, size = run.config, run.config.concurrent_sessions
     groups = [scripts[start : start + size] for start in range(0, len(scripts), size)]
     served = {method: _Served() for method in config.overflow_methods}
-    step = run.steps(len(groups) * len(served), "conversations")
-    for index, group in enumerate(groups):
+    for index, group in enumerate(harness.ticked(run.progress, "conversations", groups)):
         for method in harness.in_turn(config.overflow_methods, index):
             _serve_group(engines[method], group, served[method])
-            step()
     for method, each in served.items():
         yield _row(method, each, config, len(scripts))
 

@@ -211,10 +211,8 @@ def policy(run: Run[PolicyBenchConfig]) -> Iterator[PolicyRow]:
             yield from measure_turns(config.repeats, config.seed, directory)
         except (OSError, ValueError, CatalogError) as error:
             raise BenchError(f"no start-up of {config.num_sessions} sessions in {directory.parent}: {error}") from error
-    step = run.steps(len(EVICTION_POLICIES), "decisions")
-    for name in EVICTION_POLICIES:
+    for name in harness.ticked(run.progress, "decisions", EVICTION_POLICIES):
         yield _measure_decisions(config, name)
-        step()
     yield from _measure_loop(run)
 
 
@@ -353,14 +351,12 @@ def _measure_startup(run: Run[PolicyBenchConfig], directory: Path) -> Iterator[P
     memory = [_resident_bytes()]
     can_be_cold = can_drop(directory)
     taken: list[dict[str, float]] = []
-    step = run.steps(1 + config.repeats, "start-up")
-    for _ in range(1 + config.repeats):
+    for _ in harness.ticked(run.progress, "start-up", range(1 + config.repeats)):
         sample = {}
         if can_be_cold:
             drop_cached(path for path in directory.glob(f"{CATALOG_NAME}*") if path.is_file())
             sample["cold_startup_s"] = open_store()
         taken.append({**sample, "startup_s": open_store()})
-        step()
     before, after = memory[:2]
     yield harness.make_row(
         StartupRow,
@@ -411,8 +407,7 @@ def _write_catalog(run: Run[PolicyBenchConfig], directory: Path) -> tuple[int, i
     rng = np.random.default_rng(config.seed)
     num_held = next_block = 0
     with Catalog(directory, Namespace(weights=_WEIGHTS, layout=_LAYOUT, location=_BLOCKS_URL)) as catalog:
-        run.progress("catalog", 0, config.num_sessions)
-        for start in range(0, config.num_sessions, _BATCH_SESSIONS):
+        for start in harness.ticked(run.progress, "catalog", range(0, config.num_sessions, _BATCH_SESSIONS)):
             stop = min(start + _BATCH_SESSIONS, config.num_sessions)
             with catalog.batch():
                 for i in range(start, stop):
@@ -431,7 +426,6 @@ def _write_catalog(run: Run[PolicyBenchConfig], directory: Path) -> tuple[int, i
                     )
                     catalog.publish(record, token_ids, np.zeros((size, _LAYOUT.num_layers), np.uint32))
                     num_held, next_block = num_held + size, next_block + size + 1
-            run.progress("catalog", stop, config.num_sessions)
     return num_held, next_block
 
 
@@ -449,14 +443,12 @@ def _measure_loop(run: Run[PolicyBenchConfig]) -> Iterator[LoopRow]:
     cells += [
         (name, config.queue_depth) for name in EVICTION_POLICIES if name not in ("scheduler_aware", "return_aware")
     ]
-    step = run.steps(len(cells), "loop")
     belady = 1.0
-    for name, depth in cells:
+    for name, depth in harness.ticked(run.progress, "loop", cells):
         policy = None if name == "belady" else make_policy(name)
         hits = hits_of_one_tier(trace, sizes, num_blocks, policy, queue_jobs=round(num_sessions * (depth or 0)))
         rate = hits / (num_sessions * (_LOOP_ROUNDS - 1))
         belady = rate if policy is None else belady
-        step()
         yield LoopRow(
             policy=name,
             num_sessions=num_sessions,

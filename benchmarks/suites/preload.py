@@ -27,7 +27,7 @@ import numpy as np
 
 from benchmarks import harness
 from benchmarks.engines import answer_of, engine_for, random_ids, settle, store_session, take_back
-from benchmarks.harness import NOISE, BenchError, Rounds, Row, Run, Sample, Steps, Ways
+from benchmarks.harness import NOISE, BenchError, Rounds, Row, Run, Sample, Ways
 from benchmarks.links import CALIBRATIONS, AdjustableLink, paced_engine
 from ca_jax.engine import Engine
 from ca_jax.kv import costs
@@ -179,11 +179,7 @@ def summarize(rows: Sequence[PreloadRow | DepthRow]) -> dict[str, Any]:
 @harness.suite(PreloadConfig, summary=summarize)
 def preload(run: Run[PreloadConfig]) -> Iterator[PreloadRow | DepthRow]:
     """How much of a load is hidden, by every depth of the read buffer."""
-    config = run.config
-    rounds = len(config.preload_history_tokens) * (1 + config.repeats)
-    if config.load_ratios:
-        rounds += 1 + len(config.load_ratios) * (1 + config.repeats)
-    bench = _Bench(run, run.rng(), run.steps(rounds, "preload"))
+    config, bench = run.config, _Bench(run, run.rng())
     if config.preload_history_tokens:
         yield from bench.real_rows()
     if config.load_ratios:
@@ -204,7 +200,6 @@ class _Way:
 class _Bench:
     run: Run[PreloadConfig]
     rng: np.random.Generator
-    step: Steps
 
     def real_rows(self) -> Iterator[PreloadRow]:
         """Every history length at real speed, by each way and recomputed."""
@@ -237,14 +232,13 @@ class _Bench:
             padded = auto._runner.padded(num_history, num_new)
             self._measure(endless, num_new, 1, 0)
             for load_ratio in config.load_ratios:
-                calibrated = self._measure(compute, num_new, CALIBRATIONS, 0, tell=False)
+                calibrated = self._measure(compute, num_new, CALIBRATIONS, 0)
                 load_s = load_ratio * harness.must_median(harness.samples(calibrated), "ttft_s")
                 set_pace = functools.partial(
                     link.set_pace, num_history * kv_layout(model, auto.config).token_bytes / load_s
                 )
                 set_pace()
                 auto.warmup(max_history_tokens=num_history, max_new_tokens=num_new)
-                self.step()
                 paced = {name: dataclasses.replace(way, prepare=set_pace) for name, way in endless.items()}
                 rounds = self._measure(paced | compute, num_new, config.repeats, 0)
                 if auto.rates is None:
@@ -280,16 +274,13 @@ class _Bench:
         history_ids = random_ids(self.rng, self.run.model, num_history)
         return {name: _Way(engine, store_session(engine, history_ids)) for name, engine in engines.items()}
 
-    def _measure(
-        self, ways: Mapping[str, _Way], num_new: int, repeats: int, warm_up: int, *, tell: bool = True
-    ) -> Rounds:
+    def _measure(self, ways: Mapping[str, _Way], num_new: int, repeats: int, warm_up: int) -> Rounds:
         def round_of_ways() -> Ways:
             ahead_ids = random_ids(self.rng, self.run.model, self.run.config.ahead_tokens)
             new_ids = random_ids(self.rng, self.run.model, num_new)
             return {name: functools.partial(take, name, way, ahead_ids, new_ids) for name, way in ways.items()}
 
-        step = self.step if tell else lambda: None
-        return harness.interleave(round_of_ways, repeats, step=step, warm_up=warm_up)
+        return harness.interleave(round_of_ways, repeats, warm_up=warm_up, progress=self.run.progress)
 
 
 def take(name: str, way: _Way, ahead_ids: list[int], new_ids: list[int]) -> Sample:

@@ -134,15 +134,12 @@ def _reuse_summary(rows: Sequence[ReuseRow]) -> dict[str, Any]:
 def reuse(run: Run[ReuseConfig]) -> Iterator[ReuseRow]:
     """A turn over a stored history, and the same turn recomputed, by us and by the peer."""
     config, rng = run.config, run.rng()
-    step = run.steps(len(config.cells) * (1 + config.repeats), "reuse")
     with started(run, "reuse", config.sized(config.max_tokens + 1)) as engine:
         for num_history, num_new in config.cells:
-            yield _reuse_row(run, engine, store_session(engine, random_ids(rng, run.model, num_history)), num_new, step)
+            yield _reuse_row(run, engine, store_session(engine, random_ids(rng, run.model, num_history)), num_new)
 
 
-def _reuse_row(
-    run: Run[ReuseConfig], engine: Engine, session: Session, num_new: int, step: Callable[[], None]
-) -> ReuseRow:
+def _reuse_row(run: Run[ReuseConfig], engine: Engine, session: Session, num_new: int) -> ReuseRow:
     history_ids = list(session.token_ids)
     rng = run.rng()
     # Turns that begin with different tokens share the history and no more, whatever else is stored.
@@ -167,7 +164,7 @@ def _reuse_row(
             found["peer"] = lambda: _named("ttft_peer_recompute_s", *peer.prefill([*history_ids, *new_ids]))
         return found
 
-    rounds = harness.interleave(ways, run.config.repeats, step=step)
+    rounds = run.rounds(ways)
     session.close()
     samples = harness.samples(rounds)
     recomputes = [harness.median(samples, name) for name in ("ttft_recompute_s", "ttft_peer_recompute_s")]
@@ -224,13 +221,12 @@ def _prefill_summary(rows: Sequence[PrefillRow]) -> dict[str, Any]:
 def prefill(run: Run[PrefillConfig]) -> Iterator[PrefillRow]:
     """A session's first turn, of so many tokens."""
     config = run.config
-    step = run.steps(len(config.prefill_tokens) * (1 + config.repeats), "prefill")
     with started(run, "prefill", config.sized(max(config.prefill_tokens) + 1)) as engine:
         for num_tokens in config.prefill_tokens:
-            yield _prefill_row(run, engine, num_tokens, step)
+            yield _prefill_row(run, engine, num_tokens)
 
 
-def _prefill_row(run: Run[PrefillConfig], engine: Engine, num_tokens: int, step: Callable[[], None]) -> PrefillRow:
+def _prefill_row(run: Run[PrefillConfig], engine: Engine, num_tokens: int) -> PrefillRow:
     rng = run.rng()
 
     def ours(prompt: list[int]) -> Sample:
@@ -247,7 +243,7 @@ def _prefill_row(run: Run[PrefillConfig], engine: Engine, num_tokens: int, step:
         beside = {} if run.peer is None else {"peer": partial(peers, run.peer, prompt)}
         return {"ours": partial(ours, prompt), **beside}
 
-    rounds = harness.interleave(ways, run.config.repeats, step=step)
+    rounds = run.rounds(ways)
     samples = harness.samples(rounds)
     ratio = harness.ratio(samples, "tokens_per_s", "peer_tokens_per_s")
     same_tokens = harness.same(rounds, "token")
@@ -311,17 +307,13 @@ def _decode_summary(rows: Sequence[DecodeRow]) -> dict[str, Any]:
 def decode(run: Run[DecodeConfig]) -> Iterator[DecodeRow]:
     """Answers of a full batch, each behind a context of so many tokens."""
     config = run.config
-    cells = list(itertools.product(config.batch_sizes, config.context_tokens))
-    step = run.steps(len(cells) * (1 + config.repeats), "decode")
     window = max(config.context_tokens) + config.max_answer_tokens + 1
     with started(run, "decode", config.sized(window, max(config.batch_sizes))) as engine:
-        for batch_size, num_context in cells:
-            yield _decode_row(run, engine, batch_size, num_context, step)
+        for batch_size, num_context in itertools.product(config.batch_sizes, config.context_tokens):
+            yield _decode_row(run, engine, batch_size, num_context)
 
 
-def _decode_row(
-    run: Run[DecodeConfig], engine: Engine, batch_size: int, num_context: int, step: Callable[[], None]
-) -> DecodeRow:
+def _decode_row(run: Run[DecodeConfig], engine: Engine, batch_size: int, num_context: int) -> DecodeRow:
     rng, num_steps = run.rng(), run.config.decode_steps
     params = answer_of(run.config.max_answer_tokens)
     prompts = [random_ids(rng, run.model, num_context) for _ in range(batch_size)]
@@ -350,7 +342,7 @@ def _decode_row(
     def ways() -> Ways:
         return {"ours": ours, **({} if run.peer is None else {"peer": partial(peers, run.peer)})}
 
-    samples = harness.samples(harness.interleave(ways, run.config.repeats, step=step))
+    samples = harness.samples(run.rounds(ways))
     for answer, session in zip(answers, sessions, strict=True):
         answer.close()
         session.close()

@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks import harness
 from benchmarks.engines import answer_of, engine_for, random_ids, settle
-from benchmarks.harness import NOISE, BenchError, Rounds, Row, Run, Sample, Steps, Ways
+from benchmarks.harness import NOISE, BenchError, Rounds, Row, Run, Sample, Ways
 from benchmarks.links import CALIBRATIONS, AdjustableLink, paced_engine
 from ca_jax.engine import Engine
 from ca_jax.kv.layout import kv_layout
@@ -143,10 +143,7 @@ def summarize(rows: Sequence[SaveRow | StreamRow]) -> dict[str, Any]:
 def save(run: Run[SaveConfig]) -> Iterator[SaveRow | StreamRow]:
     """What saving adds to a turn: beside it, at its end, and not at all; and to a stream of turns."""
     config = run.config
-    num_rounds = len(config.save_prompt_tokens) * (1 + config.repeats)
-    num_rounds += (1 + len(config.save_ratios) * (1 + config.repeats)) * bool(config.save_ratios)
-    num_rounds += (1 + config.repeats) * bool(config.stream_turns)
-    bench = _Bench(run, run.rng(), run.steps(num_rounds, "save"))
+    bench = _Bench(run, run.rng())
     if config.save_prompt_tokens:
         yield from bench.real_rows()
     if config.save_ratios:
@@ -159,7 +156,6 @@ def save(run: Run[SaveConfig]) -> Iterator[SaveRow | StreamRow]:
 class _Bench:
     run: Run[SaveConfig]
     rng: np.random.Generator
-    step: Steps
 
     def real_rows(self) -> Iterator[SaveRow]:
         """Every prompt length at real speed."""
@@ -178,10 +174,9 @@ class _Bench:
             token_bytes = kv_layout(self.run.model, engines["off"].config).token_bytes
             self._measure(engines, num_prompt, 1)
             for save_ratio in config.save_ratios:
-                alone = self._measure({"off": engines["off"]}, num_prompt, CALIBRATIONS, tell=False)
+                alone = self._measure({"off": engines["off"]}, num_prompt, CALIBRATIONS)
                 prompt_save_s = save_ratio * harness.must_median(harness.samples(alone), "seconds")
                 link.set_pace(num_prompt * token_bytes / prompt_save_s)
-                self.step()
                 save_s = prompt_save_s * self._saved_tokens(num_prompt) / num_prompt
                 yield self._row(self._measure(engines, num_prompt, config.repeats), num_prompt, save_ratio, save_s)
 
@@ -254,14 +249,12 @@ class _Bench:
         *,
         warm_up: int = 0,
         num_turns: int = 1,
-        tell: bool = True,
     ) -> Rounds:
         def ways() -> Ways:
             prompts = [random_ids(self.rng, self.run.model, num_prompt) for _ in range(num_turns)]
             return {name: partial(self._answer, name, engine, prompts) for name, engine in engines.items()}
 
-        step = self.step if tell else lambda: None
-        return harness.interleave(ways, repeats, step=step, warm_up=warm_up)
+        return harness.interleave(ways, repeats, warm_up=warm_up, progress=self.run.progress)
 
     def _answer(self, name: str, engine: Engine, prompts: Sequence[list[int]]) -> Sample:
         """A turn of a session of its own for each prompt; the answers, and seconds.

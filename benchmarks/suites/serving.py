@@ -139,14 +139,12 @@ def serving(run: Run[ServingBenchConfig]) -> Iterator[ServingRow]:
     )
     said, run.facts["conversations"] = _messages(config)
     nonce = itertools.count()
-    step = run.steps(len(config.clients) * config.repeats + len(systems), "serving")
     with contextlib.ExitStack() as stack:
         urls = {}
-        for system in systems:
+        for system in harness.ticked(run.progress, "servers", systems):
             urls[system] = stack.enter_context(served(system, config.model, sizes))
             load = _Load(system, urls[system], config)
             load.talk(next(said), f"warm-up {system}")  # Each step compiles, or first touches.
-            step()
         for clients in config.clients:
 
             def ways(clients: int = clients) -> dict[str, Any]:
@@ -154,7 +152,7 @@ def serving(run: Run[ServingBenchConfig]) -> Iterator[ServingRow]:
                 name = f"round {next(nonce)}"  # In front of all: nothing of an earlier round is cached.
                 return {system: partial(_Load(system, url, config).round, chats, name) for system, url in urls.items()}
 
-            rounds = harness.interleave(ways, config.repeats, step=step, warm_up=0)
+            rounds = harness.interleave(ways, config.repeats, warm_up=0, progress=run.progress)
             for system in systems:
                 yield harness.make_row(ServingRow, harness.of_way(rounds, system), system=system, clients=clients)
 

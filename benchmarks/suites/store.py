@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks import harness
 from benchmarks.disk import Extent, PlainDisk, block_extents, drop_cached, is_dropped, scratch_on_disk
-from benchmarks.harness import BenchError, Rounds, Run, Sample, Spread, Steps
+from benchmarks.harness import BenchError, Rounds, Run, Sample, Spread
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.records import BlockIoError
@@ -145,7 +145,7 @@ def store(run: Run[StoreBenchConfig]) -> Iterator[StoreRow]:
                 yield from _measure_driver(run, driver, directory / driver)
             data = _random(config, (_NUM_SOURCE_BLOCKS, *config.layout.block_shape))
             work = functools.partial(crc32c.crc32c, _as_bytes(data).data)
-            yield _make_row("crc32c", None, data.nbytes, _rounds(run, "crc32c", data.nbytes, {_OURS: work}))
+            yield _make_row("crc32c", None, data.nbytes, _rounds(run, data.nbytes, {_OURS: work}))
         except (OSError, ValueError, MemoryError, BlockIoError) as error:
             raise BenchError(f"no measurement at this size in {directory.parent}: {error}") from error
 
@@ -186,7 +186,7 @@ def _measure_dram(run: Run[StoreBenchConfig]) -> StoreRow:
             ways = {_OURS: load, _COPY: lambda: np.copyto(staging, kv)}
             if run.cores > 1:
                 ways[f"np.copyto, {run.cores} threads"] = copy_parallel
-            rounds = _rounds(run, "dram", kv.nbytes, ways)
+            rounds = _rounds(run, kv.nbytes, ways)
     finally:
         tier.close()
     return _make_row("dram_load", None, kv.nbytes, rounds, plain=_COPY)
@@ -204,13 +204,11 @@ def _measure_driver(run: Run[StoreBenchConfig], driver: str, directory: Path) ->
     try:
         bench = _Disk(tier, driver, directory, into, [source[i % len(source)] for i in range(num_blocks)])
         ways = bench.ways(plain)
-        step = run.steps(1 + run.config.repeats, driver)
         found: dict[str, Rounds] = {measured: [] for measured in ways}
-        for nth in range(1 + run.config.repeats):  # Reads and writes take turns too.
+        for nth in harness.ticked(run.progress, driver, range(1 + run.config.repeats)):  # Reads and writes take turns.
             for measured, each in ways.items():
                 rounds = _sampled(into.nbytes, each, nth, bench.cool_down if measured == "ssd_read_cold" else None)
                 found[measured] += [rounds] if nth else []
-            step()
     finally:
         tier.close()
         shutil.rmtree(directory, ignore_errors=True)
@@ -283,10 +281,9 @@ class _Disk:
         self._tier.write_blocks(range(len(self._blocks)), self._blocks, self._sums)
 
 
-def _rounds(run: Run[StoreBenchConfig], what: str, num_bytes: int, ways: Mapping[str, Callable[[], object]]) -> Rounds:
-    step: Steps = run.steps(1 + run.config.repeats, what)
+def _rounds(run: Run[StoreBenchConfig], num_bytes: int, ways: Mapping[str, Callable[[], object]]) -> Rounds:
     made = {name: functools.partial(_sample, num_bytes, work) for name, work in ways.items()}
-    return harness.interleave(lambda: made, run.config.repeats, step=step)
+    return run.rounds(lambda: made)
 
 
 def _sampled(

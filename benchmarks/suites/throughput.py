@@ -150,13 +150,9 @@ def throughput(run: Run[ThroughputConfig]) -> Iterator[ThroughputRow]:
             engine.warmup(progress=run.progress)
         for engine in engines.values():
             engine.wait_until_ready()  # First touch would share the memory bus with the rounds.
-        step = run.steps(1 + config.repeats, "throughput")
         for engine in engines.values():
             conversations.serve(engine, [script[:1] for script in scripts.each])
-        step()
-        rounds = harness.interleave(
-            lambda: _ways(engines, scripts.each), config.repeats, step=step, warm_up=0
-        )  # What they compile is compiled by then.
+        rounds = run.rounds(lambda: _ways(engines, scripts.each), warm_up=0)  # All is compiled by then.
         if recorder.is_wanted:
             with recorder.round():
                 for mode, engine in engines.items():

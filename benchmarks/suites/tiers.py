@@ -102,26 +102,23 @@ def _summary(rows: Sequence[TiersRow]) -> dict[str, Any]:
 def tiers(run: Run[TiersConfig]) -> Iterator[TiersRow]:
     """A turn's TTFT by where its history is: DRAM, SSD, SSD after a restart, nowhere."""
     config = run.config
-    step = run.steps(len(config.cells) * (1 + config.repeats), "tiers")
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(scratch_on_disk(config.ssd_dir))
         sized = one_session_config(config.engine_config(), run.model, directory, max_tokens=config.max_tokens)
         engine = make_engine(run.model, sized, suite="tiers")
         served = OneSessionEngine(engine, suite="tiers", max_tokens=config.max_tokens, seed=config.seed)
         stack.callback(served.close)
-        yield from rows_of(served, config.cells, config.repeats, step)
+        yield from rows_of(run, served)
 
 
-def rows_of(
-    served: OneSessionEngine, cells: Sequence[tuple[int, int]], repeats: int, step: Callable[[], None]
-) -> Iterator[TiersRow]:
+def rows_of(run: Run[TiersConfig], served: OneSessionEngine) -> Iterator[TiersRow]:
     """The rows of an engine with an SSD tier, one for each pair of history and new tokens.
 
     Raises:
       BenchError: a sample's history did not come from where it should have.
     """
     served.begin()
-    for num_history, num_new in cells:
+    for num_history, num_new in run.config.cells:
         history = served.store_session(num_history)
         session_id, history_ids = history.session_id, list(history.token_ids)
 
@@ -131,7 +128,7 @@ def rows_of(
             new_ids = served.random_ids(num_new)
             return {source: partial(_sample, served, source, session_id, history_ids, new_ids) for source in SOURCES}
 
-        rounds = harness.interleave(ways, repeats, step=step)
+        rounds = run.rounds(ways)
         served.engine.session(session_id=session_id).close()
         recompute_s = harness.must_median(harness.of_way(rounds, "recompute"), "ttft_s")
         yield TiersRow(

@@ -33,7 +33,7 @@ from benchmarks.engines import (
     send_turn,
     take_back,
 )
-from benchmarks.harness import Row, Run, Sample, Steps, Ways
+from benchmarks.harness import Row, Run, Sample, Ways
 from benchmarks.recording import Recorder
 from benchmarks.suites.reuse import HistoryConfig
 from ca_jax.session import Session
@@ -102,21 +102,21 @@ def ttft(run: Run[TtftConfig]) -> Iterator[TtftRow]:
         apart = ApartEngine(engine, store, max_history_tokens=max(config.history_tokens))
         stack.callback(apart.close)
         served.begin()
-        step = run.steps(len(config.cells) * (1 + config.repeats), "ttft")
         for nth, (num_history, num_new) in enumerate(config.cells):
-            yield _Bench(served, apart, recorder).row(num_history, num_new, config.repeats, step, may_record=not nth)
+            yield _Bench(run, served, apart, recorder).row(num_history, num_new, may_record=not nth)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Bench:
+    run: Run[TtftConfig]
     served: OneSessionEngine
     apart: ApartEngine
     recorder: Recorder
 
-    def row(self, num_history: int, num_new: int, repeats: int, step: Steps, *, may_record: bool) -> TtftRow:
+    def row(self, num_history: int, num_new: int, *, may_record: bool) -> TtftRow:
         session = self.served.store_session(num_history)
         ways = partial(self._ways, session, num_new)
-        rounds = harness.interleave(ways, repeats, step=step)
+        rounds = self.run.rounds(ways)
         if may_record and self.recorder.is_wanted:
             with self.recorder.round():
                 harness.interleave(ways, 1, warm_up=0)

@@ -143,11 +143,11 @@ def test_rounds_are_interleaved_and_the_first_is_for_nothing():
         return lambda: order.append(name) or {"n": len(order)}
 
     ways = {name: way(name) for name in "abc"}
-    rounds = harness.interleave(lambda: ways, 3, step=lambda: told.append(1))
+    rounds = harness.interleave(lambda: ways, 3, progress=lambda *call: told.append(call))
     assert "".join(order) == "abcbcacababc"
     assert [list(each) for each in rounds] == [["a", "b", "c"]] * 3
     assert [each["n"] for each in harness.of_way(rounds, "a")] == [6, 8, 10]
-    assert (len(told), harness.recompiles(rounds)) == (4, 0)
+    assert (told, harness.recompiles(rounds)) == ([("rounds", done, 4) for done in range(5)], 0)
     assert not harness.same(rounds, "n")
 
 
