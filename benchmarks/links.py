@@ -50,26 +50,14 @@ def paced_engine(
     model: LoadedModel,
     config: EngineConfig,
     *,
-    suite: str,
     loads: AdjustableLink | None = None,
     saves: AdjustableLink | None = None,
 ) -> Engine:
-    """An engine that is ready to be measured.
-
-    Args:
-      model: what it serves.
-      config: what it is.
-      suite: what is measured.
-      loads: what histories are loaded over; None: memory as it is.
-      saves: what new KV is saved over; likewise.
-
-    Raises:
-      BenchError: it cannot be as large as that.
-    """
+    """An engine that is ready, as of `make_engine`, whose loads or saves go over a link; None: memory as it is."""
 
     def wrap(store: AttentionStore) -> AttentionStore:
         return cast(AttentionStore, ControlledStore(store, loads=loads, saves=saves))
 
-    engine = make_engine(model, config, suite=suite, store_wrapper=wrap if loads or saves else None)
+    engine = make_engine(model, config, store_wrapper=wrap if loads or saves else None)
     engine.wait_until_ready()  # First touch would share the memory bus with the samples.
     return engine

@@ -15,8 +15,8 @@ from benchmarks import harness
 from benchmarks.apart import ApartEngine
 from benchmarks.engines import (
     check_source,
-    engine_and_store,
     engine_for,
+    make_engine,
     random_ids,
     send_turn,
     store_session,
@@ -44,9 +44,8 @@ def measure_ttft(model: LoadedModel, config: GpuBenchConfig, probes: Probes) -> 
     )
     engine_config = engine_for(settings, model, [longest], context_window=longest + 1)
     with contextlib.ExitStack() as stack:
-        engine, store = engine_and_store(model, engine_config, suite="ttft")
-        stack.enter_context(engine)
-        apart = ApartEngine(engine, store, max_history_tokens=max(config.history_tokens))
+        engine = stack.enter_context(make_engine(model, engine_config))
+        apart = ApartEngine(engine, max_history_tokens=max(config.history_tokens))
         stack.callback(apart.close)
         engine.wait_until_ready()  # First touch would share the memory bus with the samples.
         rows = [_ttft_row(engine, apart, num_history, config, probes) for num_history in config.history_tokens]

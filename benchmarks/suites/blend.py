@@ -32,7 +32,7 @@ from benchmarks import harness
 from benchmarks.apart import ApartEngine
 from benchmarks.contexts import make_contexts
 from benchmarks.disk import scratch_directory, scratch_on_disk
-from benchmarks.engines import check_source, cool_down_files, engine_and_store, send_turn, sized_config, warm_up_files
+from benchmarks.engines import check_source, cool_down_files, make_engine, send_turn, sized_config, warm_up_files
 from benchmarks.figures import Panel
 from benchmarks.harness import Row, Run, Sample, Ways
 from ca_jax.config import BlendConfig, EngineConfig
@@ -40,7 +40,6 @@ from ca_jax.engine import Engine
 from ca_jax.kv.layout import kv_layout
 from ca_jax.pretrained import LoadedModel
 from ca_jax.storage.config import StoreConfig
-from ca_jax.storage.store import AttentionStore
 
 TIERS = ("dram", "ssd_warm", "ssd")
 """Where the chunks' KV comes from: DRAM; SSD, with the files in the page cache; SSD, without."""
@@ -207,18 +206,14 @@ class Way:
     """How."""
     engine: Engine
     """Its own."""
-    store: AttentionStore
-    """The engine's."""
     apart: ApartEngine | None
     """Its loads and computes alone, where it blends."""
-    directory: Path
-    """Of its SSD tier."""
 
     def push_out(self, chunks: Sequence[list[int]]) -> None:
         """Has the chunks on SSD alone."""
         with self.engine._lock:
             for chunk in chunks:
-                self.store.leave_dram(self.engine._kv.chunks.key(chunk, ""))
+                self.engine._kv.store.leave_dram(self.engine._kv.chunks.key(chunk, ""))
 
 
 @contextlib.contextmanager
@@ -239,17 +234,16 @@ def _opened(
             own = engine_config(
                 config, model, blend, place if has_ssd else None, num_tokens=num_context + len(question) + 1
             )
-            engine, store = engine_and_store(model, own, suite="blend")
-            stack.enter_context(engine)
+            engine = stack.enter_context(make_engine(model, own))
             engine.wait_until_ready()  # First touch would share the memory bus with the samples.
             apart = None
             if blend.mode not in BASELINES:
-                apart = ApartEngine(engine, store, max_history_tokens=num_context)
+                apart = ApartEngine(engine, max_history_tokens=num_context)
                 stack.callback(apart.close)
             if has_ssd:
                 engine.precompute(chunks)
                 engine.wait_for_saves()
-            ways.append(Way(blend, engine, store, apart, place))
+            ways.append(Way(blend, engine, apart))
         yield ways
 
 
@@ -298,9 +292,8 @@ class _Bench:
             _, ideal_s = way.apart.blend(context, self.question, way.blend.recompute_ratio or 0.0)
         if tier != "dram":
             way.push_out(chunks)
-            block_bytes = kv_layout(way.engine.model, way.engine.config).block_bytes
             bring = warm_up_files if tier == "ssd_warm" else cool_down_files
-            bring(way.directory, block_bytes)
+            bring(way.engine)
         wanted = {"dram" if tier == "dram" else "ssd": sum(map(len, chunks))}
         sample = self._turn(way, tier, chunks, wanted)
         alone = {"ideal_s": ideal_s, "over_ideal": sample["ttft_s"] / ideal_s, "load_alone_s": context.load_s}

@@ -161,7 +161,7 @@ def blend_throughput(run: Run[BlendThroughputConfig]) -> Iterator[BlendThroughpu
             engines = {}
             for mode in config.stream_modes:
                 sized = engine_config(config, model, mode, ssd_share, longest, directory / mode)
-                engine = stack.enter_context(make_engine(model, sized, suite="blend_throughput"))
+                engine = stack.enter_context(make_engine(model, sized))
                 engine.warmup(
                     max_new_tokens=config.context_chunk_tokens,
                     contexts=[[config.context_chunk_tokens] * config.context_chunks],

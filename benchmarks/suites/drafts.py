@@ -135,7 +135,7 @@ def drafts(run: Run[DraftsConfig]) -> Iterator[DraftsRow]:
         for way in WAYS:
             most = config.engine.max_draft_tokens if way == "drafts" else 0
             sized = dataclasses.replace(config.engine, context_window=config.context_window, max_draft_tokens=most)
-            engines[way] = stack.enter_context(make_engine(model, sized, suite="drafts"))
+            engines[way] = stack.enter_context(make_engine(model, sized))
             engines[way].warmup(progress=run.progress)
         for engine in engines.values():
             engine.wait_until_ready()

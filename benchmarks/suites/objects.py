@@ -23,7 +23,15 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.disk import drop_cached, is_dropped, scratch_on_disk
-from benchmarks.engines import OneSessionEngine, check_source, make_engine, one_session_config, send_turn, take_back
+from benchmarks.engines import (
+    OneSessionEngine,
+    check_source,
+    cool_down_files,
+    make_engine,
+    one_session_config,
+    send_turn,
+    take_back,
+)
 from benchmarks.harness import BenchError, Row, Run, Sample, Ways
 from benchmarks.suites.reuse import HistoryConfig
 from ca_jax.config import EngineConfig
@@ -87,16 +95,18 @@ def objects(run: Run[ObjectsConfig]) -> Iterator[ObjectsRow]:
         sized = one_session_config(config.engine_config(), run.model, directory / "ssd", max_tokens=config.max_tokens)
         sized = _with_objects(sized, directory / "objects")
         (directory / "ssd").mkdir()
-        owner = make_engine(run.model, sized, suite="objects")
-        other = make_engine(run.model, _with_objects(sized, directory / "objects", ssd_dir=None), suite="objects")
-        served = OneSessionEngine(owner, suite="objects", max_tokens=config.max_tokens, seed=config.seed)
+        served = OneSessionEngine(run.model, sized, max_tokens=config.max_tokens, seed=config.seed)
         stack.callback(served.close)
+        other = make_engine(run.model, _with_objects(sized, directory / "objects", ssd_dir=None))
         stack.callback(other.close)
-        for engine in (owner, other):
+        shared, elsewhere = served.engine._kv.shared, other.elsewhere
+        if shared is None or elsewhere is None:
+            raise BenchError("objects must have engines with an objects_url, got one without")
+        for engine in (served.engine, other):
             engine.warmup(max_history_tokens=max(config.history_tokens), max_new_tokens=max(config.new_tokens))
         served.begin()
         for num_history, num_new in config.cells:
-            bench = _Bench(run, served, other, directory / "objects", shared_of(owner), elsewhere_of(other))
+            bench = _Bench(run, served, other, directory / "objects", shared, elsewhere)
             yield bench.row(num_history, num_new)
 
 
@@ -104,20 +114,6 @@ def _with_objects(config: EngineConfig, directory: Path, **changes: Any) -> Engi
     """A replica that shares a directory, and publishes when it is told to."""
     store = dataclasses.replace(config.store, objects_url=f"file://{directory}", objects_write="drain", **changes)
     return dataclasses.replace(config, store=store)
-
-
-def shared_of(engine: Engine) -> SharedSessions:
-    """What an engine shares with other replicas."""
-    if engine._kv.shared is None:
-        raise BenchError("objects must have engines with an objects_url, got one without")
-    return engine._kv.shared
-
-
-def elsewhere_of(engine: Engine) -> Elsewhere:
-    """What other replicas share with an engine."""
-    if engine.elsewhere is None:
-        raise BenchError("objects must have engines with an objects_url, got one without")
-    return engine.elsewhere
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +152,7 @@ class _Bench:
     def _from_ssd(self, session: Session, new_ids: list[int]) -> Sample:
         num_history, engine = len(session.token_ids), self.served.engine
         self.served.push_out()
-        self.served.cool_down_files()
+        cool_down_files(engine)
         token, ttft_s = send_turn(engine, session, new_ids)
         check_source("ssd", session, len(new_ids), {"ssd": num_history})
         take_back(engine, session, num_history)

@@ -197,7 +197,7 @@ def overflow(run: Run[OverflowBenchConfig]) -> Iterator[OverflowRow]:
     with contextlib.ExitStack() as stack:
         engines: dict[str, Engine] = {}
         for method in config.methods:
-            engine = make_engine(model, engine_config(config, model, method), suite="overflow")
+            engine = make_engine(model, engine_config(config, model, method))
             engines[method] = stack.enter_context(engine)
             engine.warmup(progress=run.progress)
         for engine in engines.values():

@@ -267,7 +267,7 @@ class _Bench:
         stored = [num_tokens, config.ahead_tokens, _WARM_UP_TOKENS]
         sized = engine_for(config.engine, model, stored, context_window=longest)
         sized = dataclasses.replace(sized, read_buffer=read_buffer, recompute_if_faster=False)
-        return stack.enter_context(paced_engine(model, sized, suite="preload", loads=link))
+        return stack.enter_context(paced_engine(model, sized, loads=link))
 
     def _store_history(self, engines: Mapping[str, Engine], num_history: int) -> dict[str, _Way]:
         """Has each engine store the same history."""

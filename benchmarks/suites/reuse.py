@@ -56,10 +56,10 @@ class OneEngineConfig(ServingConfig):
         )
 
 
-def started(run: Run[OneEngineConfig], suite: str, config: EngineConfig) -> Engine:
+def started(run: Run[OneEngineConfig], config: EngineConfig) -> Engine:
     """The suite's engine, ready, with what its start took told."""
     started_s = time.perf_counter()
-    engine = make_engine(run.model, config, suite=suite)
+    engine = make_engine(run.model, config)
     run.startup["engine_start_s"] = run.model.load_s + time.perf_counter() - started_s
     engine.wait_until_ready()  # First touch would share the memory bus with the samples.
     run.startup["first_touch_s"] = engine.metrics.first_touch_s
@@ -134,7 +134,7 @@ def _reuse_summary(rows: Sequence[ReuseRow]) -> dict[str, Any]:
 def reuse(run: Run[ReuseConfig]) -> Iterator[ReuseRow]:
     """A turn over a stored history, and the same turn recomputed, by us and by the peer."""
     config, rng = run.config, run.rng()
-    with started(run, "reuse", config.sized(config.max_tokens + 1)) as engine:
+    with started(run, config.sized(config.max_tokens + 1)) as engine:
         for num_history, num_new in config.cells:
             yield _reuse_row(run, engine, store_session(engine, random_ids(rng, run.model, num_history)), num_new)
 
@@ -221,7 +221,7 @@ def _prefill_summary(rows: Sequence[PrefillRow]) -> dict[str, Any]:
 def prefill(run: Run[PrefillConfig]) -> Iterator[PrefillRow]:
     """A session's first turn, of so many tokens."""
     config = run.config
-    with started(run, "prefill", config.sized(max(config.prefill_tokens) + 1)) as engine:
+    with started(run, config.sized(max(config.prefill_tokens) + 1)) as engine:
         for num_tokens in config.prefill_tokens:
             yield _prefill_row(run, engine, num_tokens)
 
@@ -308,7 +308,7 @@ def decode(run: Run[DecodeConfig]) -> Iterator[DecodeRow]:
     """Answers of a full batch, each behind a context of so many tokens."""
     config = run.config
     window = max(config.context_tokens) + config.max_answer_tokens + 1
-    with started(run, "decode", config.sized(window, max(config.batch_sizes))) as engine:
+    with started(run, config.sized(window, max(config.batch_sizes))) as engine:
         for batch_size, num_context in itertools.product(config.batch_sizes, config.context_tokens):
             yield _decode_row(run, engine, batch_size, num_context)
 

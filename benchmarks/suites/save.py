@@ -239,7 +239,7 @@ class _Bench:
         longest = num_prompt + self.run.config.save_answer_tokens
         sized = engine_for(self.run.config.engine, self.run.model, [longest] * num_stored, context_window=longest)
         sized = dataclasses.replace(sized, async_save=async_save)
-        return stack.enter_context(paced_engine(self.run.model, sized, suite="save", saves=link))
+        return stack.enter_context(paced_engine(self.run.model, sized, saves=link))
 
     def _measure(
         self,

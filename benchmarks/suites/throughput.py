@@ -145,7 +145,7 @@ def throughput(run: Run[ThroughputConfig]) -> Iterator[ThroughputRow]:
         engines = {}
         for mode in MODES:
             sized = engine_config(config, model, mode)
-            engine = make_engine(model, sized, suite="throughput", timeline=recorder.timeline)
+            engine = make_engine(model, sized, timeline=recorder.timeline)
             engines[mode] = stack.enter_context(engine)
             engine.warmup(progress=run.progress)
         for engine in engines.values():

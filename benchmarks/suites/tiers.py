@@ -26,7 +26,15 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.disk import scratch_on_disk
-from benchmarks.engines import OneSessionEngine, check_source, make_engine, one_session_config, send_turn, take_back
+from benchmarks.engines import (
+    OneSessionEngine,
+    check_source,
+    cool_down_files,
+    one_session_config,
+    send_turn,
+    take_back,
+    warm_up_files,
+)
 from benchmarks.harness import BenchError, Run, Sample, Spread
 from benchmarks.suites.reuse import HistoryConfig
 from ca_jax.config import EngineConfig
@@ -105,8 +113,7 @@ def tiers(run: Run[TiersConfig]) -> Iterator[TiersRow]:
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(scratch_on_disk(config.ssd_dir))
         sized = one_session_config(config.engine_config(), run.model, directory, max_tokens=config.max_tokens)
-        engine = make_engine(run.model, sized, suite="tiers")
-        served = OneSessionEngine(engine, suite="tiers", max_tokens=config.max_tokens, seed=config.seed)
+        served = OneSessionEngine(run.model, sized, max_tokens=config.max_tokens, seed=config.seed)
         stack.callback(served.close)
         yield from rows_of(run, served)
 
@@ -175,7 +182,7 @@ def _bring(served: OneSessionEngine, source: str, session_id: str, history_ids: 
         served.engine.drop_stored(session)
         served.engine.wait_for_saves()
     elif source == "ssd_warm":
-        served.warm_up_files()
+        warm_up_files(served.engine)
     elif source != "dram":
-        served.cool_down_files()
+        cool_down_files(served.engine)
     return session

@@ -28,10 +28,10 @@ from benchmarks.disk import scratch_directory
 from benchmarks.engines import (
     OneSessionEngine,
     check_source,
-    engine_and_store,
     one_session_config,
     send_turn,
     take_back,
+    warm_up_files,
 )
 from benchmarks.harness import Row, Run, Sample, Ways
 from benchmarks.recording import Recorder
@@ -93,13 +93,12 @@ def ttft(run: Run[TtftConfig]) -> Iterator[TtftRow]:
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(scratch_directory(config.ssd_dir))
         sized = one_session_config(config.engine_config(), run.model, directory, max_tokens=max_tokens)
-        engine, store = engine_and_store(run.model, sized, suite="ttft", timeline=recorder.timeline)
-        served = OneSessionEngine(engine, suite="ttft", max_tokens=max_tokens, seed=config.seed)
+        seed, timeline = config.seed, recorder.timeline
+        served = OneSessionEngine(run.model, sized, max_tokens=max_tokens, seed=seed, timeline=timeline)
         stack.callback(served.close)
-        engine.warmup(
-            max_history_tokens=max(config.history_tokens), max_new_tokens=max(config.new_tokens), progress=run.progress
-        )
-        apart = ApartEngine(engine, store, max_history_tokens=max(config.history_tokens))
+        longest = max(config.history_tokens)
+        served.engine.warmup(max_history_tokens=longest, max_new_tokens=max(config.new_tokens), progress=run.progress)
+        apart = ApartEngine(served.engine, max_history_tokens=longest)
         stack.callback(apart.close)
         served.begin()
         for nth, (num_history, num_new) in enumerate(config.cells):
@@ -149,7 +148,7 @@ class _Bench:
         tier = source.partition("_")[0]
         if tier == "ssd":
             self.served.push_out()
-            self.served.warm_up_files()
+            warm_up_files(engine)
         with self.recorder.turn(f"{len(new_ids)} tokens over {num_history:,} from {source}"):
             token, ttft_s = send_turn(engine, session, new_ids)
         usage = check_source(source, session, len(new_ids), {tier: num_history})

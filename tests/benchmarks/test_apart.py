@@ -24,14 +24,14 @@ CONFIG = EngineConfig(
 @pytest.mark.parametrize("ratio", [0.0, 0.6, 1.0])
 def test_a_blend_over_what_was_loaded_is_the_engines(wordless, ratio):
     """Of a prefill over a whole history the suite `ttft` shows it: all ways draw the same token."""
-    rng, stores = np.random.default_rng(1), []
+    rng = np.random.default_rng(1)
     chunks = [rng.integers(wordless.config.vocab_size, size=40).tolist() for _ in range(3)]
     question = chunks.pop()
     config = dataclasses.replace(CONFIG, blend=BlendConfig(recompute_ratio=ratio))
-    with Engine(wordless, config, store_wrapper=lambda store: stores.append(store) or store) as engine:
+    with Engine(wordless, config) as engine:
         engine.precompute(chunks)
         engine.wait_for_saves()
-        alone = ApartEngine(engine, stores[0], max_history_tokens=80)
+        alone = ApartEngine(engine, max_history_tokens=80)
         with alone.loaded_context(chunks) as context:
             token, elapsed_s = alone.blend(context, question, ratio)
         assert (context.num_tokens, elapsed_s > 0 < context.load_s) == (80, True)
@@ -45,7 +45,7 @@ def test_a_blend_over_what_was_loaded_is_the_engines(wordless, ratio):
         with refused, alone.loaded(session):
             pytest.fail("there must be no history")
         for chunk in chunks:
-            assert stores[0].drop(engine._kv.chunks.key(chunk, "")), "it is there, and not in use"
+            assert engine._kv.store.drop(engine._kv.chunks.key(chunk, "")), "it is there, and not in use"
         alone.close()
     assert token == answer
     if ratio == 1:
