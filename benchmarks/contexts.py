@@ -38,18 +38,9 @@ class Contexts:
 
 
 def make_contexts(model: LoadedModel, num_chunks: int, chunk_tokens: int, *, data: str | None, seed: int) -> Contexts:
-    """So many chunks of so many tokens, the first that are to be had.
+    """So many chunks of so many tokens, the first that are to be had: each is the first tokens of a longer text.
 
-    Args:
-      model: whose tokenizer cuts.
-      num_chunks: how many.
-      chunk_tokens: of each: the first of its text; shorter texts are left out.
-      data: a file or folder of questions behind texts; None: conversations.
-      seed: of random tokens.
-
-    Raises:
-      BenchError: there are fewer.
-      EvaluationError: the data cannot be read, or the model has no tokenizer for it.
+    `data` is a file or folder of questions behind texts; None: conversations. Too few texts are a BenchError.
     """
     if data is not None:
         chunking = Chunking(data=data, num_chunks=_MOST_CHUNKS, chunk_tokens=chunk_tokens)

@@ -45,17 +45,8 @@ def recorded_or_random(
 ) -> Scripts:
     """The first conversations of ShareGPT that are chosen; made ones without the data set, or without a tokenizer.
 
-    Args:
-      model: who answers.
-      num_scripts: how many.
-      choose: gives the scripts of those recorded conversations that will do.
-      make: gives one of random tokens.
-      min_turns: of a recorded conversation that is looked at.
-      wanted: what they are to be, for the error.
-      seed: of random tokens.
-
-    Raises:
-      BenchError: the data set has too few such conversations.
+    `choose` gives the scripts of those recorded conversations, of at least `min_turns`, that will do. Too few are a
+    BenchError, which says what is `wanted`; so many that `make` makes are of random tokens.
     """
     if model.tokenizer is None or not is_installed():
         rng = np.random.default_rng(seed)
@@ -76,11 +67,6 @@ def is_installed() -> bool:
     return True
 
 
-def num_tokens(script: Script) -> int:
-    """Of all its messages and answers."""
-    return sum(turn.num_tokens for turn in script)
-
-
 # Serving.
 
 
@@ -91,9 +77,7 @@ class ServedTurn:
     history_tokens: int
     """Of the conversation before it."""
     answer_ids: tuple[int, ...]
-    """What was generated."""
     usage: Usage
-    """What it took."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +87,6 @@ class ServedRound:
     elapsed_s: float
     """From the first message sent to the last answer ended."""
     conversations: tuple[tuple[ServedTurn, ...], ...]
-    """Their turns."""
 
     @property
     def turns(self) -> list[ServedTurn]:
@@ -114,14 +97,8 @@ class ServedRound:
 def serve(engine: Engine, scripts: Sequence[Script]) -> ServedRound:
     """Serves conversations to their end in a closed loop, each in a session of its own that is forgotten then.
 
-    Each sends its next message as soon as its answer has ended; one thread drives all by the engine's steps.
-
-    Args:
-      engine: idle; it is idle again afterwards.
-      scripts: what is said in each, and how long answers are.
-
-    Raises:
-      Exception: what broke a turn, if something did.
+    Each sends its next message as soon as its answer has ended; one thread drives all by the engine's steps, which is
+    idle before and afterwards. What broke a turn is raised.
     """
     sessions = [engine.session() for _ in scripts]
     to_come = [iter(script) for script in scripts]

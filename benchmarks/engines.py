@@ -93,11 +93,7 @@ def one_session_config(config: EngineConfig, model: LoadedModel, directory: Path
 
 
 class OneSessionEngine:
-    """An engine of `one_session_config`, and the bystander whose turn empties its DRAM of all other sessions.
-
-    Raises:
-      BenchError: it cannot be as large as that.
-    """
+    """An engine of `one_session_config`, and the bystander whose turn empties its DRAM of all other sessions."""
 
     def __init__(
         self,
@@ -111,7 +107,6 @@ class OneSessionEngine:
         self.engine = make_engine(model, config, timeline=timeline)
         """The one that runs now; `restart` puts another one in its place."""
         self.layout = kv_layout(model, config)
-        """Of its blocks."""
         self._max_tokens = max_tokens
         self._rng = np.random.default_rng(seed)
         self._bystander_id = ""
@@ -226,16 +221,9 @@ def settle(engine: Engine) -> None:
 
 
 def check_source(source: str, session: Session, num_new: int, wanted: dict[str, int]) -> Usage:
-    """What a session's last turn took, which must have loaded what it should have.
+    """What a session's last turn, of `num_new` tokens, took; it must have loaded what is wanted, by tier.
 
-    Args:
-      source: what the sample is called.
-      session: whose turn has ended.
-      num_new: tokens of the turn.
-      wanted: history tokens to be loaded, by tier; empty for none.
-
-    Raises:
-      BenchError: it loaded something else.
+    BenchError: it loaded something else.
     """
     usage = session.usage
     if usage is None:

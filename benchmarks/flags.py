@@ -53,11 +53,7 @@ class CaseFlags:
         return found
 
     def define(self, flag_values: flags.FlagValues) -> None:
-        """Defines the flags.
-
-        Raises:
-          absl.flags.DuplicateFlagError: another flag has such a name.
-        """
+        """Defines the flags."""
         for name, by_case in self.fields.items():
             _, hint = next(iter(by_case.values()))
             define_flag(name, hint, None, self._help(name), flag_values=flag_values)
@@ -98,14 +94,7 @@ def suite_flags() -> CaseFlags:
 
 
 def define(*, flag_values: flags.FlagValues = flags.FLAGS) -> None:
-    """Defines the flags of `bench`, the engine's too.
-
-    Args:
-      flag_values: where they are defined.
-
-    Raises:
-      absl.flags.DuplicateFlagError: another flag has such a name.
-    """
+    """Defines the flags of `bench`, the engine's too."""
     here: dict[str, Any] = {"flag_values": flag_values}
     recorded = " and ".join(suite.name for suite in SUITES.values() if suite.is_recorded)
     plotted = ", ".join(suite.name for suite in SUITES.values() if suite.is_plotted)
@@ -127,10 +116,6 @@ def define(*, flag_values: flags.FlagValues = flags.FLAGS) -> None:
 
 def config(suite: str, *, flag_values: flags.FlagValues = flags.FLAGS) -> Config:
     """The config of a suite, each field from the flag of its name if that was given.
-
-    Args:
-      suite: one of `SUITES`.
-      flag_values: where flags were defined, parsed.
 
     Raises:
       FlagError: a value that is none, or outside its range, or a flag that the suite does not read.

@@ -43,8 +43,8 @@ class BenchError(CaJaxError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """What to measure. Every field is a flag of its name, its docstring the help.
+class Checked:
+    """A config whose fields are numbers, words or lists of them, positive and finite but where it says otherwise.
 
     Raises:
       ValueError: a value outside its range.
@@ -53,13 +53,7 @@ class Config:
     may_be_zero: ClassVar[frozenset[str]] = frozenset({"seed"})
     may_be_empty: ClassVar[frozenset[str]] = frozenset()
     shares: ClassVar[frozenset[str]] = frozenset()  # Fields whose values lie in [0, 1].
-    choices: ClassVar[Mapping[str, Sequence[str]]] = {}  # Fields that are lists of different words, and the words.
-    settled: ClassVar[tuple[str, ...]] = ()  # Flags of the engine that the suite sets itself.
-
-    repeats: int = 5
-    """Samples that a median is of."""
-    seed: int = 0
-    """Of what is random: weights of a preset, token ids, bytes, sizes, who comes next."""
+    choices: ClassVar[Mapping[str, Sequence[str]]] = {}  # Fields that are a word, or different words; and the words.
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -74,17 +68,30 @@ class Config:
 
     def _check(self, name: str, item: Any) -> None:
         if isinstance(item, str) and name in self.choices and item not in self.choices[name]:
-            raise ValueError(f"{name} must be some of {', '.join(self.choices[name])}; got {item}")
+            how_many = "some" if isinstance(getattr(self, name), tuple) else "one"
+            raise ValueError(f"{name} must be {how_many} of {', '.join(self.choices[name])}; got {item}")
         if isinstance(item, bool) or not isinstance(item, int | float):
             return
         if name in self.shares:
             require(0 <= item <= 1, name, "a share in [0, 1]", item)
         elif name in self.may_be_zero:
-            require(item >= 0, name, "at least 0", item)
+            require(0 <= item < math.inf, name, "a number of at least 0", item)
         elif isinstance(item, int):
             require(item >= 1, name, "at least 1", item)
         else:
             require(0 < item < math.inf, name, "a positive number", item)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(Checked):
+    """What to measure. Every field is a flag of its name, its docstring the help."""
+
+    settled: ClassVar[tuple[str, ...]] = ()  # Flags of the engine that the suite sets itself.
+
+    repeats: int = 5
+    """Samples that a median is of."""
+    seed: int = 0
+    """Of what is random: weights of a preset, token ids, bytes, sizes, who comes next."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,10 +127,8 @@ AnyRow = TypeVar("AnyRow")
 def make_row(kind: type[AnyRow], taken: Iterable[Sample], **values: Any) -> AnyRow:
     """A row: fields that samples have are their medians, with their spread; `recompiles` is the sum.
 
-    Args:
-      kind: of the row. Integers are rounded; what may be None is None where no sample has it.
-      taken: samples of one way, or of several that have no field in common.
-      **values: all other fields.
+    Samples are of one way, or of several that have no field in common. Integers are rounded; what may be None is None
+    where no sample has it; `values` are all other fields.
     """
     taken, spread = list(taken), {}
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
@@ -163,14 +168,8 @@ def interleave(
 ) -> Rounds:
     """Takes samples of several ways in turn, never at once; every round begins with the next way (A B C, B C A, ...).
 
-    Args:
-      make_round: gives the ways of a round, which share its inputs.
-      repeats: rounds that count.
-      warm_up: rounds before, whose samples do not count: they compile.
-      progress: told of rounds.
-
-    Returns:
-      What each round gave; every sample also has `recompiles`.
+    `make_round` gives the ways of a round, which share its inputs. Rounds of the warm-up, which compile, do not count.
+    Every sample also has `recompiles`.
     """
     rounds: Rounds = []
     for nth in ticked(progress, "rounds", range(warm_up + repeats)):
@@ -209,11 +208,7 @@ def median(taken: Iterable[Sample], name: str) -> float | None:
 
 
 def must_median(taken: Iterable[Sample], name: str) -> float:
-    """Likewise, where there must be one.
-
-    Raises:
-      BenchError: no sample has it.
-    """
+    """Likewise, where there must be one; BenchError: no sample has it."""
     found = median(taken, name)
     if found is None:
         raise BenchError(f"samples must have {name}, got none with it")
@@ -343,12 +338,9 @@ SUITES: dict[str, Suite] = {}
 def suite(
     config: type[Config], *, summary: Summary | None = None, **options: Any
 ) -> Callable[[Callable[[Run[Any]], Iterator[Any]]], Callable[[Run[Any]], Iterator[Any]]]:
-    """Registers a function that yields rows as the suite of its name.
+    """Registers a function that yields rows as the suite of its name; `options` are other fields of `Suite`.
 
-    Args:
-      config: what it is asked by.
-      summary: what the rows come to; by default whether all gave the same tokens, and recompiles.
-      **options: other fields of `Suite`.
+    By default the summary says whether all gave the same tokens, and recompiles.
     """
 
     def register(measure: Callable[[Run[Any]], Iterator[Any]]) -> Callable[[Run[Any]], Iterator[Any]]:

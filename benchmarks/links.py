@@ -24,9 +24,6 @@ class AdjustableLink(PacedLink):
 
     A load whose bytes the same load has put there before, and no other since, takes its time and copies nothing: a
     device's copy engine would not take cores from what computes either. What is stored must stay the same meanwhile.
-
-    Args:
-      timer: whose time; a thread's own by default.
     """
 
     def __init__(self, timer: Timer | None = None) -> None:

@@ -80,20 +80,10 @@ def run_suite(
     recorder: Recorder | None = None,
     console: rich.console.Console | None = None,
 ) -> Report:
-    """Measures a suite and says all about it. Progress goes to stderr.
+    """Measures a suite and says all about it; progress goes to stderr, the configuration to the console.
 
-    Args:
-      suite: which.
-      config: of its kind.
-      load: gives the model; not called for suites that serve none.
-      command: how it was asked for.
-      peer_name: one of `PEER_PACKAGES`, or None.
-      recorder: of one more round; what it has is still to be written.
-      console: where the configuration is printed.
-
-    Raises:
-      CaJaxError: the model cannot be loaded, an engine cannot be as large as the suite wants it, the disk cannot be
-        used, the peer is not installed, or a sample did other work than its row would say.
+    `load` gives the model, and is not called for suites that serve none. What the recorder has of one more round is
+    still to be written.
     """
     other_load_share = _other_load_share()
     described = machine.describe_machine()

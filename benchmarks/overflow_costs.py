@@ -32,11 +32,7 @@ Engines = Mapping[str, Engine]
 def first_truncations(engine: Engine, config: OverflowBenchConfig, rng: np.random.Generator) -> int:
     """Has an idle engine truncate in the middle of an answer and for a message, for nothing.
 
-    Returns:
-      Functions that were compiled for it, or read from the compile cache: 0 unless its warm-up missed one.
-
-    Raises:
-      BenchError: it did not truncate.
+    Functions that were compiled for it, or read from the compile cache: 0 unless its warm-up missed one.
     """
     with CompileCounter() as compiles:
         gap_sample(engine, 1, rng)
@@ -46,11 +42,7 @@ def first_truncations(engine: Engine, config: OverflowBenchConfig, rng: np.rando
 
 
 def gap_rows(run: Run[OverflowBenchConfig], engines: Engines, rng: np.random.Generator) -> Iterator[GapRow]:
-    """The gap of every method and number of sessions.
-
-    Raises:
-      BenchError: an answer did not overflow where it should have, or another one ended meanwhile.
-    """
+    """The gap of every method and number of sessions."""
     config = run.config
     cells = {f"{method} {num}": (method, num) for num in config.gap_sessions for method in config.gap_methods}
     ways = {name: partial(gap_sample, engines[method], num, rng) for name, (method, num) in cells.items()}
@@ -98,11 +90,7 @@ def _submit(engine: Engine, session: Session, num_tokens: int, max_tokens: int, 
 
 
 def next_turn_rows(run: Run[OverflowBenchConfig], engines: Engines, rng: np.random.Generator) -> Iterator[NextTurnRow]:
-    """The turn behind a truncation, of every method and by where the window overflowed.
-
-    Raises:
-      BenchError: a turn did not overflow where it should have.
-    """
+    """The turn behind a truncation, of every method and by where the window overflowed."""
     config, num_new = run.config, run.config.next_turn_tokens
     cells = {f"{name} {place}": (name, place) for place in (*PLACES, NOWHERE) for name in config.next_turn_methods}
     ways = {
@@ -135,8 +123,8 @@ def _next_turn_sample(engine: Engine, place: str, num_new: int, rng: np.random.G
     session, ids = engine.session(), partial(random_ids, rng, engine.model)
     if place != "answer":
         num_history = engine.window - num_new // 2
-        if place == NOWHERE and engine.config.overflow is not None:
-            num_history -= round(engine.config.overflow.truncation_ratio * engine.window)
+        if place == NOWHERE and (overflow := engine.config.overflow) is not None:
+            num_history -= round(overflow.truncation_ratio * engine.window)
         send_turn(engine, session, ids(num_history))
     else:
         params = answer_of(_TOKENS_BEFORE + _TOKENS_AFTER)

@@ -33,11 +33,7 @@ _KEEP_FIRST = OverflowConfig.keep_first_tokens
 
 
 def measure_bookkeeping(run: Run[OverflowBenchConfig]) -> Iterator[BookkeepingRow]:
-    """Times discards of stores without an engine, with KV in DRAM alone and on SSD too. Blocks.
-
-    Raises:
-      BenchError: the disk cannot be used, or a store kept other tokens than it should.
-    """
+    """Times discards of stores without an engine, with KV in DRAM alone and on SSD too."""
     config = run.config
     for tier in TIERS:
         with contextlib.ExitStack() as stack:
@@ -102,11 +98,7 @@ def _bookkeeping_row(run: Run[OverflowBenchConfig], store: AttentionStore, tier:
 
 
 def save_tokens(store: AttentionStore, key: str, start_token: int, token_ids: np.ndarray) -> None:
-    """Stores KV of tokens behind a session's first ones, in blocks of `LAYOUT`'s shape.
-
-    Raises:
-      BenchError: there is no room.
-    """
+    """Stores KV of tokens behind a session's first ones, in blocks of `LAYOUT`'s shape. BenchError: no room."""
     ticket = store.prepare_save(key, start_token, token_ids)
     if ticket is None:
         raise BenchError(f"DRAM must have room for {len(token_ids)} tokens, got none")

@@ -51,12 +51,7 @@ class Peer(Protocol):
 
 
 def make_peer(name: str, model: LoadedModel) -> Peer:
-    """Builds a peer from our model's weights.
-
-    Raises:
-      ValueError: no peer of that name.
-      PeerUnavailableError: what it needs is not installed.
-    """
+    """Builds a peer from our model's weights. PeerUnavailableError: what it needs is not installed."""
     if name not in PEER_PACKAGES:
         raise ValueError(f"peer must be one of {', '.join(PEER_PACKAGES)}, got {name!r}")
     return TransformersPeer(model)
@@ -65,11 +60,8 @@ def make_peer(name: str, model: LoadedModel) -> Peer:
 class TransformersPeer:
     """Hugging Face `transformers`: `LlamaForCausalLM` with sdpa attention and its default, growing KV cache.
 
-    Args:
-      model: whose weights to take; they are copied.
-
-    Raises:
-      PeerUnavailableError: torch or transformers is not installed, or torch lacks the device our model is on.
+    Weights are copies of the model's. PeerUnavailableError: torch or transformers is not installed, or torch lacks the
+    device our model is on.
     """
 
     name = "transformers"

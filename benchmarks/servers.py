@@ -64,9 +64,7 @@ class Sizes:
     slots: int
     """Answers that are generated at once."""
     context_window: int
-    """Most tokens of a conversation."""
     threads: int
-    """That compute."""
     dram_gib: float
     """KV that ca_jax and vLLM keep, GiB; llama.cpp keeps that of its slots."""
     warmup: bool = True
@@ -80,18 +78,9 @@ def is_installed(system: str) -> bool:
 
 @contextlib.contextmanager
 def serving(system: str, model: str, sizes: Sizes) -> Iterator[str]:
-    """Starts a server, waits until it is ready, and ends it.
+    """Starts a server of `PACKAGES`, waits until it is ready, and ends it; yields the address of its API.
 
-    Args:
-      system: one of `PACKAGES`.
-      model: what it serves, as `--model` of ca_jax names it.
-      sizes: of the server.
-
-    Yields:
-      The address of its API, `http://127.0.0.1:PORT/v1`.
-
-    Raises:
-      BenchError: it cannot serve the model, or does not become ready.
+    `model` is what `--model` of ca_jax would be. BenchError: it cannot serve that, or does not become ready.
     """
     environment = {"OMP_NUM_THREADS": str(sizes.threads), "VLLM_CPU_KVCACHE_SPACE": str(sizes.dram_gib)}
     with contextlib.ExitStack() as stack:
@@ -117,18 +106,9 @@ def _as_directory(path: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def started(name: str, command: Callable[[int], Sequence[str]], environment: Mapping[str, str]) -> Iterator[str]:
-    """Starts a server by a command that is given a free port, waits until it is ready, and ends it.
+    """Starts a server by a command that is given a free port, waits until it is ready, and ends it; yields its address.
 
-    Args:
-      name: of the server, for the error.
-      command: by the port.
-      environment: added to this process's.
-
-    Yields:
-      Its address, `http://127.0.0.1:PORT`.
-
-    Raises:
-      BenchError: it does not become ready.
+    BenchError: it does not become ready.
     """
     port = _free_port()
     with tempfile.TemporaryFile() as log:
@@ -155,11 +135,7 @@ def started(name: str, command: Callable[[int], Sequence[str]], environment: Map
 
 
 def model_file(model: str) -> Path:
-    """The GGUF file, or the directory of a Hugging Face checkpoint, that servers other than ours read.
-
-    Raises:
-      BenchError: it is neither a preset that is installed nor a path.
-    """
+    """The GGUF file, or the directory of a Hugging Face checkpoint, that servers other than ours read."""
     path = Path(model).expanduser()
     if model in PRESETS:
         spec = importlib.util.find_spec(PRESETS[model].package)

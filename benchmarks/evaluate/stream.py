@@ -45,9 +45,6 @@ class ComparedOverflow(OverflowConfig):
     """A way to overflow as it is evaluated: `method` may also be `nkvt`, CachedAttention's naive KV truncation.
 
     That uses what stays at its old positions, which is wrong: the others are compared with it.
-
-    Raises:
-      ValueError: as `OverflowConfig`; `nkvt` with a discarder that asks for attention.
     """
 
     def __post_init__(self) -> None:
@@ -71,9 +68,7 @@ class Truncation:
     num_fed: int
     """Tokens fed before it."""
     num_dropped: int
-    """Tokens that left."""
     num_kept: int
-    """Tokens that stayed."""
     num_recomputed: float
     """Tokens computed anew; where that is done in some layers only, times their share of the layers."""
 
@@ -111,7 +106,6 @@ class ContextStream:
         self.truncations: list[Truncation] = []
         """What has overflowed so far, oldest first."""
         self.num_fed = 0
-        """Tokens fed so far."""
         self._model = model
         self._config = model.config
         self._overflow = overflow
@@ -147,14 +141,9 @@ class ContextStream:
         return other
 
     def feed(self, token_ids: Sequence[int], on_step: Callable[[int], None] | None = None) -> np.ndarray:
-        """Puts tokens behind the context, which overflows as often as it takes.
+        """Puts tokens behind the context, which overflows as often as it takes; `on_step` is told each step's tokens.
 
-        Args:
-          token_ids: `[T]`.
-          on_step: called with the number of tokens of each step that is done.
-
-        Returns:
-          Negative log likelihood of each token, nats, f32 `[T]`; NaN for the first one of the stream.
+        Negative log likelihood of each token, nats, f32 `[T]`; NaN for the first one of the stream.
 
         Raises:
           InvalidRequestError: no tokens, or ids outside the vocabulary.
@@ -188,11 +177,7 @@ class ContextStream:
                 on_step(len(part))
 
     def logits(self) -> np.ndarray:
-        """Of the token that would come next, f32 `[V]`.
-
-        Raises:
-          ValueError: nothing was fed.
-        """
+        """Of the token that would come next, f32 `[V]`. ValueError: nothing was fed."""
         if self._last is None:
             raise ValueError("the stream must have been fed, got an empty one")
         return to_host(steps.all_logits(self._config, self._by_layer.outer, self._last))[0, 0]

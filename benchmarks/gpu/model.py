@@ -40,7 +40,9 @@ def shaped_model(preset: str, config: GpuBenchConfig, num_tokens: int) -> Loaded
 
 def compute_bytes(model: LoadedModel) -> int:
     """Of the weights that a token goes through: all but an embedding table that is looked up only."""
-    return _layer_numbers(model) * model.params["params"]["embed"]["embedding"].dtype.itemsize + _head_bytes(model)
+    embedding = model.params["params"]["embed"]["embedding"]
+    # The head has as many numbers as the table, whether it is the same one or not.
+    return _layer_numbers(model) * embedding.dtype.itemsize + embedding.nbytes
 
 
 def prefill_flops(model: LoadedModel, num_tokens: int) -> int:
@@ -59,18 +61,8 @@ def _layer_numbers(model: LoadedModel) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(layers))
 
 
-def _head_bytes(model: LoadedModel) -> int:
-    embedding = model.params["params"]["embed"]["embedding"]
-    return embedding.nbytes  # The head has as many numbers, whether it is the same table or not.
-
-
 class RunnerBench:
-    """Prefill and decode of one model.
-
-    Args:
-      model: which.
-      config: how much of it.
-    """
+    """Prefill and decode of one model."""
 
     def __init__(self, model: LoadedModel, config: GpuBenchConfig) -> None:
         self._model = model

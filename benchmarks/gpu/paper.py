@@ -47,11 +47,7 @@ PANELS = {
 
 
 def figure_18(model: LoadedModel, config: GpuBenchConfig, progress: Progress) -> Findings:
-    """A prompt of 1K tokens by how many of them are history: recomputed, without pre-loading, with, with a buffer.
-
-    Raises:
-      BenchError: as `suites.preload`.
-    """
+    """A prompt of 1K tokens by how many of them are history: recomputed, without pre-loading, with, with a buffer."""
     rows = _preload_rows(
         model,
         config,
@@ -65,11 +61,7 @@ def figure_18(model: LoadedModel, config: GpuBenchConfig, progress: Progress) ->
 
 
 def figure_19(model: LoadedModel, config: GpuBenchConfig, progress: Progress) -> Findings:
-    """1K tokens of history and 100 new ones, by layers of the read buffer.
-
-    Raises:
-      BenchError: as `suites.preload`.
-    """
+    """1K tokens of history and 100 new ones, by layers of the read buffer."""
     rows = _preload_rows(
         model,
         config,
@@ -84,11 +76,7 @@ def figure_19(model: LoadedModel, config: GpuBenchConfig, progress: Progress) ->
 
 
 def figure_20(model: LoadedModel, config: GpuBenchConfig, progress: Progress) -> Findings:
-    """A prompt and 20 tokens of answer: saves at the end of the turn against saves beside it.
-
-    Raises:
-      BenchError: as `suites.save`.
-    """
+    """A prompt and 20 tokens of answer: saves at the end of the turn against saves beside it."""
     asked = SaveConfig(
         save_prompt_tokens=config.figure20_prompt_tokens,
         save_answer_tokens=config.figure20_answer_tokens,

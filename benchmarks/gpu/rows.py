@@ -109,9 +109,7 @@ class Floor:
     """One figure and what it is to reach."""
 
     what: str
-    """In words."""
     value: float
-    """What was measured."""
     bound: float
     """What it is to be."""
     is_ceiling: bool = False
@@ -140,13 +138,9 @@ class SectionResult:
     """A section that was run, or was not."""
 
     name: str
-    """Of the section."""
     title: str
-    """What it measures."""
     status: Status
-    """How it ended."""
     seconds: float
-    """What it took."""
     findings: Findings
     """Nothing unless it is done; a note says why."""
 

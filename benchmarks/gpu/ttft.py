@@ -33,11 +33,7 @@ from ca_jax.session import Session
 
 
 def measure_ttft(model: LoadedModel, config: GpuBenchConfig, probes: Probes) -> Findings:
-    """TTFT of turns over histories in DRAM, by history: against its load and its compute, each measured alone.
-
-    Raises:
-      BenchError: the engine cannot be as large as that, or a history did not come from DRAM.
-    """
+    """TTFT of turns over histories in DRAM, by history: against its load and its compute, each measured alone."""
     longest = max(config.history_tokens) + config.new_tokens + 1
     settings = EngineConfig(
         max_num_batched_tokens=config.chunk_tokens, read_buffer="all", recompute_if_faster=False, compile_cache_dir=None

@@ -98,11 +98,8 @@ class BlendRow(Row):
     check_layers: int | None
     """See `BlendConfig.check_layers`; None likewise."""
     num_chunks: int
-    """Of the context."""
     chunk_tokens: int
-    """Of each."""
     question_tokens: int
-    """Behind them."""
     cached_tokens: int
     """Tokens whose KV was loaded."""
     recomputed_tokens: int
@@ -131,7 +128,6 @@ class BlendRow(Row):
     same_token_share: float
     """Of the rounds, those whose first token is that of recompute."""
     repeats: int
-    """Rounds."""
 
 
 def summarize(rows: Sequence[BlendRow]) -> dict[str, Any]:
@@ -175,14 +171,9 @@ def blend(run: Run[BlendBenchConfig]) -> Iterator[BlendRow]:
 def engine_config(
     config: BlendBenchConfig, model: LoadedModel, blend: BlendConfig, directory: Path | None, *, num_tokens: int
 ) -> EngineConfig:
-    """The engine of one way, with room for the chunks and for the sessions that are made of them.
+    """The engine of one way, with room for the chunks and for the sessions of so many tokens that are made of them.
 
-    Args:
-      config: what else it is.
-      model: what it serves.
-      blend: the way.
-      directory: of its SSD tier; None: it has none.
-      num_tokens: of a session.
+    Without a directory it has no SSD tier.
     """
     # Chunks begin a block each: as many more than their tokens take as there are chunks.
     num_blocks = kv_layout(model, config.engine).num_blocks(num_tokens) + max(config.num_chunks)
@@ -203,9 +194,7 @@ class Way:
     """An engine and how it uses what is stored."""
 
     blend: BlendConfig
-    """How."""
     engine: Engine
-    """Its own."""
     apart: ApartEngine | None
     """Its loads and computes alone, where it blends."""
 

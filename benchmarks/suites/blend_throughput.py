@@ -91,7 +91,6 @@ class BlendThroughputRow(Row):
     recompute_ratio: float | None
     """Of `blend`; None of others."""
     selection: str | None
-    """Likewise."""
     dram_share: float
     """Size of DRAM, a share of what all chunks take."""
     ssd_share: float
@@ -127,7 +126,6 @@ class StreamTurn:
     chunks: tuple[tuple[int, ...], ...]
     """Of its context, in order."""
     question: tuple[int, ...]
-    """Behind them."""
 
 
 def summarize(rows: Sequence[BlendThroughputRow]) -> dict[str, Any]:
@@ -246,13 +244,7 @@ def engine_config(
 def serve(engine: Engine, turns: Sequence[StreamTurn], config: BlendThroughputConfig) -> dict[str, float]:
     """Serves turns, some at once, and says what that took: the fields of a row that are medians of rounds.
 
-    Args:
-      engine: idle; it is idle again afterwards.
-      turns: in order.
-      config: how many at once, and how long answers are.
-
-    Raises:
-      Exception: what broke a turn, if something did.
+    The engine is idle before and afterwards. What broke a turn is raised.
     """
     params = answer_of(config.context_answer_tokens)
     keeps_sessions = engine.config.blend.mode == "prefix"

@@ -86,11 +86,7 @@ class DraftsRow(Row):
 
 
 def prompts_of(task: str, model: LoadedModel, config: DraftsConfig) -> list[str | list[int]]:
-    """What is asked; of a model without a tokenizer random tokens, which come twice but in chats.
-
-    Raises:
-      BenchError: ShareGPT is not installed, or there are too few pieces to choose from.
-    """
+    """What is asked; of a model without a tokenizer random tokens, which come twice but in chats."""
     rng = np.random.default_rng((config.seed, list(TASKS).index(task)))
     if model.tokenizer is None:
         num_tokens = config.context_window // 8

@@ -58,9 +58,7 @@ class ObjectsRow(Row):
     history_tokens: int
     """Tokens whose KV is stored, exactly."""
     new_tokens: int
-    """Tokens of the turn."""
     kv_bytes: int
-    """Of the history."""
     ttft_ssd_s: float
     """From sending to the first token, with the history on the local SSD alone, out of the page cache."""
     ttft_objects_s: float

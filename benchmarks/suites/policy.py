@@ -101,11 +101,9 @@ class DecisionRow:
     num_jobs: int
     """Waiting."""
     p50_ms: float
-    """Median of the steps."""
     p99_ms: float
     """Of a hundred steps one is slower."""
     max_ms: float
-    """The slowest step."""
     fetches_per_plan: float
     """Mean of the steps: how much there was to plan."""
     p50_ms_of: dict[str, float]
@@ -119,11 +117,8 @@ class StartupRow:
 
     measured: str = "startup"
     num_sessions: int
-    """In the catalog."""
     num_blocks: int
-    """That they hold."""
     catalog_bytes: int
-    """Size of the catalog's file."""
     startup_s: float
     """With the catalog in the page cache, as after a restart of the process."""
     cold_startup_s: float | None
@@ -132,7 +127,6 @@ class StartupRow:
     """How much larger the process is with the store open, but for freed memory that it had; None where that is not
     told."""
     spread: Spread
-    """See `Spread`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,7 +145,6 @@ class PrefixRow:
     p99_ms: float
     """Of a hundred searches one is slower."""
     max_ms: float
-    """The slowest search."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,7 +155,6 @@ class LoopRow:
     policy: str
     """Of eviction; `belady` knows the future."""
     num_sessions: int
-    """In the loop."""
     over_capacity: float
     """By how much they exceed the room, as a share of it."""
     queue_depth: float | None
@@ -170,7 +162,6 @@ class LoopRow:
     hit_rate: float
     """Of the jobs behind the first round, in which nobody can hit."""
     vs_belady: float
-    """`hit_rate` over Belady's."""
 
 
 PolicyRow = DecisionRow | StartupRow | PrefixRow | TurnRow | LoopRow
@@ -243,17 +234,10 @@ def _measure_decisions(config: PolicyBenchConfig, name: str) -> DecisionRow:
 
 
 class _Books:
-    """The books of a store without bytes: sessions on SSD, a part of them in DRAM, and a queue of jobs.
-
-    Args:
-      config: how many.
-      policy: who is evicted.
-      rng: draws sizes and jobs.
-    """
+    """The books of a store without bytes: sessions on SSD, a part of them in DRAM, and a queue of jobs."""
 
     def __init__(self, config: PolicyBenchConfig, policy: EvictionPolicy, rng: np.random.Generator) -> None:
         self.num_planned = 0
-        """Fetches planned, by all steps."""
         self._look_ahead = LookAhead()
         sizes = rng.integers(1, _MAX_BLOCKS, size=config.num_sessions, endpoint=True)
         in_dram = rng.permutation(config.num_sessions) % _DRAM_SHARE == 0

@@ -89,7 +89,6 @@ class PreloadRow(Row):
     load_ratio: float | None
     """`paced`: the load over the compute, as asked for."""
     history_tokens: int
-    """Tokens whose KV is stored."""
     new_tokens: int
     """Tokens of the turn over them."""
     read_buffer: str
@@ -123,7 +122,6 @@ class DepthRow:
 
     measured: str = "read_buffer"
     load_ratio: float
-    """See `PreloadRow`."""
     by_rates: int
     """Layers by `costs.read_buffer_layers`, at least 1, from rates of the engine's warm-up and its turns since."""
     best: int
@@ -135,11 +133,9 @@ class DepthRow:
     rates_load_s: float
     """The load that the engine's rates predict; `load_s` is what it is."""
     load_s: float
-    """See `PreloadRow`."""
     rates_compute_s: float
     """The prefill that the engine's rates predict; `compute_s` is what it took, all around it included."""
     compute_s: float
-    """See `PreloadRow`."""
 
 
 def summarize(rows: Sequence[PreloadRow | DepthRow]) -> dict[str, Any]:
@@ -318,13 +314,9 @@ class PreloadCell:
     """What the rows of one history and one speed have in common."""
 
     num_layers: int
-    """L, of the model."""
     history_tokens: int
-    """Stored."""
     new_tokens: int
-    """Of the turn."""
     load_s: float
-    """Of all layers."""
     load_ratio: float | None
     """Over the compute, as asked for; None at real speed."""
 
@@ -357,12 +349,9 @@ class PreloadCell:
         )
 
     def depth_row(self, rows: Sequence[PreloadRow], rates: Rates, padded: tuple[int, int]) -> DepthRow:
-        """How deep the read buffer should be over a paced link.
+        """How deep the read buffer should be over a paced link, by rows of the cell, none of them `recompute`.
 
-        Args:
-          rows: of the cell, none of them `recompute`.
-          rates: that an engine measured over the same link.
-          padded: the history and new tokens that are computed for the turn's.
+        `rates` were measured by an engine over the same link; `padded` are the history and new tokens that it computes.
         """
         ttft_s = {self._depth(row.read_buffer): row.ttft_s for row in rows if row.read_buffer not in ("off", "auto")}
         as_fast_s = min(ttft_s.values()) * (1 + NOISE)

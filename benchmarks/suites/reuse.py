@@ -106,7 +106,6 @@ class ReuseRow(Row):
     history_tokens: int
     """Tokens whose KV the store holds, exactly."""
     new_tokens: int
-    """Tokens of the turn."""
     ttft_recompute_s: float
     """Of the same turn with nothing stored, as the caller sees it: from sending to the first token."""
     ttft_reuse_s: float
@@ -154,6 +153,10 @@ def _reuse_row(run: Run[ReuseConfig], engine: Engine, session: Session, num_new:
         loads = {"load_s": usage.load_s, "load_stall_s": usage.load_stall_s, "load_share": usage.load_s / ttft_s}
         return {"token": token, name: ttft_s, **(loads if num_stored else {})}
 
+    def peers(peer: Peer, prompt: list[int]) -> Sample:
+        token, elapsed_s = peer.prefill(prompt)
+        return {"token": token, "ttft_peer_recompute_s": elapsed_s}
+
     def ways() -> Ways:
         new_ids = [next(first_ids), *random_ids(rng, run.model, num_new - 1)]
         found: dict[str, Callable[[], Sample]] = {
@@ -161,7 +164,7 @@ def _reuse_row(run: Run[ReuseConfig], engine: Engine, session: Session, num_new:
             "recompute": lambda: turn("ttft_recompute_s", 0, new_ids),
         }
         if (peer := run.peer) is not None:
-            found["peer"] = lambda: _named("ttft_peer_recompute_s", *peer.prefill([*history_ids, *new_ids]))
+            found["peer"] = partial(peers, peer, [*history_ids, *new_ids])
         return found
 
     rounds = run.rounds(ways)
@@ -176,10 +179,6 @@ def _reuse_row(run: Run[ReuseConfig], engine: Engine, session: Session, num_new:
         speedup=min(each for each in recomputes if each is not None) / harness.must_median(samples, "ttft_reuse_s"),
         same_tokens=harness.same(rounds, "token"),
     )
-
-
-def _named(name: str, token: int, seconds: float) -> Sample:
-    return {"token": token, name: seconds}
 
 
 # Prefill.
@@ -198,15 +197,11 @@ class PrefillRow(Row):
     """A prompt computed from scratch, to its first token."""
 
     tokens: int
-    """Of the prompt."""
     prefill_s: float
-    """Until the first token."""
     tokens_per_s: float
-    """Prompt tokens over `prefill_s`."""
     peer_prefill_s: float | None
     """Of the peer; None without one."""
     peer_tokens_per_s: float | None
-    """Of the peer."""
     ratio: float | None
     """Our tokens per second over the peer's."""
     same_tokens: bool
@@ -277,13 +272,10 @@ class DecodeRow(Row):
     """Sessions that all decode, their KV being saved as they do."""
 
     batch_size: int
-    """How many."""
     context_tokens: int
     """Of each when it begins to decode; samples follow one another, so that contexts grow by their steps."""
     tokens_per_s: float
-    """Of all sessions together."""
     tokens_per_s_per_slot: float
-    """Of one session."""
     peer_tokens_per_s: float | None
     """Of the peer with the same batch and contexts; None without one."""
     speedup_vs_peer: float | None

@@ -78,7 +78,6 @@ class SaveRow(Row):
     """Without a store: from sending to the end of the answer, as the caller sees it. What is put off until after that
     does not count, of none of the three."""
     turn_async_s: float
-    """With saves beside it."""
     turn_blocking_s: float
     """With a save at its end."""
     async_overhead: float
@@ -102,11 +101,8 @@ class StreamRow(Row):
 
     measured: str = "stream"
     prompt_tokens: int
-    """Of each turn."""
     answer_tokens: int
-    """Of each turn."""
     num_turns: int
-    """In one sample."""
     stream_off_s: float
     """Of all turns, without a store."""
     stream_on_s: float

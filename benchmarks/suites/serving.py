@@ -76,33 +76,26 @@ class ServingRow(Row):
     """One server with so many clients: medians over rounds, each of as many conversations as clients."""
 
     system: str
-    """Which server."""
     clients: int
-    """That talk at once."""
     turns: int
     """Of a round, all clients'."""
     turns_per_min: float
     """Of all clients, from the first message to the last token."""
     output_tokens_per_s: float
-    """Likewise."""
     ttft_p50_s: float
     """From sending to the first token as the client sees it, over all turns."""
     ttft_p99_s: float
-    """Likewise."""
     later_ttft_p50_s: float
     """Of turns behind a first one: these have a history."""
     later_ttft_p99_s: float
-    """Likewise."""
     tpot_p50_ms: float
     """Between two pieces of an answer, as the client sees them, over all turns; a piece is a token, or few."""
     tpot_p99_ms: float
-    """Likewise."""
     prompt_tokens: int
     """Of all prompts, as the server counts them."""
     cached_tokens: int
     """Of these, whose KV was not computed again, as the server says."""
     cached_share: float
-    """Of the prompts' tokens."""
 
 
 def _summary(rows: Sequence[ServingRow]) -> dict[str, Any]:
@@ -201,11 +194,7 @@ class _Load:
         }
 
     def talk(self, messages: Sequence[str], name: str) -> list[_Turn]:
-        """A conversation, turn by turn.
-
-        Raises:
-          BenchError: a turn failed.
-        """
+        """A conversation, turn by turn. BenchError: a turn failed."""
         history = [{"role": "system", "content": f"You are a helpful assistant ({name})."}]
         turns = []
         for number, message in enumerate(messages):

@@ -99,15 +99,11 @@ class StoreRow:
     plain: str | None
     """What it is compared with: the fastest of `plain_gb_per_s_of`, but a copy by one thread for `dram_load`."""
     plain_gb_per_s: float | None
-    """Of that."""
     plain_cpu_s_per_gb: float | None
-    """Of that."""
     plain_gb_per_s_of: dict[str, float]
     """Of all plain ways that were tried."""
     ratio: float | None
-    """`gb_per_s` over `plain_gb_per_s`."""
     spread: Spread
-    """See `Spread`."""
 
 
 def summarize(rows: Sequence[StoreRow]) -> dict[str, float]:
@@ -218,14 +214,9 @@ def _measure_driver(run: Run[StoreBenchConfig], driver: str, directory: Path) ->
 
 
 class _Disk:
-    """Reads and writes of one tier, and of the plain ways.
+    """Reads and writes of one tier, empty at first, and of the plain ways, with the same blocks.
 
-    Args:
-      tier: empty.
-      driver: what it is called.
-      directory: the tier's.
-      into: `[n, L, 2, block_tokens, K, H]`, memory that is read into.
-      blocks: n blocks that are written.
+    Blocks are read into memory `[n, L, 2, block_tokens, K, H]`.
     """
 
     def __init__(

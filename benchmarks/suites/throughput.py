@@ -22,7 +22,7 @@ from benchmarks.conversations import ServedRound
 from benchmarks.engines import make_engine, sized_config
 from benchmarks.harness import Row, Run, Sample, Ways
 from benchmarks.recording import Recorder
-from benchmarks.replay.workload import LEAST_ANSWER_TOKENS, Exchange, Script, recorded_script
+from benchmarks.replay.workload import LEAST_ANSWER_TOKENS, Exchange, Script, num_tokens, recorded_script
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.kv.layout import kv_layout
@@ -73,9 +73,7 @@ class ThroughputRow(Row):
     mode: str
     """One of `MODES`."""
     concurrent_sessions: int
-    """Conversations."""
     turns: int
-    """Of all of them."""
     turns_per_minute: float
     """Completed, from the first message sent to the last answer ended."""
     prompt_tokens: int
@@ -112,7 +110,7 @@ def fitting_scripts(model: LoadedModel, config: ThroughputConfig, recorded: Iter
     """Scripts of those conversations that have enough turns that were answered, and stay within the window."""
     for each in recorded:
         script = recorded_script(model, each.exchanges[: config.num_turns], config.answer_tokens)
-        if len(script) == config.num_turns and conversations.num_tokens(script) < config.context_window:
+        if len(script) == config.num_turns and num_tokens(script) < config.context_window:
             yield script
 
 

@@ -77,7 +77,6 @@ class SourceTimes:
     cached_tokens: dict[str, int]
     """History tokens whose KV was loaded, by the tier they were in: the same in every sample."""
     spread: Spread
-    """See `Spread`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,7 +86,6 @@ class TiersRow:
     history_tokens: int
     """Tokens whose KV is stored, exactly."""
     new_tokens: int
-    """Tokens of the turn."""
     ssd_driver: str
     """See `StoreConfig`. `raw` reads past the page cache, where the disk allows it: warm and cold are one then."""
     kv_bytes: int
@@ -119,11 +117,7 @@ def tiers(run: Run[TiersConfig]) -> Iterator[TiersRow]:
 
 
 def rows_of(run: Run[TiersConfig], served: OneSessionEngine) -> Iterator[TiersRow]:
-    """The rows of an engine with an SSD tier, one for each pair of history and new tokens.
-
-    Raises:
-      BenchError: a sample's history did not come from where it should have.
-    """
+    """The rows of an engine with an SSD tier, one for each pair of history and new tokens."""
     served.begin()
     for num_history, num_new in run.config.cells:
         history = served.store_session(num_history)

@@ -54,9 +54,7 @@ class TtftRow(Row):
     history_tokens: int
     """Tokens whose KV is stored, exactly."""
     new_tokens: int
-    """Tokens of the turn."""
     kv_bytes: int
-    """Of the history."""
     ttft_dram_s: float
     """From sending to the first token, as the caller sees it, with the history in DRAM."""
     ttft_ssd_s: float
@@ -72,7 +70,6 @@ class TtftRow(Row):
     ratio_dram: float
     """`ttft_dram_s` over `compute_s`: the median of the rounds' own ratios, as the next two."""
     ratio_ssd: float
-    """`ttft_ssd_s` over `compute_s`."""
     ratio_ideal: float
     """`ttft_dram_s` over the larger of `load_s` and `compute_s`, which no overlap beats."""
     same_tokens: bool
