@@ -78,6 +78,8 @@ class ServedTurn:
     """Of the conversation before it."""
     answer_ids: tuple[int, ...]
     usage: Usage
+    compiles: int = 0
+    """Functions compiled while it was measured, if that was asked; 0, or its TTFT is of no use."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import rich.console
 
 from benchmarks.compiles import CompileCounter
+from benchmarks.conversations import ServedTurn
 from benchmarks.disk import drop_cached
 from benchmarks.engines import without_store
 from benchmarks.harness import ticked
@@ -46,18 +47,6 @@ _REHEARSED_TOKENS = 2  # The first comes from prefill, the second from a decode 
 
 class DemoError(CaJaxError):
     """The demo cannot run as asked."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ServedTurn:
-    """One measured turn of one session."""
-
-    history_tokens: int
-    """Of the conversation before the turn."""
-    answer_ids: list[int]
-    usage: Usage
-    compiles: int
-    """Functions compiled while it was measured; 0, or its TTFT is of no use."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -326,8 +315,7 @@ def _recompute(engine: Engine, prompt: list[int], history_tokens: int, max_token
 
 def _served(session: Session, history_tokens: int, compiles: CompileCounter) -> ServedTurn:
     usage = _usage_of(session)
-    answer_ids = session.token_ids[usage.prompt_tokens :]
-    return ServedTurn(history_tokens=history_tokens, answer_ids=answer_ids, usage=usage, compiles=compiles.count)
+    return ServedTurn(history_tokens, tuple(session.token_ids[usage.prompt_tokens :]), usage, compiles.count)
 
 
 def _usage_of(session: Session) -> Usage:

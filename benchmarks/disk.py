@@ -62,12 +62,18 @@ def scratch_on_disk(ssd_dir: str | None) -> Iterator[Path]:
 def drop_cached(paths: Iterable[Path]) -> None:
     """Has the system forget what it keeps of files in memory; they are made durable first, since that is kept."""
     for path in paths:
-        file = os.open(path, os.O_RDONLY)
-        try:
+        with _opened(path) as file:
             os.fsync(file)
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(file)
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
+    file = os.open(path, flags, 0o600)
+    try:
+        yield file
+    finally:
+        os.close(file)
 
 
 def fill_cached(paths: Iterable[Path]) -> None:
@@ -153,11 +159,8 @@ class PlainDisk:
         """Reads blocks with `preadv`, through the page cache, into bytes `[num_blocks, block_bytes]`."""
 
         def read_one(i: int) -> None:
-            file = os.open(extents[i].path, os.O_RDONLY)
-            try:
+            with _opened(extents[i].path) as file:
                 _transfer(os.preadv, file, into[i], extents[i].offset)
-            finally:
-                os.close(file)
 
         self._run(read_one, len(extents))
 
@@ -166,25 +169,20 @@ class PlainDisk:
 
         def write_one(i: int) -> None:
             unfinished = directory / f"{i}.unfinished"
-            file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            try:
+            with _opened(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
                 _transfer(os.pwritev, file, blocks[i], 0)
                 os.fsync(file)
-            finally:
-                os.close(file)
             unfinished.replace(directory / str(i))
 
         self._run(write_one, len(blocks))
-        _sync_directory(directory)
+        with _opened(directory) as file:
+            os.fsync(file)
 
     def write_slots(self, path: Path, blocks: Sequence[np.ndarray]) -> None:
         """Writes blocks one behind the other into one file, over what is there, and syncs it once at the end."""
-        file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
-        try:
+        with _opened(path, os.O_WRONLY | os.O_CREAT) as file:
             self._run(lambda i: _transfer(os.pwritev, file, blocks[i], i * blocks[i].nbytes), len(blocks))
             os.fdatasync(file)
-        finally:
-            os.close(file)
 
     def _run(self, work: Callable[[int], None], count: int) -> None:
         if self.num_threads == 1:
@@ -202,11 +200,3 @@ def _transfer(call: Callable[..., int], file: int, data: np.ndarray, offset: int
         if num_bytes <= 0:
             raise OSError(f"the file must have {data.nbytes} more bytes at {offset}, got its end")
         data, offset = data[num_bytes:], offset + num_bytes
-
-
-def _sync_directory(directory: Path) -> None:
-    file = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

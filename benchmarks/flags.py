@@ -16,7 +16,7 @@ from typing import Any
 from absl import flags
 
 from benchmarks.harness import SUITES, Config
-from benchmarks.peers import PEER_PACKAGES
+from benchmarks.peers import PEERS
 from ca_jax.config import EngineConfig
 from ca_jax.launch.flags import ConfigFlags, define_dtype, define_flag, define_model, help_of, made, parsed, refuse
 from ca_jax.models.presets import PRESETS
@@ -104,7 +104,7 @@ def define(*, flag_values: flags.FlagValues = flags.FLAGS) -> None:
     preset = "Architecture with random weights to measure instead of --model."
     flags.DEFINE_enum("model_preset", None, sorted(PRESETS), preset, **here)
     peer = "Engine to measure beside ours on the same weights, dtype and threads."
-    flags.DEFINE_enum("peer", None, list(PEER_PACKAGES), peer, **here)
+    flags.DEFINE_enum("peer", None, list(PEERS), peer, **here)
     define_dtype(flag_values)
     trace = f"{recorded}: file for a trace of one more round, which Perfetto opens."
     flags.DEFINE_string("trace_out", None, trace, **here)

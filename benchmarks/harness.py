@@ -20,7 +20,7 @@ from ca_jax.pretrained import LoadedModel, Progress
 
 if TYPE_CHECKING:
     from benchmarks.figures import Panel
-    from benchmarks.peers import Peer
+    from benchmarks.peers import TransformersPeer
     from benchmarks.recording import Recorder
 
 NOISE = 0.03
@@ -215,6 +215,11 @@ def must_median(taken: Iterable[Sample], name: str) -> float:
     return found
 
 
+def percentiles(name: str, values: Any, *at: int) -> dict[str, Any]:
+    """Fields of percentiles: those of `ttft_p{}_s` at 50 and 99 are `ttft_p50_s` and `ttft_p99_s`."""
+    return {name.format(each): float(np.percentile(values, each)) for each in at}
+
+
 def ratio(taken: Sequence[Sample], name: str, other: str) -> float | None:
     """The median under one name over that under another; None where either is missing."""
     found, base = median(taken, name), median(taken, other)
@@ -261,7 +266,7 @@ class Run(Generic[AnyConfig]):
     """Told of rounds."""
     loaded: LoadedModel | None = None
     """See `model`."""
-    peer: Peer | None = None
+    peer: TransformersPeer | None = None
     """Another engine with the same weights, to be measured beside ours."""
     recorder: Recorder | None = None
     """Gets one more round of suites that are recorded."""

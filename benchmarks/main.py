@@ -42,7 +42,7 @@ import benchmarks.suites
 from benchmarks import figures, flags, tables
 from benchmarks.compiles import CompileCounter
 from benchmarks.harness import SUITES, Config, Run, ServingConfig, Suite
-from benchmarks.peers import PEER_PACKAGES, make_peer
+from benchmarks.peers import PEER_PACKAGES, PEERS
 from benchmarks.recording import Recorder
 from ca_jax.config import EngineConfig
 from ca_jax.errors import CaJaxError
@@ -94,7 +94,7 @@ def run_suite(
             enable_compile_cache(EngineConfig().compile_cache_dir)
             run.loaded = load(run.progress)
             about |= {"model": run.model.name, "dtype": run.model.dtype}
-            run.peer = None if peer_name is None else make_peer(peer_name, run.model)
+            run.peer = None if peer_name is None else PEERS[peer_name](run.model)
         if console is not None:
             note(console, repr(config))
         rows, summary = suite.run(run)

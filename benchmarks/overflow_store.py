@@ -6,6 +6,7 @@ Not here: truncations of an engine (`overflow_costs`), what rows hold (`overflow
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,16 +51,11 @@ def measure_bookkeeping(run: Run[OverflowBenchConfig]) -> Iterator[BookkeepingRo
 def _store_config(config: OverflowBenchConfig, directory: Path | None) -> StoreConfig:
     num_blocks = _STORE_SESSIONS * (config.bookkeeping_blocks + 1)
     dram_gib = num_blocks * LAYOUT.block_bytes / GIB
+    store = StoreConfig(dram_gib=dram_gib, block_tokens=LAYOUT.block_tokens, ssd_free_floor_gib=0.0)
     if directory is None:
-        return StoreConfig(dram_gib=dram_gib, block_tokens=LAYOUT.block_tokens)
-    return StoreConfig(
-        dram_gib=dram_gib,
-        block_tokens=LAYOUT.block_tokens,
-        ssd_dir=str(directory),
-        ssd_gib=num_blocks * _STORED_BLOCK_BYTES / GIB,
-        ssd_free_floor_gib=0.0,
-        ssd_driver=config.ssd_driver,
-    )
+        return store
+    ssd_gib = num_blocks * _STORED_BLOCK_BYTES / GIB
+    return dataclasses.replace(store, ssd_dir=str(directory), ssd_gib=ssd_gib, ssd_driver=config.ssd_driver)
 
 
 def _bookkeeping_row(run: Run[OverflowBenchConfig], store: AttentionStore, tier: str) -> BookkeepingRow:
@@ -93,7 +89,7 @@ def _bookkeeping_row(run: Run[OverflowBenchConfig], store: AttentionStore, tier:
         kept_blocks=kept_blocks,
         tokens=num_tokens,
         sessions=config.bookkeeping_sessions,
-        discard_p99_s=float(np.percentile([sample["discard_s"] for sample in taken], 99)),
+        **harness.percentiles("discard_p{}_s", [sample["discard_s"] for sample in taken], 99),
     )
 
 

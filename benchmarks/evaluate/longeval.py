@@ -34,7 +34,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from benchmarks.evaluate.comparison import Answers, Comparison, Evaluation, accuracy_rows
-from benchmarks.evaluate.stream import ContextStream
 from benchmarks.harness import Checked, ticked
 from ca_jax.launch.texts import EvaluationError, read_rows, tokenizer_of
 from ca_jax.models.chat_template import ChatTemplate
@@ -114,7 +113,11 @@ def run_longeval(model: LoadedModel, config: LongevalConfig, progress: Progress)
     asked = [(record, question) for record in records for question in record.questions]
     for record, question in ticked(progress, "longeval", asked):
         if question is record.questions[0]:
-            contexts = {name: _fed(stream, record, answers[name]) for name, stream in empty.items()}
+            contexts = {name: stream.fork() for name, stream in empty.items()}
+            for name, context in contexts.items():
+                started_s = time.perf_counter()
+                context.extend(record.token_ids)
+                answers[name].seconds += time.perf_counter() - started_s
         text = question.continued if config.form == "continue" else question.chat + end
         token_ids = tokenizer.encode(text, add_bos=False)
         for name, context in contexts.items():
@@ -168,14 +171,6 @@ def _frame(tokenizer: Tokenizer) -> tuple[list[int], str]:
     if len(parts) != 2:
         raise EvaluationError(f"the chat template must write a message once, got it {len(parts) - 1} times")
     return tokenizer.encode(parts[0], add_bos=False), parts[1]
-
-
-def _fed(empty: ContextStream, record: Record, answers: Answers) -> ContextStream:
-    started_s = time.perf_counter()
-    stream = empty.fork()
-    stream.extend(record.token_ids)
-    answers.seconds += time.perf_counter() - started_s
-    return stream
 
 
 # Records and questions.

@@ -244,17 +244,13 @@ def _rows(
                 mean_kl=_mean(kl),
                 kl_interval=_interval(kl),
                 kl_share=None if share is None else float(share),
-                kl_above_hkvd=_mean(above),
-                kl_above_hkvd_interval=_interval(above),
-                same_top1=_mean(values(method, "same_top1")),
-                same_top1_interval=_interval(values(method, "same_top1")),
+                **_estimated("kl_above_hkvd", above),
+                **_estimated("same_top1", values(method, "same_top1")),
                 attention_deviation=_mean(layers),
                 layer_deviations=layers.tolist(),
-                f1=_mean(f1),
-                f1_interval=_interval(f1),
+                **_estimated("f1", f1),
                 f1_above_recompute_interval=None if method == RECOMPUTE else _interval(f1 - values(RECOMPUTE, "f1")),
-                rouge_l=_mean(values(method, "rouge_l")),
-                rouge_l_interval=_interval(values(method, "rouge_l")),
+                **_estimated("rouge_l", values(method, "rouge_l")),
             )
         )
     return rows
@@ -262,6 +258,10 @@ def _rows(
 
 def _mean(values: np.ndarray) -> float | None:
     return float(values.mean()) if len(values) else None
+
+
+def _estimated(name: str, values: np.ndarray) -> dict[str, Any]:
+    return {name: _mean(values), f"{name}_interval": _interval(values)}
 
 
 def _interval(values: np.ndarray) -> Interval | None:

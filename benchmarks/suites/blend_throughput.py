@@ -283,13 +283,11 @@ def _measured(
         hit_share = max(1 - (num_alone + num_missed) / num_chunks, 0.0)
     computed_tokens = num_alone * config.context_chunk_tokens
     computed_tokens += sum(usage.new_tokens + usage.repaired_tokens for usage in usages)
-    p50_s, p95_s = np.percentile([usage.ttft_s for usage in usages], [50, 95]).tolist()
     return {
         "turns_per_s": len(jobs) / elapsed_s,
         "tokens_per_s": (prompt_tokens + sum(usage.completion_tokens for usage in usages)) / elapsed_s,
         "hit_share": hit_share,
         "computed_share": computed_tokens / prompt_tokens,
         "ssd_turn_share": sum(usage.cached_tokens.get("ssd", 0) > 0 for usage in usages) / len(usages),
-        "ttft_p50_s": p50_s,
-        "ttft_p95_s": p95_s,
+        **harness.percentiles("ttft_p{}_s", [usage.ttft_s for usage in usages], 50, 95),
     }

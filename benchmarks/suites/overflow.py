@@ -273,7 +273,7 @@ def _row(method: str, served: _Served, config: OverflowBenchConfig, num_sessions
     if totals["overflows"] != served.metrics["truncations"]:
         raise BenchError(f"{method} must truncate {totals['overflows']} times, got {served.metrics['truncations']}")
     usages = [turn.usage for turn, _ in served.turns]
-    p50_s, p99_s = np.percentile([usage.ttft_s for usage in usages], [50, 99]).tolist()
+    ttft_s = [usage.ttft_s for usage in usages]
     loaded_tokens = totals.pop("loaded_tokens")
     return ConversationsRow(
         method=method,
@@ -283,9 +283,8 @@ def _row(method: str, served: _Served, config: OverflowBenchConfig, num_sessions
         hit_rate=totals["hits"] / max(totals["history_turns"], 1),
         loaded_share=loaded_tokens / max(totals["history_tokens"], 1),
         prefill_s=sum(usage.ttft_s - usage.queued_s for usage in usages),
-        ttft_mean_s=float(np.mean([usage.ttft_s for usage in usages])),
-        ttft_p50_s=p50_s,
-        ttft_p99_s=p99_s,
+        ttft_mean_s=float(np.mean(ttft_s)),
+        **harness.percentiles("ttft_p{}_s", ttft_s, 50, 99),
         overflow_ttft_p50_s=float(np.median(overflow_ttft_s)) if overflow_ttft_s else None,
         total_s=sum(served.group_s),
         group_s=tuple(served.group_s),

@@ -207,11 +207,6 @@ def policy(run: Run[PolicyBenchConfig]) -> Iterator[PolicyRow]:
     yield from _measure_loop(run)
 
 
-def _percentiles_ms(taken: Sequence[float] | np.ndarray) -> dict[str, Any]:
-    p50_ms, p99_ms, max_ms = np.percentile(taken, [50, 99, 100]).tolist()
-    return {"p50_ms": p50_ms, "p99_ms": p99_ms, "max_ms": max_ms}
-
-
 def _measure_decisions(config: PolicyBenchConfig, name: str) -> DecisionRow:
     """Times steps of the bookkeeping.
 
@@ -227,7 +222,8 @@ def _measure_decisions(config: PolicyBenchConfig, name: str) -> DecisionRow:
         policy=name,
         num_sessions=config.num_sessions,
         num_jobs=config.num_jobs,
-        **_percentiles_ms(samples.sum(axis=1)),
+        **harness.percentiles("p{}_ms", samples.sum(axis=1), 50, 99),
+        max_ms=float(samples.sum(axis=1).max()),
         fetches_per_plan=(books.num_planned - fetches_before) / config.num_steps,
         p50_ms_of=dict(zip(_PARTS, np.percentile(samples, 50, axis=0).tolist(), strict=True)),
     )
@@ -369,7 +365,8 @@ def _measure_prefixes(config: PolicyBenchConfig, store: AttentionStore) -> Prefi
         num_sessions=config.num_sessions,
         shared_tokens=len(_SHARED),
         prompt_tokens=_PROMPT_TOKENS,
-        **_percentiles_ms(searches_ms),
+        **harness.percentiles("p{}_ms", searches_ms, 50, 99),
+        max_ms=max(searches_ms),
     )
 
 

@@ -28,7 +28,7 @@ from benchmarks.engines import (
     store_session,
 )
 from benchmarks.harness import BenchError, Row, Run, Sample, ServingConfig, Ways
-from benchmarks.peers import Peer
+from benchmarks.peers import TransformersPeer
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.session import Session
@@ -153,7 +153,7 @@ def _reuse_row(run: Run[ReuseConfig], engine: Engine, session: Session, num_new:
         loads = {"load_s": usage.load_s, "load_stall_s": usage.load_stall_s, "load_share": usage.load_s / ttft_s}
         return {"token": token, name: ttft_s, **(loads if num_stored else {})}
 
-    def peers(peer: Peer, prompt: list[int]) -> Sample:
+    def peers(peer: TransformersPeer, prompt: list[int]) -> Sample:
         token, elapsed_s = peer.prefill(prompt)
         return {"token": token, "ttft_peer_recompute_s": elapsed_s}
 
@@ -229,7 +229,7 @@ def _prefill_row(run: Run[PrefillConfig], engine: Engine, num_tokens: int) -> Pr
             token, elapsed_s = send_turn(engine, session, prompt)
         return {"token": token, "prefill_s": elapsed_s, "tokens_per_s": num_tokens / elapsed_s}
 
-    def peers(peer: Peer, prompt: list[int]) -> Sample:
+    def peers(peer: TransformersPeer, prompt: list[int]) -> Sample:
         token, elapsed_s = peer.prefill(prompt)
         return {"token": token, "peer_prefill_s": elapsed_s, "peer_tokens_per_s": num_tokens / elapsed_s}
 
@@ -328,7 +328,7 @@ def _decode_row(run: Run[DecodeConfig], engine: Engine, batch_size: int, num_con
             raise BenchError(f"all {batch_size} sessions must decode to the end, got some that ended early")
         return {"tokens_per_s": batch_size * (engine.metrics.decode_steps - steps_before) / elapsed_s}
 
-    def peers(peer: Peer) -> Sample:
+    def peers(peer: TransformersPeer) -> Sample:
         return {"peer_tokens_per_s": batch_size * num_steps / peer.decode(num_steps)}
 
     def ways() -> Ways:

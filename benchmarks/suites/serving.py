@@ -178,16 +178,16 @@ class _Load:
         ttft_s = np.array([turn.ttft_s for turn in turns])
         later_s = np.array([turn.ttft_s for turn in turns if turn.number] or ttft_s)
         gaps_s = np.concatenate([turn.gaps_s for turn in turns])
-        prompt_tokens, cached_tokens = (
-            sum(count(turn.usage) for turn in turns) for count in (lambda usage: usage["prompt_tokens"], _cached)
-        )
+        prompt_tokens = sum(turn.usage["prompt_tokens"] for turn in turns)
+        details = [turn.usage.get("prompt_tokens_details") or {} for turn in turns]
+        cached_tokens = sum(int(each.get("cached_tokens") or 0) for each in details)
         return {
             "turns": len(turns),
             "turns_per_min": 60 * len(turns) / elapsed_s,
             "output_tokens_per_s": sum(turn.usage["completion_tokens"] for turn in turns) / elapsed_s,
-            **{f"ttft_p{at}_s": float(np.percentile(ttft_s, at)) for at in (50, 99)},
-            **{f"later_ttft_p{at}_s": float(np.percentile(later_s, at)) for at in (50, 99)},
-            **{f"tpot_p{at}_ms": 1e3 * float(np.percentile(gaps_s, at)) for at in (50, 99)},
+            **harness.percentiles("ttft_p{}_s", ttft_s, 50, 99),
+            **harness.percentiles("later_ttft_p{}_s", later_s, 50, 99),
+            **harness.percentiles("tpot_p{}_ms", 1e3 * gaps_s, 50, 99),
             "prompt_tokens": prompt_tokens,
             "cached_tokens": cached_tokens,
             "cached_share": cached_tokens / prompt_tokens,
@@ -241,10 +241,6 @@ class _Load:
         if usage is None or not times_s:
             raise ValueError("a stream without text or usage")
         return _Turn(number, times_s[0] - began_s, [*np.diff(times_s)], usage), answer
-
-
-def _cached(usage: dict[str, Any]) -> int:
-    return int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
 
 
 def _messages(config: ServingBenchConfig) -> tuple[Iterator[list[str]], str]:

@@ -189,8 +189,7 @@ def _facts(rounds: harness.Rounds) -> dict[str, Any]:
 def measure(served: ServedRound) -> dict[str, float]:
     """What a row says of a round: the fields of `ThroughputRow` that are medians. Answers have two tokens or more."""
     usages = [turn.usage for turn in served.turns]
-    ttft_s = np.percentile([usage.ttft_s for usage in usages], [50, 99]).tolist()
-    tpot_s = np.percentile(np.concatenate([np.diff(usage.token_times_s) for usage in usages]), [50, 99]).tolist()
+    tpot_s = np.concatenate([np.diff(usage.token_times_s) for usage in usages])
     history_tokens = sum(turn.history_tokens for turn in served.turns)
     hit_tokens = sum(min(turn.usage.num_cached_tokens, turn.history_tokens) for turn in served.turns)
     return {
@@ -198,6 +197,6 @@ def measure(served: ServedRound) -> dict[str, float]:
         "prompt_tokens": sum(usage.prompt_tokens for usage in usages),
         "prefill_tokens": sum(usage.new_tokens for usage in usages),
         "hit_share": hit_tokens / max(history_tokens, 1),
-        **dict(zip(("ttft_p50_s", "ttft_p99_s"), ttft_s, strict=True)),
-        **dict(zip(("tpot_p50_s", "tpot_p99_s"), tpot_s, strict=True)),
+        **harness.percentiles("ttft_p{}_s", [usage.ttft_s for usage in usages], 50, 99),
+        **harness.percentiles("tpot_p{}_s", tpot_s, 50, 99),
     }

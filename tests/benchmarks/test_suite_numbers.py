@@ -14,7 +14,7 @@ from benchmarks.contexts import make_contexts
 from benchmarks.conversations import ServedRound, ServedTurn
 from benchmarks.harness import NOISE, BenchError
 from benchmarks.overflow_rows import OverflowBenchConfig
-from benchmarks.peers import make_peer
+from benchmarks.peers import TransformersPeer
 from benchmarks.servers import Sizes, serving
 from benchmarks.suites import overflow, throughput
 from benchmarks.suites import preload as preloads
@@ -309,7 +309,7 @@ def test_transformers_peer_is_the_same_model(tmp_path, overrides):
     config = tiny.tiny_config(**overrides)
     tiny.write_tiny_hf(tmp_path, config, tiny.tiny_params(config, seed=3))
     model = load_model(str(tmp_path), dtype="float32")
-    peer = make_peer("transformers", model)
+    peer = TransformersPeer(model)
     rng = np.random.default_rng(0)
     for length in (1, 30, 90):
         prompt = rng.integers(config.vocab_size, size=length).tolist()

@@ -24,6 +24,7 @@ from benchmarks.disk import can_drop, drop_cached, fill_cached
 from benchmarks.engines import OneSessionEngine, one_session_config
 from benchmarks.harness import SUITES
 from benchmarks.links import AdjustableLink
+from benchmarks.peers import PEERS
 from benchmarks.servers import is_installed
 from benchmarks.suites import blend, overflow, tiers
 from ca_jax.config import BLEND_MODES, EngineConfig
@@ -164,7 +165,7 @@ SMALL: dict[str, tuple[str, str, list[tuple[object, ...]]]] = {
 class KnownPeer:
     """A peer of known speed that draws what the real model would."""
 
-    def __init__(self, name, model):
+    def __init__(self, model):
         self._model = model
         self._batch = 0
 
@@ -188,7 +189,7 @@ def bench(tiny_model, tmp_path, monkeypatch):
     """Runs a suite by its command, small; its report, or what it says is wrong."""
     monkeypatch.setitem(PRESETS, "tiny", tiny.tiny_config())
     monkeypatch.setattr(bench_flags, "_ENGINE", dataclasses.replace(bench_flags._ENGINE, default=ENGINE))
-    monkeypatch.setattr(benchmarks.main, "make_peer", KnownPeer)
+    monkeypatch.setitem(PEERS, "transformers", KnownPeer)
 
     def run(suite: str, *arguments: object, repeats: int = 1) -> checks.Report | str:
         own = {field.name for field in dataclasses.fields(SUITES[suite].config)}
