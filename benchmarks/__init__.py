@@ -30,7 +30,7 @@ medians, and the least and the largest sample in `spread`.
 
 - `harness`: configs, rows, rounds, the registry. `flags`, `tables`, `figures`, `main`: what follows from them.
 - `suites`: one file a suite; `overflow_*`, `host_turns` and `servers` are parts of `overflow`, `policy` and `serving`.
-- `engines`, `links`, `conversations`, `contexts`, `apart`, `disk`, `peers`, `recording`: what several suites use.
+- `engines`, `paced`, `conversations`, `apart`, `disk`, `peers`, `recording`: what several suites use.
 - `gpu`: the benchmark of an accelerator, `python -m ca_jax.launch.gpu_bench`.
 - `evaluate`, `demo`: `python -m ca_jax.launch.evaluate` and `demo`, which share flags, tables and figures with these.
 """

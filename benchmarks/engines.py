@@ -1,6 +1,6 @@
 """Engines as suites want them: of a size, with a store for some sessions, and a way to push sessions out of DRAM.
 
-Not here: measuring (`suites`), page cache and directories (`disk`), links of a set pace (`links`).
+Not here: measuring (`suites`), page cache and directories (`disk`), links of a set pace (`paced`).
 """
 
 from __future__ import annotations
@@ -8,13 +8,15 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 
 from benchmarks.disk import block_files, cached_share, drop_cached, fill_cached, is_dropped
 from benchmarks.harness import BenchError
+from benchmarks.paced import ControlledStore, Transfers
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.errors import CaJaxError
@@ -37,16 +39,32 @@ _SSD_SESSIONS = 4  # On SSD at once at most: two, and what replaces them.
 # Engines.
 
 
-def make_engine(
+def make_engine(model: LoadedModel, config: EngineConfig, **options: Any) -> Engine:
+    """As `start_engine`; it is ready: first touch of its memory would share the memory bus with what is measured."""
+    engine = start_engine(model, config, **options)
+    engine.wait_until_ready()
+    return engine
+
+
+def start_engine(
     model: LoadedModel,
     config: EngineConfig,
     *,
     timeline: Timeline = NO_TIMELINE,
-    store_wrapper: Callable[[AttentionStore], AttentionStore] | None = None,
+    loads: Transfers | None = None,
+    saves: Transfers | None = None,
 ) -> Engine:
-    """An `Engine`; where it cannot be as large as a suite wants it, that is a BenchError."""
+    """An `Engine`, whose loads and saves go over links where there are some.
+
+    Raises:
+      BenchError: it cannot be as large as a suite wants it.
+    """
+
+    def wrap(store: AttentionStore) -> AttentionStore:
+        return cast(AttentionStore, ControlledStore(store, loads=loads, saves=saves))
+
     try:
-        return Engine(model, config, timeline=timeline, store_wrapper=store_wrapper)
+        return Engine(model, config, timeline=timeline, store_wrapper=wrap if loads or saves else None)
     except ValueError as error:
         if isinstance(error, CaJaxError):
             raise
@@ -112,8 +130,7 @@ class OneSessionEngine:
         self._bystander_id = ""
 
     def begin(self) -> None:
-        """Waits for memory, and stores the bystander: with one token more it fills DRAM."""
-        self.engine.wait_until_ready()  # First touch would share the memory bus with the samples.
+        """Stores the bystander: with one token more it fills DRAM."""
         self._bystander_id = self.store_session(self._max_tokens - 1).session_id
 
     def close(self) -> None:
@@ -136,7 +153,6 @@ class OneSessionEngine:
         model, config = self.engine.model, self.engine.config
         self.engine.close()
         self.engine = make_engine(model, config)
-        self.engine.wait_until_ready()
 
     def random_ids(self, num_tokens: int) -> list[int]:
         """So many token ids."""

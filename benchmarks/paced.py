@@ -19,7 +19,7 @@ import sched
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, Self, TypeVar
+from typing import Any, Literal, Protocol, Self, TypeVar, cast
 
 import numpy as np
 
@@ -28,6 +28,9 @@ from ca_jax.storage.store import AttentionStore
 
 Result = TypeVar("Result")
 Future = concurrent.futures.Future
+
+CALIBRATIONS = 3
+"""Samples of compute alone that a suite sets the pace of a link by."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +176,30 @@ class PacedLink:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class AdjustableLink(PacedLink):
+    """A `PacedLink` that hardly uses the CPU; endless at first.
+
+    A load whose bytes the same load has put there before, and no other since, takes its time and copies nothing: a
+    device's copy engine would not take cores from what computes either. What is stored must stay the same meanwhile.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(copies_early=True)
+        self._present: dict[tuple[int, int], Transfer] = {}  # What lies where.
+
+    def submit(self, transfer: Transfer, copy: Callable[[], Result]) -> Future[Result]:
+        """See `Transfers`."""
+        if transfer.memory is None:
+            return super().submit(transfer, copy)
+        if self._present.get(transfer.memory) == transfer:
+            return super().submit(transfer, cast(Callable[[], Result], lambda: None))
+        start, stop = transfer.memory
+        for each in [each for each in self._present if each[0] < stop and start < each[1]]:
+            del self._present[each]
+        self._present[transfer.memory] = transfer
+        return super().submit(transfer, copy)
 
 
 def begin_copy(copy: Callable[[], Result]) -> tuple[Future[Result], Callable[[], None]]:

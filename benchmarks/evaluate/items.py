@@ -217,7 +217,7 @@ def read_items(path: Path) -> list[RagItem]:
     """
     if not path.is_dir():
         return _of_file(path)
-    files = sorted(path.glob("*.json"), key=lambda each: [_by_number(part) for part in re.split(r"(\d+)", each.name)])
+    files = sorted(path.glob("*.json"), key=_by_number)
     if not files:
         raise EvaluationError(f"a folder must have .json files of items, got none in {path}")
     return [item for file in files for item in _of_file(file)]
@@ -279,5 +279,6 @@ def _checked(source: str, texts: dict[str, Any], question: Any, answers: tuple[s
     return RagItem(source=source, texts=tuple(texts.values()), question=question, answers=answers, is_whole=is_whole)
 
 
-def _by_number(part: str) -> tuple[int, str]:
-    return (int(part), "") if part.isdecimal() else (-1, part)
+def _by_number(path: Path) -> list[str | int]:
+    """Words and numbers of its name, which take turns."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", path.name)]

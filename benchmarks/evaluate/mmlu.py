@@ -22,7 +22,6 @@ import numpy as np
 
 from benchmarks.evaluate.comparison import Answers, Comparison, Evaluation, accuracy_rows, check_overflows
 from benchmarks.evaluate.statistics import log_softmax
-from benchmarks.evaluate.stream import ContextStream
 from benchmarks.harness import Checked, ticked
 from ca_jax.launch.texts import EvaluationError, read_file, read_ids, tokenizer_of
 from ca_jax.models.tokenizer import Tokenizer
@@ -98,7 +97,9 @@ def run_mmlu(model: LoadedModel, config: MmluConfig, progress: Progress) -> Eval
         asked = [asked[i] for i in sorted(drawn)]
     answers = {name: Answers() for name in streams}
     for name, stream in streams.items():
-        _feed_preamble(name, stream, preamble, answers[name], progress)
+        started_s = time.perf_counter()
+        stream.extend(preamble, progress, f"preamble {name}")
+        answers[name].seconds += time.perf_counter() - started_s
     logprobs: dict[str, list[np.ndarray]] = {name: [] for name in streams}
     items = []
     for subject, nth in ticked(progress, "mmlu", asked):
@@ -153,20 +154,6 @@ def _preamble_path(directory: Path, config: MmluConfig) -> Path:
     if not beside:
         raise EvaluationError(f"preamble must be given, or a wikitext*.txt be beside {directory}; got neither")
     return beside[0]
-
-
-def _feed_preamble(
-    name: str, stream: ContextStream, preamble: Sequence[int], answers: Answers, progress: Progress
-) -> None:
-    what = f"preamble {name}"
-
-    def tell(_: int) -> None:
-        progress(what, stream.num_fed, len(preamble))
-
-    progress(what, 0, len(preamble))
-    started_s = time.perf_counter()
-    stream.extend(preamble, tell)
-    answers.seconds += time.perf_counter() - started_s
 
 
 def _differences(logprobs: dict[str, list[np.ndarray]], baseline: str | None) -> dict[str, float]:

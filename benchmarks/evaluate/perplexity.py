@@ -121,12 +121,8 @@ def run_perplexity(model: LoadedModel, config: PerplexityConfig, progress: Progr
 
 
 def _measure(name: str, stream: ContextStream, token_ids: Sequence[int], progress: Progress) -> _Measured:
-    def tell(_: int) -> None:
-        progress(name, stream.num_fed, len(token_ids))
-
-    progress(name, 0, len(token_ids))
     started_s = time.perf_counter()
-    losses = stream.feed(token_ids, tell)
+    losses = stream.feed(token_ids, progress, name)
     return _Measured(losses, stream.truncations, time.perf_counter() - started_s)
 
 

@@ -138,13 +138,8 @@ def true_kv(of: PromptContexts, ratio: float) -> list[jax.Array]:
         mask = np.zeros(stored.shape[1], bool)
         mask[: places[0]] = True  # What is before them is exact, or computed.
         mask[places[np.argsort(-deviation[layer], kind="stable")[:count]]] = True
-        kv.append(_chosen(to_device(mask), full, stored))
+        kv.append(jnp.where(to_device(mask)[:, None, None], full, stored))
     return kv
-
-
-@jax.jit
-def _chosen(mask: jax.Array, full: jax.Array, stored: jax.Array) -> jax.Array:
-    return jnp.where(mask[:, None, None], full, stored)
 
 
 def _distribution_rows(config: RagConfig, contexts: Iterator[PromptContexts]) -> list[DistributionRow]:

@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -27,7 +26,7 @@ from benchmarks.evaluate.rag import RagConfig, RagRow, run_rag
 from benchmarks.evaluate.rag_methods import RECOMPUTE, Method, methods_of
 from benchmarks.evaluate.statistics import Interval
 from benchmarks.harness import ticked
-from benchmarks.paced import ControlledStore, PacedLink
+from benchmarks.paced import PacedLink
 from ca_jax.config import BlendConfig, EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.kv.layout import kv_layout
@@ -198,14 +197,10 @@ def _opened(model: LoadedModel, way: _Way, prompts: Sequence[RagPrompt], config:
         sized = sized_config(
             engine_config, model, num_blocks, directory=directory, ssd_blocks=2 * num_turns * num_blocks
         )
-        wrapper = None
+        link = None
         if storage not in (DRAM, SSD):
             link = stack.enter_context(PacedLink(float(storage) * _GB, copies_early=True))
-            wrapper = partial(ControlledStore, loads=link)
-        # What wraps the store stands for it in all that it does.
-        engine = stack.enter_context(make_engine(model, sized, store_wrapper=wrapper))  # type: ignore[arg-type]
-        engine.wait_until_ready()  # First touch would share the memory bus with the turns.
-        yield engine
+        yield stack.enter_context(make_engine(model, sized, loads=link))
 
 
 def _turn(engine: Engine, way: _Way, prompt: RagPrompt, nth: str) -> Usage:

@@ -48,28 +48,17 @@ PANELS = {
 
 def figure_18(model: LoadedModel, config: GpuBenchConfig, progress: Progress) -> Findings:
     """A prompt of 1K tokens by how many of them are history: recomputed, without pre-loading, with, with a buffer."""
-    rows = _preload_rows(
-        model,
-        config,
-        progress,
-        prompt_tokens=config.figure18_prompt_tokens,
-        history_tokens=config.figure18_history_tokens,
-        read_buffers=config.figure18_read_buffers,
-    )
+    sizes = config.figure18_prompt_tokens, config.figure18_history_tokens, config.figure18_read_buffers
+    rows = _preload_rows(model, config, progress, *sizes)
     notes = ["paper: reuse is faster than recomputing at every share, the more the fewer tokens are new; no figures"]
     return Findings(rows=rows, notes=[_of(model), *notes])
 
 
 def figure_19(model: LoadedModel, config: GpuBenchConfig, progress: Progress) -> Findings:
     """1K tokens of history and 100 new ones, by layers of the read buffer."""
-    rows = _preload_rows(
-        model,
-        config,
-        progress,
-        prompt_tokens=config.figure19_history_tokens + config.new_tokens,
-        history_tokens=(config.figure19_history_tokens,),
-        read_buffers=config.figure19_read_buffers,
-    )
+    num_history = config.figure19_history_tokens
+    sizes = num_history + config.new_tokens, (num_history,), config.figure19_read_buffers
+    rows = _preload_rows(model, config, progress, *sizes)
     for row in rows:
         row["paper_change"] = PAPER_PRELOAD.get(row["read_buffer"])
     return Findings(rows=rows, notes=[_of(model), "changes are against `off`: all is loaded, then computed"])
@@ -86,22 +75,21 @@ def figure_20(model: LoadedModel, config: GpuBenchConfig, progress: Progress) ->
         repeats=config.repeats,
         seed=config.seed,
     )
-    rows = []
-    for row in save(Run(config=asked, loaded=model, progress=progress)):
-        if isinstance(row, SaveRow):
-            rows.append(
-                {
-                    "prompt_tokens": row.prompt_tokens,
-                    "answer_tokens": row.answer_tokens,
-                    "no_store_s": row.turn_off_s,
-                    "blocking_s": row.turn_blocking_s,
-                    "async_s": row.turn_async_s,
-                    "change": -row.async_gain,
-                    "paper_change": f"{PAPER_SAVE[0]:.0%} to {PAPER_SAVE[1]:.0%}",
-                    "same_tokens": row.same_tokens,
-                    "recompiles": row.recompiles,
-                }
-            )
+    found = [row for row in save(Run(config=asked, loaded=model, progress=progress)) if isinstance(row, SaveRow)]
+    rows = [
+        {
+            "prompt_tokens": row.prompt_tokens,
+            "answer_tokens": row.answer_tokens,
+            "no_store_s": row.turn_off_s,
+            "blocking_s": row.turn_blocking_s,
+            "async_s": row.turn_async_s,
+            "change": -row.async_gain,
+            "paper_change": f"{PAPER_SAVE[0]:.0%} to {PAPER_SAVE[1]:.0%}",
+            "same_tokens": row.same_tokens,
+            "recompiles": row.recompiles,
+        }
+        for row in found
+    ]
     return Findings(rows=rows, notes=[_of(model)])
 
 
@@ -109,7 +97,6 @@ def _preload_rows(
     model: LoadedModel,
     config: GpuBenchConfig,
     progress: Progress,
-    *,
     prompt_tokens: int,
     history_tokens: tuple[int, ...],
     read_buffers: tuple[int, ...],

@@ -43,7 +43,6 @@ def measure_ttft(model: LoadedModel, config: GpuBenchConfig, probes: Probes) -> 
         engine = stack.enter_context(make_engine(model, engine_config))
         apart = ApartEngine(engine, max_history_tokens=max(config.history_tokens))
         stack.callback(apart.close)
-        engine.wait_until_ready()  # First touch would share the memory bus with the samples.
         rows = [_ttft_row(engine, apart, num_history, config, probes) for num_history in config.history_tokens]
     return Findings(
         rows=rows,

@@ -14,7 +14,7 @@ chunks, which are in another order each round, so that no two rounds begin alike
 Each turn is a new session's, of one answer token, that is forgotten then. A turn whose KV came from anywhere else than
 it should is an error, not a number.
 
-Not here: loads and computes alone (`apart`), what chunks say (`contexts`), many turns at once
+Not here: loads and computes alone (`apart`), what chunks say (`conversations`), many turns at once
 (`suites.blend_throughput`), quality (`ca_jax.launch.evaluate`).
 """
 
@@ -30,15 +30,14 @@ from typing import Any, ClassVar
 
 from benchmarks import harness
 from benchmarks.apart import ApartEngine
-from benchmarks.contexts import make_contexts
+from benchmarks.conversations import make_contexts
 from benchmarks.disk import scratch_directory, scratch_on_disk
 from benchmarks.engines import check_source, cool_down_files, make_engine, send_turn, sized_config, warm_up_files
 from benchmarks.figures import Panel
 from benchmarks.harness import Row, Run, Sample, Ways
-from ca_jax.config import BlendConfig, EngineConfig
+from ca_jax.config import BlendConfig
 from ca_jax.engine import Engine
 from ca_jax.kv.layout import kv_layout
-from ca_jax.pretrained import LoadedModel
 from ca_jax.storage.config import StoreConfig
 
 TIERS = ("dram", "ssd_warm", "ssd")
@@ -164,29 +163,8 @@ def blend(run: Run[BlendBenchConfig]) -> Iterator[BlendRow]:
         with contextlib.ExitStack() as stack:
             scratch = scratch_on_disk if "ssd" in config.blend_tiers else scratch_directory
             directory = stack.enter_context(scratch(config.ssd_dir))
-            ways = stack.enter_context(_opened(run.model, config, chunks, question, directory))
+            ways = _ways(stack, run, chunks, question, directory)
             yield from _Bench(run, ways, chunks, question).rows()
-
-
-def engine_config(
-    config: BlendBenchConfig, model: LoadedModel, blend: BlendConfig, directory: Path | None, *, num_tokens: int
-) -> EngineConfig:
-    """The engine of one way, with room for the chunks and for the sessions of so many tokens that are made of them.
-
-    Without a directory it has no SSD tier.
-    """
-    # Chunks begin a block each: as many more than their tokens take as there are chunks.
-    num_blocks = kv_layout(model, config.engine).num_blocks(num_tokens) + max(config.num_chunks)
-    num_blocks *= 1 + _SESSIONS
-    sized = dataclasses.replace(
-        config.engine,
-        context_window=num_tokens + 1,
-        max_batch_size=1,
-        recompute_if_faster=False,
-        blend=blend,
-        store=dataclasses.replace(config.engine.store, ssd_driver=config.ssd_driver),
-    )
-    return sized_config(sized, model, num_blocks, directory=directory, ssd_blocks=2 * num_blocks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,35 +183,43 @@ class Way:
                 self.engine._kv.store.leave_dram(self.engine._kv.chunks.key(chunk, ""))
 
 
-@contextlib.contextmanager
-def _opened(
-    model: LoadedModel, config: BlendBenchConfig, chunks: list[list[int]], question: list[int], directory: Path
-) -> Iterator[list[Way]]:
+def _ways(
+    stack: contextlib.ExitStack,
+    run: Run[BlendBenchConfig],
+    chunks: list[list[int]],
+    question: list[int],
+    directory: Path,
+) -> list[Way]:
     """Engines of all ways, with the chunks in their stores: `BASELINES`, then blends by ascending ratio, from 0 on."""
-    num_context = sum(map(len, chunks))
+    config, model, num_context = run.config, run.model, sum(map(len, chunks))
+    num_tokens = num_context + len(question) + 1
+    # Chunks begin a block each: as many more than their tokens take as there are chunks.
+    num_blocks = (1 + _SESSIONS) * (kv_layout(model, config.engine).num_blocks(num_tokens) + max(config.num_chunks))
+    sized = dataclasses.replace(
+        config.engine,
+        context_window=num_tokens + 1,
+        max_batch_size=1,
+        recompute_if_faster=False,
+        store=dataclasses.replace(config.engine.store, ssd_driver=config.ssd_driver),
+    )
     blends = [BlendConfig(mode=mode) for mode in BASELINES]
     for ratio in sorted({0.0, *config.recompute_ratios}):
         mode = "blend" if ratio else "reuse"
         blends.append(dataclasses.replace(config.engine.blend, mode=mode, recompute_ratio=ratio))
-    with contextlib.ExitStack() as stack:
-        ways = []
-        for number, blend in enumerate(blends):
-            place = directory / str(number)
-            has_ssd = blend.mode != "recompute"
-            own = engine_config(
-                config, model, blend, place if has_ssd else None, num_tokens=num_context + len(question) + 1
-            )
-            engine = stack.enter_context(make_engine(model, own))
-            engine.wait_until_ready()  # First touch would share the memory bus with the samples.
-            apart = None
-            if blend.mode not in BASELINES:
-                apart = ApartEngine(engine, max_history_tokens=num_context)
-                stack.callback(apart.close)
-            if has_ssd:
-                engine.precompute(chunks)
-                engine.wait_for_saves()
-            ways.append(Way(blend, engine, apart))
-        yield ways
+    ways = []
+    for number, blend in enumerate(blends):
+        place = None if blend.mode == "recompute" else directory / str(number)
+        own = dataclasses.replace(sized, blend=blend)
+        own = sized_config(own, model, num_blocks, directory=place, ssd_blocks=2 * num_blocks)
+        engine, apart = stack.enter_context(make_engine(model, own)), None
+        if blend.mode not in BASELINES:
+            apart = ApartEngine(engine, max_history_tokens=num_context)
+            stack.callback(apart.close)
+        if place is not None:
+            engine.precompute(chunks)
+            engine.wait_for_saves()
+        ways.append(Way(blend, engine, apart))
+    return ways
 
 
 @dataclasses.dataclass(frozen=True)

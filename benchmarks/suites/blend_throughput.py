@@ -8,7 +8,7 @@ fills the stores.
 The store is smaller than all chunks. Sessions are forgotten as they end where chunks are what is used again, and stay
 where other sessions begin with a copy of their KV: with `prefix`. That is what gives each mode most of its store.
 
-Not here: what chunks say (`contexts`), one turn (`suites.blend`), what each mode is worth in quality
+Not here: what chunks say (`conversations`), one turn (`suites.blend`), what each mode is worth in quality
 (`ca_jax.launch.evaluate`).
 """
 
@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from benchmarks import harness
-from benchmarks.contexts import Contexts, make_contexts
+from benchmarks.conversations import Contexts, make_contexts
 from benchmarks.disk import scratch_directory
 from benchmarks.engines import answer_of, make_engine, sized_config
 from benchmarks.figures import Panel
@@ -165,7 +165,6 @@ def blend_throughput(run: Run[BlendThroughputConfig]) -> Iterator[BlendThroughpu
                     contexts=[[config.context_chunk_tokens] * config.context_chunks],
                     progress=run.progress,
                 )
-                engine.wait_until_ready()  # First touch would share the memory bus with the rounds.
                 engines[mode] = engine
             parts = iter(_parts(config, turns))
 

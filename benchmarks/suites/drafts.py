@@ -133,8 +133,6 @@ def drafts(run: Run[DraftsConfig]) -> Iterator[DraftsRow]:
             sized = dataclasses.replace(config.engine, context_window=config.context_window, max_draft_tokens=most)
             engines[way] = stack.enter_context(make_engine(model, sized))
             engines[way].warmup(progress=run.progress)
-        for engine in engines.values():
-            engine.wait_until_ready()
         for task in TASKS:
             ways = {way: partial(_answered, engine, config, prompts[task]) for way, engine in engines.items()}
             rounds = run.rounds(lambda ways=ways: ways)  # type: ignore[misc]

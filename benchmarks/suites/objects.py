@@ -32,8 +32,8 @@ from benchmarks.engines import (
     send_turn,
     take_back,
 )
-from benchmarks.harness import BenchError, Row, Run, Sample, Ways
-from benchmarks.suites.reuse import HistoryConfig
+from benchmarks.harness import BenchError, Run, Sample, Ways
+from benchmarks.suites.reuse import DiskHistoryConfig, HistoryRow
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.kv.shared_sessions import SharedSessions
@@ -44,20 +44,14 @@ _PATIENCE_S = 60.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ObjectsConfig(HistoryConfig):
+class ObjectsConfig(DiskHistoryConfig):
     """One turn over a history that another replica published."""
-
-    ssd_dir: str | None = None
-    """Directory on the disk to measure; by default where temporary files are."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ObjectsRow(Row):
+class ObjectsRow(HistoryRow):
     """Time to the first token (TTFT) of the same turn by where its history is."""
 
-    history_tokens: int
-    """Tokens whose KV is stored, exactly."""
-    new_tokens: int
     kv_bytes: int
     ttft_ssd_s: float
     """From sending to the first token, with the history on the local SSD alone, out of the page cache."""
@@ -71,8 +65,6 @@ class ObjectsRow(Row):
     """From a turn's end until it is published: the new tokens' KV and the manifest."""
     bookkeeping_s: float
     """Of the engine's thread for that: all that it did for the shared tier, from the turn's end to the publish's."""
-    same_tokens: bool
-    """Whether both ways gave the same first token in every round."""
 
 
 def _summary(rows: Sequence[ObjectsRow]) -> dict[str, Any]:

@@ -193,8 +193,6 @@ def overflow(run: Run[OverflowBenchConfig]) -> Iterator[OverflowRow]:
             engine = make_engine(model, engine_config(config, model, method))
             engines[method] = stack.enter_context(engine)
             engine.warmup(progress=run.progress)
-        for engine in engines.values():
-            engine.wait_until_ready()  # First touch would share the memory bus with the samples.
         rng = run.rng()
         compiles = {method: first_truncations(engine, config, rng) for method, engine in engines.items()}
         run.facts["first_truncation_compiles"] = compiles

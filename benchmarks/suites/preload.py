@@ -11,7 +11,7 @@ CPU but for the copies, and their pace is set by what the turn computes in this 
 turn by an engine of its own, over an endless link and with room for all layers, so that its history is on the device
 when it begins: no row is compared with itself.
 
-Not here: what times should be (`ca_jax.kv.costs`), links (`links`).
+Not here: what times should be (`ca_jax.kv.costs`), links (`paced`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from benchmarks import harness
-from benchmarks.engines import answer_of, engine_for, random_ids, settle, store_session, take_back
+from benchmarks.engines import answer_of, engine_for, make_engine, random_ids, settle, store_session, take_back
 from benchmarks.harness import NOISE, BenchError, Rounds, Row, Run, Sample, Ways
-from benchmarks.links import CALIBRATIONS, AdjustableLink, paced_engine
+from benchmarks.paced import CALIBRATIONS, AdjustableLink
 from ca_jax.engine import Engine
 from ca_jax.kv import costs
 from ca_jax.kv.costs import Rates
@@ -199,7 +199,8 @@ class _Bench:
 
     def real_rows(self) -> Iterator[PreloadRow]:
         """Every history length at real speed, by each way and recomputed."""
-        config, num_tokens = self.run.config, self.run.config.preload_prompt_tokens
+        config, num_layers = self.run.config, self.run.model.config.num_layers
+        num_tokens = config.preload_prompt_tokens
         with contextlib.ExitStack() as stack:
             engines = self._engines(stack, num_tokens, config.preload_read_buffers)
             link = stack.enter_context(AdjustableLink())
@@ -211,7 +212,8 @@ class _Bench:
                 ways["recompute"] = dataclasses.replace(off, prepare=drop, is_stored=False)
                 rounds = self._measure(ways | {COMPUTE: compute}, num_tokens - num_history, config.repeats, 1)
                 load_s = harness.must_median(harness.of_way(rounds, "off"), "load_s")
-                yield from self._cell(num_history, num_tokens - num_history, load_s, None).rows(rounds)
+                cell = PreloadCell(num_layers, num_history, num_tokens - num_history, load_s, None)
+                yield from cell.rows(rounds)
                 for way in (*ways.values(), compute):
                     way.session.close()
 
@@ -239,13 +241,10 @@ class _Bench:
                 rounds = self._measure(paced | compute, num_new, config.repeats, 0)
                 if auto.rates is None:
                     raise BenchError("an engine that has warmed up must know its rates, got none")
-                cell = self._cell(num_history, num_new, load_s, load_ratio)
+                cell = PreloadCell(model.config.num_layers, num_history, num_new, load_s, load_ratio)
                 turns = cell.rows(rounds)
                 yield from turns
                 yield cell.depth_row(turns, auto.rates, padded)
-
-    def _cell(self, num_history: int, num_new: int, load_s: float, load_ratio: float | None) -> PreloadCell:
-        return PreloadCell(self.run.model.config.num_layers, num_history, num_new, load_s, load_ratio)
 
     def _engines(
         self, stack: contextlib.ExitStack, num_tokens: int, depths: Sequence[int], link: AdjustableLink | None = None
@@ -263,7 +262,7 @@ class _Bench:
         stored = [num_tokens, config.ahead_tokens, _WARM_UP_TOKENS]
         sized = engine_for(config.engine, model, stored, context_window=longest)
         sized = dataclasses.replace(sized, read_buffer=read_buffer, recompute_if_faster=False)
-        return stack.enter_context(paced_engine(model, sized, loads=link))
+        return stack.enter_context(make_engine(model, sized, loads=link))
 
     def _store_history(self, engines: Mapping[str, Engine], num_history: int) -> dict[str, _Way]:
         """Has each engine store the same history."""

@@ -21,10 +21,10 @@ from benchmarks.engines import (
     SETTLING_STEPS,
     answer_of,
     check_source,
-    make_engine,
     random_ids,
     send_turn,
     settle,
+    start_engine,
     store_session,
 )
 from benchmarks.harness import BenchError, Row, Run, Sample, ServingConfig, Ways
@@ -59,9 +59,9 @@ class OneEngineConfig(ServingConfig):
 def started(run: Run[OneEngineConfig], config: EngineConfig) -> Engine:
     """The suite's engine, ready, with what its start took told."""
     started_s = time.perf_counter()
-    engine = make_engine(run.model, config)
+    engine = start_engine(run.model, config)
     run.startup["engine_start_s"] = run.model.load_s + time.perf_counter() - started_s
-    engine.wait_until_ready()  # First touch would share the memory bus with the samples.
+    engine.wait_until_ready()
     run.startup["first_touch_s"] = engine.metrics.first_touch_s
     return engine
 
@@ -95,17 +95,33 @@ class HistoryConfig(ServingConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DiskHistoryConfig(HistoryConfig):
+    """A turn over a stored history that may be on SSD."""
+
+    ssd_dir: str | None = None
+    """Directory on the disk to measure; by default where temporary files are."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HistoryRow(Row):
+    """What most rows of a turn over a stored history say."""
+
+    history_tokens: int
+    """Tokens whose KV is stored, exactly."""
+    new_tokens: int
+    same_tokens: bool
+    """Whether all ways gave the same first token in every round."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ReuseConfig(HistoryConfig, OneEngineConfig):
     """A turn over a stored history, and the same turn recomputed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReuseRow(Row):
+class ReuseRow(HistoryRow):
     """Time to the first token (TTFT) of a turn whose history is stored, against computing it all again."""
 
-    history_tokens: int
-    """Tokens whose KV the store holds, exactly."""
-    new_tokens: int
     ttft_recompute_s: float
     """Of the same turn with nothing stored, as the caller sees it: from sending to the first token."""
     ttft_reuse_s: float
@@ -120,8 +136,6 @@ class ReuseRow(Row):
     """`load_s` as a share of the reuse TTFT, median of the samples' shares."""
     load_stall_s: float
     """Of the reuse, seconds in which compute waited for KV."""
-    same_tokens: bool
-    """Whether reuse, recompute and the peer drew the same first token in every sample."""
 
 
 def _reuse_summary(rows: Sequence[ReuseRow]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ saved when a turn has ended is waited for before the next sample, and is not par
 
 The stream is of single turns one behind the other, where what one leaves to save falls to those behind it.
 
-Not here: links (`links`).
+Not here: links (`paced`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from benchmarks import harness
-from benchmarks.engines import answer_of, engine_for, random_ids, settle
+from benchmarks.engines import answer_of, engine_for, make_engine, random_ids, settle
 from benchmarks.harness import NOISE, BenchError, Rounds, Row, Run, Sample, Ways
-from benchmarks.links import CALIBRATIONS, AdjustableLink, paced_engine
+from benchmarks.paced import CALIBRATIONS, AdjustableLink
 from ca_jax.engine import Engine
 from ca_jax.kv.layout import kv_layout
 from ca_jax.session import Session
@@ -159,7 +159,7 @@ class _Bench:
             engines = self._engines(stack, max(self.run.config.save_prompt_tokens))
             for num_prompt in self.run.config.save_prompt_tokens:
                 rounds = self._measure(engines, num_prompt, self.run.config.repeats, warm_up=1)
-                yield self._row(rounds, num_prompt, None, None)
+                yield save_row(rounds, prompt_tokens=num_prompt, answer_tokens=self.run.config.save_answer_tokens)
 
     def paced_rows(self) -> Iterator[SaveRow]:
         """Every ratio of save to turn."""
@@ -174,7 +174,9 @@ class _Bench:
                 prompt_save_s = save_ratio * harness.must_median(harness.samples(alone), "seconds")
                 link.set_pace(num_prompt * token_bytes / prompt_save_s)
                 save_s = prompt_save_s * self._saved_tokens(num_prompt) / num_prompt
-                yield self._row(self._measure(engines, num_prompt, config.repeats), num_prompt, save_ratio, save_s)
+                rounds = self._measure(engines, num_prompt, config.repeats)
+                sizes = {"prompt_tokens": num_prompt, "answer_tokens": config.save_answer_tokens}
+                yield save_row(rounds, **sizes, save_ratio=save_ratio, save_s=save_s)
 
     def stream_row(self) -> StreamRow:
         """The stream; the store has room for one of them, so that it makes room by giving up the one before.
@@ -202,16 +204,6 @@ class _Bench:
             recompiles=harness.recompiles(rounds),
         )
 
-    def _row(self, rounds: Rounds, num_prompt: int, save_ratio: float | None, save_s: float | None) -> SaveRow:
-        return save_row(
-            rounds,
-            link="real" if save_ratio is None else "paced",
-            save_ratio=save_ratio,
-            prompt_tokens=num_prompt,
-            answer_tokens=self.run.config.save_answer_tokens,
-            save_s=save_s,
-        )
-
     def _engines(
         self, stack: contextlib.ExitStack, num_prompt: int, link: AdjustableLink | None = None
     ) -> dict[str, Engine]:
@@ -235,7 +227,7 @@ class _Bench:
         longest = num_prompt + self.run.config.save_answer_tokens
         sized = engine_for(self.run.config.engine, self.run.model, [longest] * num_stored, context_window=longest)
         sized = dataclasses.replace(sized, async_save=async_save)
-        return stack.enter_context(paced_engine(self.run.model, sized, saves=link))
+        return stack.enter_context(make_engine(self.run.model, sized, saves=link))
 
     def _measure(
         self,
@@ -287,8 +279,8 @@ class _Bench:
         return num_prompt + self.run.config.save_answer_tokens - 1
 
 
-def save_row(rounds: Rounds, **values: Any) -> SaveRow:
-    """A row of rounds of the ways `off`, `async` and `blocking`; its other fields are given."""
+def save_row(rounds: Rounds, save_ratio: float | None = None, **values: Any) -> SaveRow:
+    """A row of rounds of the ways `off`, `async` and `blocking`; without a ratio they were at real speed."""
     taken = []
     for each in rounds:
         off_s, async_s, blocking_s = (each[way]["seconds"] for way in ("off", "async", "blocking"))
@@ -300,6 +292,8 @@ def save_row(rounds: Rounds, **values: Any) -> SaveRow:
     return harness.make_row(
         SaveRow,
         taken,
+        link="real" if save_ratio is None else "paced",
+        save_ratio=save_ratio,
         **values,
         hidden=1 - (async_s - off_s) / added_s if added_s > NOISE * off_s else None,
         same_tokens=harness.same(rounds, "answers"),

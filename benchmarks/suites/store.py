@@ -18,7 +18,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import crc32c
 import numpy as np
@@ -203,8 +203,10 @@ def _measure_driver(run: Run[StoreBenchConfig], driver: str, directory: Path) ->
         found: dict[str, Rounds] = {measured: [] for measured in ways}
         for nth in harness.ticked(run.progress, driver, range(1 + run.config.repeats)):  # Reads and writes take turns.
             for measured, each in ways.items():
-                rounds = _sampled(into.nbytes, each, nth, bench.cool_down if measured == "ssd_read_cold" else None)
-                found[measured] += [rounds] if nth else []
+                before = bench.cool_down if measured == "ssd_read_cold" else None
+                names = harness.in_turn(list(each), nth)  # What was written before costs what is written next.
+                taken = {name: dict(_sample(into.nbytes, each[name], before)) for name in names}
+                found[measured] += [taken] if nth else []
     finally:
         tier.close()
         shutil.rmtree(directory, ignore_errors=True)
@@ -277,19 +279,9 @@ def _rounds(run: Run[StoreBenchConfig], num_bytes: int, ways: Mapping[str, Calla
     return run.rounds(lambda: made)
 
 
-def _sampled(
-    num_bytes: int, ways: Mapping[str, Callable[[], object]], nth: int, before: Callable[[], None] | None
-) -> dict[str, dict[str, Any]]:
-    """One round: each way has every place in turn, since what was written before costs what is written next."""
-    taken = {}
-    for name in harness.in_turn(list(ways), nth):
-        if before is not None:
-            before()
-        taken[name] = dict(_sample(num_bytes, ways[name]))
-    return taken
-
-
-def _sample(num_bytes: int, work: Callable[[], object]) -> Sample:
+def _sample(num_bytes: int, work: Callable[[], object], before: Callable[[], None] | None = None) -> Sample:
+    if before is not None:
+        before()
     cpu_started_s, started_s = time.process_time(), time.perf_counter()
     work()
     elapsed_s, cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_started_s

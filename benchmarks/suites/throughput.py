@@ -147,8 +147,6 @@ def throughput(run: Run[ThroughputConfig]) -> Iterator[ThroughputRow]:
             engines[mode] = stack.enter_context(engine)
             engine.warmup(progress=run.progress)
         for engine in engines.values():
-            engine.wait_until_ready()  # First touch would share the memory bus with the rounds.
-        for engine in engines.values():
             conversations.serve(engine, [script[:1] for script in scripts.each])
         rounds = run.rounds(lambda: _ways(engines, scripts.each), warm_up=0)  # All is compiled by then.
         if recorder.is_wanted:

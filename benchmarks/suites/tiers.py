@@ -36,7 +36,7 @@ from benchmarks.engines import (
     warm_up_files,
 )
 from benchmarks.harness import BenchError, Run, Sample, Spread
-from benchmarks.suites.reuse import HistoryConfig
+from benchmarks.suites.reuse import DiskHistoryConfig
 from ca_jax.config import EngineConfig
 from ca_jax.session import Session
 from ca_jax.storage.config import StoreConfig
@@ -47,11 +47,9 @@ engine over the same directory; nowhere."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TiersConfig(HistoryConfig):
+class TiersConfig(DiskHistoryConfig):
     """One turn over a history, by where that is; DRAM holds the longest and no more."""
 
-    ssd_dir: str | None = None
-    """Directory on the disk to measure; by default where temporary files are."""
     ssd_driver: str = StoreConfig.ssd_driver
     """How KV is kept on SSD."""
 

@@ -33,27 +33,21 @@ from benchmarks.engines import (
     take_back,
     warm_up_files,
 )
-from benchmarks.harness import Row, Run, Sample, Ways
+from benchmarks.harness import Run, Sample, Ways
 from benchmarks.recording import Recorder
-from benchmarks.suites.reuse import HistoryConfig
+from benchmarks.suites.reuse import DiskHistoryConfig, HistoryRow
 from ca_jax.session import Session
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TtftConfig(HistoryConfig):
+class TtftConfig(DiskHistoryConfig):
     """One turn over a history, against its compute and its load alone; DRAM holds the longest and no more."""
-
-    ssd_dir: str | None = None
-    """Directory on the disk to measure; by default where temporary files are."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TtftRow(Row):
+class TtftRow(HistoryRow):
     """Time to the first token (TTFT) of the same turn by where its history is, against its load and compute alone."""
 
-    history_tokens: int
-    """Tokens whose KV is stored, exactly."""
-    new_tokens: int
     kv_bytes: int
     ttft_dram_s: float
     """From sending to the first token, as the caller sees it, with the history in DRAM."""
@@ -72,8 +66,6 @@ class TtftRow(Row):
     ratio_ssd: float
     ratio_ideal: float
     """`ttft_dram_s` over the larger of `load_s` and `compute_s`, which no overlap beats."""
-    same_tokens: bool
-    """Whether all ways gave the same first token in every round."""
 
 
 def _summary(rows: Sequence[TtftRow]) -> dict[str, Any]:

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks import conversations, overflow_costs
-from benchmarks.contexts import make_contexts
-from benchmarks.conversations import ServedRound, ServedTurn
+from benchmarks.conversations import ServedRound, ServedTurn, make_contexts
 from benchmarks.harness import NOISE, BenchError
 from benchmarks.overflow_rows import OverflowBenchConfig
 from benchmarks.peers import TransformersPeer
@@ -121,7 +120,7 @@ def test_preload_summary_by_hand():
     assert (found["same_tokens"], found["recompiles"]) == (True, 2), "of a cell, not of each of its rows"
 
 
-def saved(*rounds, link="paced", save_ratio=1.0, answers=("a", "a", "a")):
+def saved(*rounds, answers=("a", "a", "a")):
     """A row of rounds of seconds without a store, with saves beside the turn, and at its end."""
     ways = ("off", "async", "blocking")
     made = [
@@ -131,7 +130,7 @@ def saved(*rounds, link="paced", save_ratio=1.0, answers=("a", "a", "a")):
         }
         for each in rounds
     ]
-    return save_row(made, link=link, save_ratio=save_ratio, prompt_tokens=40, answer_tokens=4, save_s=None)
+    return save_row(made, save_ratio=1.0, prompt_tokens=40, answer_tokens=4)
 
 
 def test_what_saving_adds_by_hand():

@@ -23,7 +23,7 @@ from benchmarks.conversations import Scripts
 from benchmarks.disk import can_drop, drop_cached, fill_cached
 from benchmarks.engines import OneSessionEngine, one_session_config
 from benchmarks.harness import SUITES
-from benchmarks.links import AdjustableLink
+from benchmarks.paced import AdjustableLink
 from benchmarks.peers import PEERS
 from benchmarks.servers import is_installed
 from benchmarks.suites import blend, overflow, tiers
