@@ -129,10 +129,6 @@ class OneSessionEngine:
         self._rng = np.random.default_rng(seed)
         self._bystander_id = ""
 
-    def begin(self) -> None:
-        """Stores the bystander: with one token more it fills DRAM."""
-        self._bystander_id = self.store_session(self._max_tokens - 1).session_id
-
     def close(self) -> None:
         """Closes the engine."""
         self.engine.close()
@@ -142,7 +138,9 @@ class OneSessionEngine:
         return store_session(self.engine, self.random_ids(num_tokens))
 
     def push_out(self) -> None:
-        """Has the bystander fill DRAM: all other sessions are on SSD alone then."""
+        """Has the bystander fill DRAM, with one token more than is stored: all other sessions are on SSD alone then."""
+        if not self._bystander_id:
+            self._bystander_id = self.store_session(self._max_tokens - 1).session_id
         bystander = self.engine.session(session_id=self._bystander_id)
         num_tokens = len(bystander.token_ids)
         send_turn(self.engine, bystander, self.random_ids(1))

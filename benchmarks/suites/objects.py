@@ -94,7 +94,6 @@ def objects(run: Run[ObjectsConfig]) -> Iterator[ObjectsRow]:
             raise BenchError("objects must have engines with an objects_url, got one without")
         for engine in (served.engine, other):
             engine.warmup(max_history_tokens=max(config.history_tokens), max_new_tokens=max(config.new_tokens))
-        served.begin()
         for num_history, num_new in config.cells:
             bench = _Bench(run, served, other, directory / "objects", shared, elsewhere)
             yield bench.row(num_history, num_new)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks import conversations, harness
 from benchmarks.conversations import ServedRound
 from benchmarks.engines import make_engine, sized_config
-from benchmarks.harness import Row, Run, Sample, Ways
+from benchmarks.harness import Row, Run, Sample
 from benchmarks.recording import Recorder
 from benchmarks.replay.workload import LEAST_ANSWER_TOKENS, Exchange, Script, num_tokens, recorded_script
 from ca_jax.config import EngineConfig
@@ -148,7 +148,8 @@ def throughput(run: Run[ThroughputConfig]) -> Iterator[ThroughputRow]:
             engine.warmup(progress=run.progress)
         for engine in engines.values():
             conversations.serve(engine, [script[:1] for script in scripts.each])
-        rounds = run.rounds(lambda: _ways(engines, scripts.each), warm_up=0)  # All is compiled by then.
+        ways = {mode: partial(_sample, engine, scripts.each) for mode, engine in engines.items()}
+        rounds = run.rounds(lambda: ways, warm_up=0)  # All is compiled by then.
         if recorder.is_wanted:
             with recorder.round():
                 for mode, engine in engines.items():
@@ -162,12 +163,9 @@ def throughput(run: Run[ThroughputConfig]) -> Iterator[ThroughputRow]:
         yield harness.make_row(ThroughputRow, taken, mode=mode, concurrent_sessions=sessions, turns=num_turns)
 
 
-def _ways(engines: Mapping[str, Engine], scripts: Sequence[Script]) -> Ways:
-    def sample(engine: Engine) -> Sample:
-        served = conversations.serve(engine, scripts)
-        return {**measure(served), "answers": [turn.answer_ids for turn in served.turns]}
-
-    return {mode: partial(sample, engine) for mode, engine in engines.items()}
+def _sample(engine: Engine, scripts: Sequence[Script]) -> Sample:
+    served = conversations.serve(engine, scripts)
+    return {**measure(served), "answers": [turn.answer_ids for turn in served.turns]}
 
 
 def _facts(rounds: harness.Rounds) -> dict[str, Any]:

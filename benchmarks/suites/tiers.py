@@ -116,7 +116,6 @@ def tiers(run: Run[TiersConfig]) -> Iterator[TiersRow]:
 
 def rows_of(run: Run[TiersConfig], served: OneSessionEngine) -> Iterator[TiersRow]:
     """The rows of an engine with an SSD tier, one for each pair of history and new tokens."""
-    served.begin()
     for num_history, num_new in run.config.cells:
         history = served.store_session(num_history)
         session_id, history_ids = history.session_id, list(history.token_ids)

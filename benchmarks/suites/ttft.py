@@ -89,7 +89,6 @@ def ttft(run: Run[TtftConfig]) -> Iterator[TtftRow]:
         served.engine.warmup(max_history_tokens=longest, max_new_tokens=max(config.new_tokens), progress=run.progress)
         apart = ApartEngine(served.engine, max_history_tokens=longest)
         stack.callback(apart.close)
-        served.begin()
         for nth, (num_history, num_new) in enumerate(config.cells):
             yield _Bench(run, served, apart, recorder).row(num_history, num_new, may_record=not nth)
 
