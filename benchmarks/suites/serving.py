@@ -29,7 +29,7 @@ import numpy as np
 
 from benchmarks import conversations, harness
 from benchmarks.harness import BenchError, Config, Row, Run, Sample
-from benchmarks.servers import PACKAGES, Sizes, is_installed
+from benchmarks.servers import PACKAGES, VLLM_NAME, Sizes, is_installed
 from benchmarks.servers import serving as served
 from ca_jax.launch.flags import DEFAULT_MODEL
 from ca_jax.simulate.traces.sharegpt import load_sharegpt
@@ -61,6 +61,8 @@ class ServingBenchConfig(Config):
     """Most tokens of a conversation."""
     dram_gib: float = 2.0
     """KV that ca_jax and vLLM keep in memory, GiB."""
+    vllm_python: str = ""
+    """Interpreter of the environment that vLLM is in; empty for this one."""
     small: bool = False
     """Short conversations of 1 and of 2 clients, once, and nothing is warmed up: shows that it runs."""
 
@@ -119,7 +121,7 @@ def _summary(rows: Sequence[ServingRow]) -> dict[str, Any]:
 def serving(run: Run[ServingBenchConfig]) -> Iterator[ServingRow]:
     """Chats of several clients with each server, in turn."""
     config = run.config.sized()
-    systems = [system for system in config.systems if is_installed(system)]
+    systems = [system for system in config.systems if is_installed(system, config.vllm_python)]
     run.facts["not_installed"] = [system for system in config.systems if system not in systems]
     if not systems:
         raise BenchError(f"one of {', '.join(config.systems)} must be installed, got none")
@@ -129,6 +131,7 @@ def serving(run: Run[ServingBenchConfig]) -> Iterator[ServingRow]:
         threads=run.cores,
         dram_gib=config.dram_gib,
         warmup=not config.small,
+        vllm_python=config.vllm_python,
     )
     said, run.facts["conversations"] = _messages(config)
     nonce = itertools.count()
@@ -224,6 +227,8 @@ class _Load:
             body["generation_config"] = json.dumps({"eos_token_id": None, "do_sample": False})
         else:
             body["ignore_eos"] = True
+        if self.system == "vllm":
+            body["model"] = VLLM_NAME
         request = urllib.request.Request(
             f"{self.url}/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )

@@ -14,7 +14,7 @@ from benchmarks.conversations import ServedRound, ServedTurn, make_contexts
 from benchmarks.harness import NOISE, BenchError
 from benchmarks.overflow_rows import OverflowBenchConfig
 from benchmarks.peers import TransformersPeer
-from benchmarks.servers import Sizes, serving
+from benchmarks.servers import Sizes, is_installed, serving
 from benchmarks.suites import overflow, throughput
 from benchmarks.suites import preload as preloads
 from benchmarks.suites.blend_throughput import BlendThroughputConfig, stream_turns
@@ -330,3 +330,18 @@ def test_a_server_that_does_not_start_says_why():
     ):
         with pytest.raises(BenchError, match=message), serving(system, "nonesuch", sizes):
             pytest.fail("there must be no server")
+
+
+def test_vllm_may_be_in_an_environment_of_its_own(tmp_path):
+    """Where it is asked for and is not there, that is an error: it is not left out like what was not asked for."""
+    python = tmp_path / "python"
+    with pytest.raises(BenchError, match=rf"vllm_python must be an interpreter, got {python}"):
+        is_installed("vllm", str(python))
+    for code, has_vllm in ((1, False), (0, True)):
+        python.write_text(f"#!/bin/sh\nexit {code}\n")
+        python.chmod(0o755)
+        if has_vllm:
+            assert is_installed("vllm", str(python))
+        else:
+            with pytest.raises(BenchError, match=rf"of an environment with vllm, got {python}"):
+                is_installed("vllm", str(python))
