@@ -1,30 +1,16 @@
 """The page, in a browser: it chats with the real server and shows what that says of itself."""
 
-import contextlib
-import importlib
 import json
-import os
 import re
-import shutil
-from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 
 from ca_jax.server.tenants import Tenants
 from tests import engine_kit, server_kit
+from tests.page_kit import SAID, is_live, say
 from tests.server_kit import MODEL, chat, ssd_store, text_of, user
 
-IS_REQUIRED = os.environ.get("REQUIRE_CHROMIUM") == "1"  # As CI says: without a browser these tests fail.
-sync_api = (importlib.import_module if IS_REQUIRED else pytest.importorskip)("playwright.sync_api")
-NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-CHROMIUM = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
-ARGS = [
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
-    *("--disable-background-networking", "--disable-component-update"),
-]
-WAIT_MS = 30_000
 MARKUP = '<img src=x onerror="document.title=1"><b>bold</b>&amp;<script>document.title=1</script>'
 CONTRASTS = """() => {
   const parse = (text) => (text.match(/[\\d.]+/g) ?? []).map(Number);
@@ -50,74 +36,11 @@ CONTRASTS = """() => {
 }"""
 
 
-SAID = "(each) => each.said"
-"""What an answer is, under what is shown of its Markdown."""
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     store = ssd_store(tmp_path_factory.mktemp("ssd"), dram_gib=0.02, ssd_gib=0.1)
     with server_kit.running(store=store) as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with sync_api.sync_playwright() as playwright:
-        path = CHROMIUM or playwright.chromium.executable_path  # That of `playwright install chromium`.
-        if not Path(path).exists() and not IS_REQUIRED:
-            pytest.skip(
-                f"needs chromium: on the path, named by CHROMIUM or installed by playwright, got none at {path}"
-            )
-        launched = playwright.chromium.launch(executable_path=path, args=ARGS)
-        yield launched
-        launched.close()
-
-
-@pytest.fixture
-def open_page(browser):
-    """Opens pages; says afterwards that none of them asked elsewhere or complained of anything but `expected`."""
-    asked, complaints, expected = [], [], []
-    with contextlib.ExitStack() as stack:
-
-        def opened(url, *, may_complain=(), **options):
-            expected.extend(may_complain)
-            context = browser.new_context(**options)
-            stack.callback(context.close)
-            page = context.new_page()
-            page.set_default_timeout(WAIT_MS)
-            page.on("request", lambda request: asked.append((urlsplit(url).netloc, request.url)))
-            page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
-            page.on("pageerror", lambda error: complaints.append(str(error)))
-            page.goto(url)
-            return page
-
-        yield opened
-    assert [wanted for host, wanted in asked if urlsplit(wanted).netloc != host] == []
-    assert [text for text in complaints if not any(part in text for part in expected)] == []
-
-
-@pytest.fixture
-def page(server, open_page):
-    page = open_page(server.url)
-    is_live(page)
-    return page
-
-
-def is_live(page):
-    page.locator("#status[data-state=live]").wait_for()
-    page.locator("#model", has_text=MODEL).wait_for()
-
-
-def say(page, text, max_tokens=None):
-    """Sends a message by the keyboard alone and waits for the answer to end."""
-    if max_tokens is not None:
-        page.evaluate("(count) => (document.getElementById('max-tokens').value = count)", max_tokens)
-    page.locator("#message").focus()
-    page.keyboard.insert_text(text)
-    page.keyboard.press("Enter")
-    page.locator("#messages > .assistant:last-child:not(.typing)").wait_for()
-    return page.locator("#messages > .assistant:last-child .text").evaluate(SAID)
 
 
 def axe(page):
@@ -235,51 +158,6 @@ def test_what_is_said_is_shown_as_text_never_read_as_html(server, open_page):
     assert page.locator("main :is(b, script, img)").filter(has_text="bold").count() == 0
     assert page.locator("main :is(script, img)").count() == 0
     assert page.title() == f"ca_jax · {MODEL}"
-
-
-MARKDOWN = """# Tides
-
-They are **strong** and *slow*, `x < 1`, ~~old~~, [here](https://example.org/a) and [not here](javascript:alert(1)).
-
-- one
-- two
-
-```py
-print("<b>")
-```
-
-| a | b |
-|---|---|
-| 1 | 2 |
-
-> said <i>so</i>
-"""
-
-
-def test_an_answer_s_markdown_is_shown_and_what_is_not_markdown_stays_text(server, open_page):
-    page = open_page(server.url, permissions=["clipboard-read", "clipboard-write"])
-    is_live(page)
-    deltas = [{"choices": [{"index": 0, "delta": {"content": each}}], "session_id": "s"} for each in MARKDOWN]
-    stream = "".join(f"data: {json.dumps(each)}\n\n" for each in deltas) + "data: [DONE]\n\n"
-    page.route("**/completions", lambda route: route.fulfill(body=stream, content_type="text/event-stream"))
-    assert say(page, "What are tides?") == MARKDOWN  # It came a character at a time.
-    answer = page.locator("#messages > .assistant .text")
-    found = {
-        tag: answer.locator(tag).all_text_contents() for tag in ("strong", "em", "del", "li", "pre", "th", "td", "i")
-    }
-    assert found == {
-        **{"strong": ["strong"], "em": ["slow"], "del": ["old"], "li": ["one", "two"], "pre": ['print("<b>")']},
-        **{"th": ["a", "b"], "td": ["1", "2"], "i": []},
-    }
-    assert answer.get_by_role("heading").text_content() == "Tides"
-    assert answer.locator("blockquote").text_content() == "said <i>so</i>"
-    assert answer.locator("a").evaluate_all("(all) => all.map((each) => [each.href, each.rel])") == [
-        ["https://example.org/a", "noopener noreferrer"]
-    ]
-    assert "[not here](javascript:alert(1))" in answer.text_content()
-    for name, wanted in (("Copy code", 'print("<b>")'), ("Copy answer", MARKDOWN)):
-        page.get_by_role("button", name=name).click()
-        assert page.evaluate("navigator.clipboard.readText()") == wanted
 
 
 def test_a_turn_is_asked_again_edited_found_and_deleted(server, page):

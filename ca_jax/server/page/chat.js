@@ -17,6 +17,7 @@ export class Chat {
   #state = null; // Where the session stands as this page knows it; null where it does not.
   #messages = []; // What was said, in full: what a session that is gone is begun anew with.
   #asking = null; // The AbortController of the answer that comes.
+  #frame = null; // In which that will be drawn.
   #branch = null; // Where this conversation left another: { from, at }, before it has a name of its own.
   #branches = JSON.parse(sessionStorage.getItem(BRANCHES) ?? "{}"); // The same of others, by their names.
   #on;
@@ -174,6 +175,7 @@ export class Chat {
     } catch (error) {
       failure = error;
     }
+    this.#draw(answer, (text) => answer.markdown.show(text));
     if (this.#asking === asking) this.#asking = null;
     this.#setBusy(false);
     answer.item.classList.remove("typing");
@@ -254,12 +256,10 @@ export class Chat {
       if (chunk.session_state) this.#state = chunk.session_state;
       const piece = chunk.choices[0]?.delta.content;
       if (piece) {
-        const follows = this.#isAtEnd();
         answer.said += piece;
-        answer.markdown.show(answer.said);
+        this.#drawSoon(answer);
         unspoken += piece;
         if (unspoken.length > 60 && SPOKEN.test(unspoken)) speak();
-        if (follows) this.#scroll(true);
       }
       if (chunk.usage) {
         answer.about.replaceChildren(...aboutUsage(chunk.usage));
@@ -268,6 +268,19 @@ export class Chat {
       }
     }
     speak();
+  }
+
+  // An answer that grows is drawn once a frame, however many pieces of it come.
+  #drawSoon(answer) {
+    this.#frame ??= requestAnimationFrame(() => this.#draw(answer, (text) => answer.markdown.grow(text)));
+  }
+
+  #draw(answer, show) {
+    cancelAnimationFrame(this.#frame);
+    this.#frame = null;
+    const follows = this.#isAtEnd();
+    show(answer.said);
+    if (follows) this.#scroll(true);
   }
 
   #named(sessionId) {
