@@ -232,6 +232,37 @@ def test_the_last_hour_is_drawn_as_the_server_kept_it(server, page):
     page.locator("#main").wait_for()
 
 
+def test_the_last_hour_of_a_young_server_fills_the_charts(server, page):
+    with server.http() as http:
+        told = http.get("/live/history").json()
+    first = told["samples"][0]
+    for oldest_s, named in ((124.0, "2 min ago"), (42.0, "42 s ago"), (3598.0, "an hour ago")):
+        samples = [{**first, "age_s": age_s} for age_s in (oldest_s, oldest_s / 2, 0.0)]
+        body = json.dumps({**told, "samples": samples})
+        page.route("**/live/history", lambda route, _, body=body: route.fulfill(body=body))
+        page.locator("#operate-open").click()
+        page.locator("#charts .hours", has_text=named).first.wait_for()
+        running = page.locator("#charts path").nth(3).get_attribute("d")
+        assert re.findall(r"[ML]([\d.]+) ", running) == ["0.0", "280.0", "560.0"]
+        page.locator("#operate-open").click()
+
+
+def test_an_error_of_the_last_hour_is_shown_there(server, open_page):
+    page = open_page(server.url, may_complain=["503"])
+    is_live(page)
+    error = {"error": {"message": "the server is not ready", "type": "server_error", "param": None, "code": None}}
+    page.route("**/live/history", lambda route: route.fulfill(status=503, body=json.dumps(error)))
+    page.locator("#operate-open").click()
+    page.get_by_role("alert").filter(has_text="The server is not ready").wait_for()
+    page.locator("#operate-open").click()
+    page.locator("#main").wait_for()
+    assert page.get_by_role("alert").count() == 0
+    page.unroute("**/live/history")
+    page.locator("#operate-open").click()
+    page.locator("#charts figure").first.wait_for()
+    assert page.get_by_role("alert").count() == 0
+
+
 def test_keys_and_the_theme(page):
     page.evaluate("document.activeElement.blur()")
     page.keyboard.press("?")

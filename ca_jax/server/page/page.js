@@ -59,7 +59,7 @@ const sessions = new Sessions({
   branchOf: (sessionId) => chat.branchOf(sessionId),
 });
 
-new Operate((error) => show(error));
+new Operate(() => askForKey());
 themed(byId("theme"));
 byId("help").addEventListener("click", () => byId("help-dialog").showModal());
 byId("help-close").addEventListener("click", () => byId("help-dialog").close());
