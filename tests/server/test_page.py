@@ -195,6 +195,59 @@ def test_a_turn_is_asked_again_edited_found_and_deleted(server, page):
         assert http.get(f"/v1/sessions/{session_id}").status_code == 200
 
 
+def test_a_branch_is_one_in_another_tab_and_after_a_restart(tmp_path, open_page):
+    store = ssd_store(tmp_path)
+    with server_kit.running(store=store) as server:
+        page = open_page(server.url)
+        is_live(page)
+        page.locator("#settings summary").click()
+        page.locator("#system").fill("Be brief.")
+        say(page, "Name a harbour.", 6)
+        say(page, "Name another.", 6)
+        source = page.url.partition("#")[2]
+        addresses = []
+        for number, at in ((1, 3), (0, 1)):  # Behind a turn, and behind the system message alone.
+            page.get_by_role("button", name="Edit").nth(number).click()
+            page.locator("#message").fill("")
+            say(page, "Name one of the north.", 6)
+            addresses.append((page.url.partition("#")[2], at))
+            page.locator("#messages > .branch button").click()
+            page.locator("#messages .user .text", has_text="Name another.").wait_for()
+        server.engine.wait_for_saves()
+        page.close()
+    with server_kit.running(store=store) as server:
+        for session_id, at in addresses:
+            with server.http() as http:
+                shown = http.get(f"/v1/sessions/{session_id}").json()
+            assert shown["forked_from"] == {"id": source, "at": at}
+            page = open_page(f"{server.url}/#{session_id}")  # A tab that has seen nothing.
+            page.locator("#messages > .branch button").wait_for()
+            roles = page.locator("#messages > li").evaluate_all("(all) => all.map((each) => each.className)")
+            assert roles.index("branch") == at
+            assert say(page, "And its depth?", 6)
+            page.locator(f"[data-session='{session_id}'] .about", has_text="branch").wait_for()  # It is open by now.
+            assert "0 of" not in page.locator("#messages > .assistant:last-child .about").text_content()
+            page.locator("#messages > .branch button").click()
+            page.locator("#messages .user .text", has_text="Name another.").wait_for()
+            page.close()
+
+
+def test_a_branch_of_a_conversation_that_is_gone_begins_with_what_was_said(server, open_page):
+    page = open_page(server.url, may_complain=["404"])
+    is_live(page)
+    say(page, "Name a harbour.", 6)
+    say(page, "Name another.", 6)
+    with server.http() as http:
+        assert http.delete(f"/v1/sessions/{page.url.partition('#')[2]}").status_code == 200
+    page.get_by_role("button", name="Edit").nth(1).click()
+    page.locator("#message").fill("")
+    assert say(page, "Name one of the north.", 6)
+    with server.http() as http:
+        shown = http.get(f"/v1/sessions/{page.url.partition('#')[2]}").json()
+    said = [message["content"] for message in shown["messages"] if message["role"] == "user"]
+    assert said == ["Name a harbour.", "Name one of the north."]
+
+
 def test_documents_stand_in_front_of_a_question(server, page):
     page.locator("#attached summary").click()
     page.locator("#attach").click()

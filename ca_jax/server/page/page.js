@@ -56,7 +56,6 @@ const sessions = new Sessions({
     if (sessionId === chat.sessionId) await chat.open(null);
     byId("message").focus();
   },
-  branchOf: (sessionId) => chat.branchOf(sessionId),
 });
 
 new Operate(() => askForKey());
