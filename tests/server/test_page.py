@@ -275,6 +275,8 @@ def test_the_last_hour_is_drawn_as_the_server_kept_it(server, page):
     assert page.locator("#main").is_hidden()
     running = page.locator("#charts path").nth(3).get_attribute("d")
     assert len(re.findall("[ML]", running)) == len(told["samples"])
+    generated = page.locator("#charts path").nth(1).get_attribute("d")  # A step for each time between two samples.
+    assert len(re.findall("[ML]", generated)) == 2 * (len(told["samples"]) - 1)
     shares = ", ".join(
         f"{name} {100 * used:.1f}%"
         for name, used in zip(("DRAM", "SSD"), told["samples"][-1]["used_shares"].values(), strict=True)

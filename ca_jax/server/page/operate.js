@@ -48,17 +48,18 @@ function charts({ samples, sample_s }) {
   const at = (each) => -each.age_s;
   const over = (name) => samples.slice(1).map((each, i) => each.done[name] - samples[i].done[name]);
   const seconds = samples.slice(1).map((each, i) => samples[i].age_s - each.age_s);
-  const later = samples.slice(1).map(at);
+  const [earlier, later] = [samples.slice(0, -1).map(at), samples.slice(1).map(at)];
   const [prompts, cached, generated] = ["prompt_tokens", "cached_tokens", "completion_tokens"].map(over);
-  const points = (times, values) => times.map((time, i) => [time, values[i]]).filter(([, value]) => value !== null);
+  const steps = (values) =>
+    values.flatMap((value, i) => (value === null ? [] : [[earlier[i], value], [later[i], value]])); // Of the time between.
   const tiers = Object.keys(samples.at(-1)?.used_shares ?? {});
   return [
     chart(span, "Cached share of prompts", "%", 100, [
-      { name: "cached", kind: "device", points: points(later, cached.map((count, i) => (prompts[i] ? (100 * count) / prompts[i] : null))) },
+      { name: "cached", kind: "device", points: steps(cached.map((count, i) => (prompts[i] ? (100 * count) / prompts[i] : null))) },
     ]),
     chart(span, "Tokens a second", "", null, [
-      { name: "generated", kind: "device", points: points(later, generated.map((count, i) => count / seconds[i])) },
-      { name: "of prompts, computed", kind: "way", points: points(later, prompts.map((count, i) => (count - cached[i]) / seconds[i])) },
+      { name: "generated", kind: "device", points: steps(generated.map((count, i) => count / seconds[i])) },
+      { name: "of prompts, computed", kind: "way", points: steps(prompts.map((count, i) => (count - cached[i]) / seconds[i])) },
     ]),
     chart(span, "Jobs", "", null, [
       { name: "running", kind: "device", points: samples.map((each) => [at(each), each.num_running]) },
