@@ -112,7 +112,7 @@ FAR_REACHING = [
 ]
 """Parts by which a later block changes an earlier one, or the other way round."""
 BLOCKS = MARKDOWN + "\n1. x\n2. y\n\n   more of it\n\n    print(1)\n\n    print(2)\n\n"
-STREAMED = """async ([text, ends]) => {
+STREAMED = """async (text) => {
   const { Markdown } = await import("/page/markdown.js");
   const { Lexer } = await import("/page/marked.esm.js");
   const [piecewise, once] = [0, 1].map(() => document.createElement("div"));
@@ -125,7 +125,7 @@ STREAMED = """async ([text, ends]) => {
   try {
     const markdown = new Markdown(piecewise);
     for (let end = 1; end <= text.length; end++) markdown.grow(text.slice(0, end));
-    if (ends) markdown.show(text);
+    markdown.show(text);
     const numStreamed = numRead;
     new Markdown(once).show(text);
     return [piecewise.innerHTML, once.innerHTML, numStreamed, numRead - numStreamed];
@@ -142,25 +142,30 @@ def random_text(seed, parts):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_markdown_that_comes_a_character_at_a_time_ends_as_if_it_were_read_once(page, seed):
+@pytest.mark.parametrize("parts", [PARTS, PARTS + FAR_REACHING], ids=["near", "far-reaching"])
+def test_markdown_that_comes_a_character_at_a_time_ends_as_if_it_were_read_once(page, parts, seed):
     for number in range(25):
-        text = random_text(1000 * seed + number, PARTS)
-        streamed, once, _, _ = page.evaluate(STREAMED, [text, False])  # Even before it is known to be complete.
+        text = random_text(1000 * seed + number, parts)
+        streamed, once, num_streamed, num_once = page.evaluate(STREAMED, text)
         assert streamed == once, text
-        text = random_text(1000 * seed + number, PARTS + FAR_REACHING)
-        streamed, once, _, _ = page.evaluate(STREAMED, [text, True])
-        assert streamed == once, text
+        assert num_once == len(text.replace("\r\n", "\n"))
+        assert num_streamed <= 258 * len(text)
 
 
 def test_what_is_read_of_markdown_that_grows_is_linear_in_it(page):
     read = {}
     for times in (1, 8):
-        text = BLOCKS * times
-        streamed, once, num_streamed, num_once = page.evaluate(STREAMED, [text, True])
+        streamed, once, num_streamed, _ = page.evaluate(STREAMED, BLOCKS * times)
         assert streamed == once
-        assert num_once == len(text)
-        read[times] = num_streamed / len(text)
+        read[times] = num_streamed / len(BLOCKS * times)
     assert read[8] < 1.5 * read[1]
+
+
+@pytest.mark.parametrize("text", ["- one of **them**\n" * 300, "a sentence of it. " * 300, "```\n" + "x = 1\n" * 900])
+def test_one_long_block_is_read_at_most_so_often(page, text):
+    streamed, once, num_streamed, _ = page.evaluate(STREAMED, text)
+    assert streamed == once
+    assert num_streamed <= 258 * len(text)
 
 
 def test_an_answer_is_drawn_at_most_once_a_frame(page):

@@ -8,12 +8,15 @@ const LINKS = /^(https?:|mailto:)/i;
 const OPTIONS = { gfm: true, breaks: true };
 const FAR_REACHING = /\]:|<(a|pre|code|kbd|script)[\s>]/i; // Definitions of links and open tags change blocks far away.
 
+const LEAST_GROWTH = 1 / 256; // Of what is read again: so that it is no more than 257 times the text, in one long list too.
+
 // Shows a text that grows in an element. Only what may still change is read again: all from the last block on that stands
-// behind an empty line, as far as its first line is complete. No later text changes blocks before that one: it cannot be
-// part of a list or of code before it any more.
+// behind an empty line, or is a heading, as far as its first line is complete. No later text changes blocks before that
+// one: it cannot be part of a list or of code before it any more.
 export class Markdown {
   #element;
   #settled = 0; // Characters that are not read again.
+  #shown = 0; // Characters that were read at all.
   #links = {}; // Defined in them.
   #blocks = []; // { read, node } of the others.
 
@@ -27,12 +30,18 @@ export class Markdown {
       this.#element.replaceChildren();
       [this.#settled, this.#links, this.#blocks] = [0, {}, []];
     }
-    this.grow(text);
+    this.#read(text);
   }
 
-  // Shows a text that begins with the one that was shown last.
+  // Shows a text that begins with the one that was shown last, once it has grown enough.
   grow(text) {
     this.#element.said = text;
+    if (text.length - this.#shown >= LEAST_GROWTH * (this.#shown - this.#settled)) this.#read(text);
+  }
+
+  #read(text) {
+    this.#element.said = text;
+    this.#shown = text.length;
     const rest = text.replace(/\r\n?/g, "\n").slice(this.#settled);
     const tokens = lexed(rest, this.#links);
     this.#draw(tokens.filter((token) => token.type !== "space"));
@@ -54,7 +63,8 @@ export class Markdown {
   #settle(tokens, rest) {
     let [at, settled, numTokens] = [0, 0, 0];
     tokens.forEach((token, i) => {
-      if (isBehindEmptyLine(rest, at) && isFullLine(rest, at)) [settled, numTokens] = [at, i];
+      const begins = isBehindEmptyLine(rest, at) || (token.type === "heading" && /^ *#/.test(token.raw));
+      if (begins && isFullLine(rest, at)) [settled, numTokens] = [at, i];
       at += token.raw.length;
     });
     if (at !== rest.length) return;
