@@ -31,19 +31,13 @@ from ca_jax.config import BLEND_MODES, EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.launch.flags import DEFAULT_MODEL
 from ca_jax.models.presets import PRESETS
-from ca_jax.storage.config import GIB, StoreConfig
+from ca_jax.storage.config import GIB
 from ca_jax.storage.tiers.formats import RawTier
 from ca_jax.testing import tiny
 from tests.benchmarks import suite_checks as checks
 from tests.scripts_kit import run_script
 
-ENGINE = EngineConfig(
-    max_num_batched_tokens=64,
-    save_group_tokens=8,
-    max_batch_size=2,
-    compile_cache_dir=None,
-    store=StoreConfig(block_tokens=16),
-)
+ENGINE = dataclasses.replace(checks.ENGINE, save_group_tokens=8)
 BLOCK_BYTES = 32 * checks.TOKEN_BYTES
 DISK = {"blend", "objects", "store", "tiers"}
 """Suites that want a disk whose page cache can be emptied."""
