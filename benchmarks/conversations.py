@@ -157,8 +157,8 @@ class ServedRound:
 def serve(engine: Engine, scripts: Sequence[Script]) -> ServedRound:
     """Serves conversations to their end in a closed loop, each in a session of its own that is forgotten then.
 
-    Each sends its next message as soon as its answer has ended; one thread drives all by the engine's steps, which is
-    idle before and afterwards. What broke a turn is raised.
+    Each sends its next message as soon as its answer has ended; one thread drives all by the engine's steps. The engine
+    is idle before and afterwards. What broke a turn is raised.
     """
     sessions = [engine.session() for _ in scripts]
     to_come = [iter(script) for script in scripts]

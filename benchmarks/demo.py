@@ -24,7 +24,6 @@ import rich.console
 from absl import flags
 
 from benchmarks.demo_acts import DemoError, drop_from_page_cache, go_on, in_new_process, serve_with_and_without
-from benchmarks.harness import ticked
 from benchmarks.tables import summarize_machine
 from ca_jax.config import EngineConfig
 from ca_jax.errors import CaJaxError
@@ -129,9 +128,10 @@ def run(config: DemoConfig, console: rich.console.Console, command: str) -> Repo
 
 
 def _read_messages(config: DemoConfig, progress: Progress) -> tuple[str, ...]:
-    for path in ticked(progress, "reading ShareGPT", [config.sharegpt_file]):
-        found = (each for each in sharegpt.load_sharegpt(path) if each.id == config.conversation_id)
-        conversation = next(found, None)
+    progress("reading ShareGPT", 0, 1)
+    recorded = sharegpt.load_sharegpt(config.sharegpt_file)
+    conversation = next((each for each in recorded if each.id == config.conversation_id), None)
+    progress("reading ShareGPT", 1, 1)
     if conversation is None:
         where = config.sharegpt_file or "the ShareGPT data set"
         raise LookupError(f"no conversation {config.conversation_id!r} in {where}")

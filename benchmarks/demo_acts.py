@@ -27,7 +27,6 @@ from benchmarks.compiles import CompileCounter
 from benchmarks.conversations import ServedTurn
 from benchmarks.disk import drop_cached
 from benchmarks.engines import without_store
-from benchmarks.harness import ticked
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.errors import CaJaxError
@@ -266,8 +265,9 @@ def _get_ready(engine: Engine, console: rich.console.Console, *, max_history_tok
         warmup_s = engine.warmup(
             max_history_tokens=max_history_tokens, max_new_tokens=max_new_tokens, progress=progress
         )
-        for touch in ticked(progress, "touching memory", [engine.wait_until_ready]):
-            touch()
+        progress("touching memory", 0, 1)
+        engine.wait_until_ready()
+        progress("touching memory", 1, 1)
     return warmup_s
 
 

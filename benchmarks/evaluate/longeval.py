@@ -34,7 +34,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from benchmarks.evaluate.comparison import Answers, Comparison, Evaluation, accuracy_rows
-from benchmarks.harness import Checked, ticked
+from benchmarks.harness import Checked
 from ca_jax.launch.texts import EvaluationError, read_rows, tokenizer_of
 from ca_jax.models.chat_template import ChatTemplate
 from ca_jax.models.tokenizer import Tokenizer
@@ -110,35 +110,37 @@ def run_longeval(model: LoadedModel, config: LongevalConfig, progress: Progress)
     records = _limited(config, tokenizer, begin)
     answers = {name: Answers() for name in empty}
     items: list[dict[str, Any]] = []
-    asked = [(record, question) for record in records for question in record.questions]
-    for record, question in ticked(progress, "longeval", asked):
-        if question is record.questions[0]:
-            contexts = {name: stream.fork() for name, stream in empty.items()}
-            for name, context in contexts.items():
-                started_s = time.perf_counter()
-                context.extend(record.token_ids)
-                answers[name].seconds += time.perf_counter() - started_s
-        text = question.continued if config.form == "continue" else question.chat + end
-        token_ids = tokenizer.encode(text, add_bos=False)
+    num_items = sum(len(record.questions) for record in records)
+    progress("longeval", 0, num_items)
+    for record in records:
+        contexts = {name: stream.fork() for name, stream in empty.items()}
         for name, context in contexts.items():
             started_s = time.perf_counter()
-            stream = context.fork()
-            stream.extend(token_ids)
-            given = tokenizer.decode(stream.generate(config.max_answer_tokens, model.stop_token_ids))
-            if config.form == "continue":
-                given = given.split("\n")[0]
-            given = given.strip()
-            answers[name].add(given, question.is_answered_by(given), len(context.truncations))
+            context.extend(record.token_ids)
             answers[name].seconds += time.perf_counter() - started_s
-        items.append(
-            {
-                "record": record.name,
-                "expected": question.expected,
-                "depth": question.depth,
-                "answers": {name: each.given[-1] for name, each in answers.items()},
-                "is_right": {name: each.is_right[-1] for name, each in answers.items()},
-            }
-        )
+        for question in record.questions:
+            text = question.continued if config.form == "continue" else question.chat + end
+            token_ids = tokenizer.encode(text, add_bos=False)
+            for name, context in contexts.items():
+                started_s = time.perf_counter()
+                stream = context.fork()
+                stream.extend(token_ids)
+                given = tokenizer.decode(stream.generate(config.max_answer_tokens, model.stop_token_ids))
+                if config.form == "continue":
+                    given = given.split("\n")[0]
+                given = given.strip()
+                answers[name].add(given, question.is_answered_by(given), len(context.truncations))
+                answers[name].seconds += time.perf_counter() - started_s
+            items.append(
+                {
+                    "record": record.name,
+                    "expected": question.expected,
+                    "depth": question.depth,
+                    "answers": {name: each.given[-1] for name, each in answers.items()},
+                    "is_right": {name: each.is_right[-1] for name, each in answers.items()},
+                }
+            )
+            progress("longeval", len(items), num_items)
     clusters = [item["record"] for item in items]
     return Evaluation(rows=accuracy_rows(Path(config.data).name, config.comparison, answers, clusters), items=items)
 

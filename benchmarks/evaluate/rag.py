@@ -10,29 +10,27 @@ Source: CacheBlend (Yao et al., EuroSys 2025), section 7.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import jax
 import numpy as np
 
 from benchmarks.evaluate.comparison import Evaluation
-from benchmarks.evaluate.items import Chunking, RagPrompt, read_prompts
-from benchmarks.evaluate.rag_context import Answer, Answerer, Asked, Behind, ContextModel
+from benchmarks.evaluate.items import Chunking, read_prompts
+from benchmarks.evaluate.rag_context import ContextModel
 from benchmarks.evaluate.rag_methods import (
     BASELINES,
     RECOMPUTE,
     REUSE,
+    Asker,
     Blends,
-    Mapper,
     Method,
     PromptContexts,
     methods_of,
 )
-from benchmarks.evaluate.statistics import Interval, f1_score, first_line, mean_interval, rouge_l
+from benchmarks.evaluate.statistics import Interval, mean_interval
 from benchmarks.harness import Checked, ticked
-from ca_jax.launch.texts import EvaluationError, tokenizer_of
+from ca_jax.launch.texts import EvaluationError
 from ca_jax.pretrained import LoadedModel, Progress
 
 DEVIATION_FIGURES = (6, 7, 8)
@@ -137,7 +135,8 @@ def run_rag(model: LoadedModel, config: RagConfig, progress: Progress, *, least_
     asks = config.answer_tokens > 0
     methods = [method for method in methods_of(config.blends, config.baselines) if asks or not method.maps]
     contexts = ContextModel(model, prompts, config.answer_tokens)
-    asker = _Asker(contexts, config) if asks else None
+    lengths = {"summary_tokens": config.summary_tokens, "answer_tokens": config.answer_tokens}
+    asker = Asker(contexts, config.chunking, **lengths) if asks else None
     found: list[dict[Method, _Result]] = []
     items: list[dict[str, Any]] = []
     for prompt in ticked(progress, "rag", prompts):
@@ -153,47 +152,16 @@ def run_rag(model: LoadedModel, config: RagConfig, progress: Progress, *, least_
     return Evaluation(rows=_rows(methods, found, [item["context_tokens"] for item in items]), items=items)
 
 
-def _result(of: PromptContexts, method: Method, asker: _Asker | None) -> _Result:
+def _result(of: PromptContexts, method: Method, asker: Asker | None) -> _Result:
     if method.maps:
         if asker is None:
             raise ValueError(f"answer_tokens must be at least 1 for {method.name}, got 0")
-        answer, computed_tokens = asker.mapped(of, method)
+        answer, computed_tokens = asker.reduce(of) if method.kind == "mapreduce" else asker.rerank(of)
         return _Result(computed_tokens=computed_tokens, **asker.scored(of.prompt, answer))
     kv = of.kv(method) if method.fuses else of.full
     asked = of.ask(kv) if method.fuses else of.asked
     scored = {} if asker is None else asker.scored(of.prompt, asker.answer(of, kv, asked))
     return _Result(computed_tokens=of.computed_tokens(method), **vars(of.compared(asked)), **scored)
-
-
-class _Asker:
-    """Takes answers and says how good they are."""
-
-    def __init__(self, contexts: ContextModel, config: RagConfig) -> None:
-        self._tokenizer = tokenizer_of(contexts.model)
-        self._stop_ids = contexts.model.stop_token_ids
-        self._answerer = Answerer(contexts, num_rows=1, max_tokens=config.answer_tokens, capacity=contexts.capacity)
-        self._contexts, self._config = contexts, config
-
-    @functools.cached_property
-    def _mapper(self) -> Mapper:
-        """Made when it is asked for: its pages take memory."""
-        sizes = {"summary_tokens": self._config.summary_tokens, "answer_tokens": self._config.answer_tokens}
-        return Mapper(self._contexts, self._config.chunking, **sizes)
-
-    def answer(self, of: PromptContexts, kv: Sequence[jax.Array], asked: Asked) -> Answer:
-        behind = Behind(kv, of.num_tokens, asked, len(of.prompt.question_ids))
-        (answer,) = self._answerer.answer([behind], self._stop_ids)
-        return answer
-
-    def mapped(self, of: PromptContexts, method: Method) -> tuple[Answer, int]:
-        return self._mapper.reduce(of) if method.kind == "mapreduce" else self._mapper.rerank(of)
-
-    def scored(self, prompt: RagPrompt, answer: Answer) -> dict[str, Any]:
-        """Fields of a result: the answer's text and, where there are right ones, its scores."""
-        text = first_line(self._tokenizer.decode(answer.token_ids))
-        if not prompt.answers:
-            return {"answer": text}
-        return {"answer": text, "f1": f1_score(text, prompt.answers), "rouge_l": rouge_l(text, prompt.answers)}
 
 
 def _item(of: PromptContexts, results: dict[Method, _Result]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -28,7 +28,7 @@ from benchmarks.evaluate.rag_context import (
     kv_deviations,
     plan_of,
 )
-from benchmarks.evaluate.statistics import kl_divergence
+from benchmarks.evaluate.statistics import f1_score, first_line, kl_divergence, rouge_l
 from benchmarks.harness import Checked, require
 from ca_jax import config
 from ca_jax.device.transfer import to_device, to_host
@@ -203,27 +203,38 @@ class PromptContexts:
         )
 
 
-class Mapper:
-    """Asks chunks one by one: answers, and tokens of prompts computed for them and of what was generated before."""
+class Asker:
+    """Takes answers, greedily. Pages for them are made when they are first wanted, since they take memory.
+
+    Ways that ask chunks one by one also give the tokens of prompts that they compute, and of what they generate before.
+    """
 
     def __init__(self, contexts: ContextModel, chunking: Chunking, *, summary_tokens: int, answer_tokens: int) -> None:
-        self._contexts = contexts
-        self._stop_ids = contexts.model.stop_token_ids
-        tokenizer = tokenizer_of(contexts.model)
-        self._tokenizer = tokenizer
-        self._summarize = tokenizer.encode(SUMMARIZE, add_bos=False)
-        self._summary_answerer, self._answerer = (
-            Answerer(contexts, num_rows=chunking.num_chunks, max_tokens=max_tokens, capacity=chunking.chunk_tokens)
-            for max_tokens in (summary_tokens, answer_tokens)
-        )
+        self._contexts, self._chunking = contexts, chunking
+        self._summary_tokens, self._answer_tokens = summary_tokens, answer_tokens
+        self._tokenizer = tokenizer_of(contexts.model)
+        self._summarize = self._tokenizer.encode(SUMMARIZE, add_bos=False)
         # Summaries are read again: their tokens may be a few more or less than those that were generated.
         self._summary_capacity = -(-chunking.num_chunks * (summary_tokens + 8) // 64) * 64
-        self._final = Answerer(contexts, num_rows=1, max_tokens=answer_tokens, capacity=self._summary_capacity)
+        self._answerers: dict[tuple[int, ...], Answerer] = {}
+
+    def answer(self, of: PromptContexts, kv: Sequence[jax.Array], asked: Asked) -> Answer:
+        """Answers the question behind a context as a method has it."""
+        behind = Behind(kv, of.num_tokens, asked, len(of.prompt.question_ids))
+        (answer,) = self._answers([behind], 1, self._contexts.capacity, self._answer_tokens)
+        return answer
+
+    def scored(self, prompt: RagPrompt, answer: Answer) -> dict[str, Any]:
+        """The answer's text and, where there are right ones, its `f1` and `rouge_l`."""
+        text = first_line(self._tokenizer.decode(answer.token_ids))
+        if not prompt.answers:
+            return {"answer": text}
+        return {"answer": text, "f1": f1_score(text, prompt.answers), "rouge_l": rouge_l(text, prompt.answers)}
 
     def reduce(self, of: PromptContexts) -> tuple[Answer, int]:
         """Answers the question of summaries of the chunks."""
         rows = self._rows(of, self._summarize)
-        summaries = self._summary_answerer.answer(rows, self._stop_ids)
+        summaries = self._of_chunks(rows, self._summary_tokens)
         ids = list(of.prompt.head)
         for summary in summaries:
             text = " ".join(self._tokenizer.decode(summary.token_ids).split())
@@ -232,7 +243,8 @@ class Mapper:
         question = of.prompt.question_ids
         kv = self._contexts.prefill(ids, self._summary_capacity)
         asked = self._contexts.ask(kv, len(ids), question, 1)
-        (answer,) = self._final.answer([Behind(kv, len(ids), asked, len(question))], self._stop_ids)
+        behind = Behind(kv, len(ids), asked, len(question))
+        (answer,) = self._answers([behind], 1, self._summary_capacity, self._answer_tokens)
         generated = sum(len(summary.token_ids) for summary in summaries)
         return answer, len(rows) * len(self._summarize) + generated + len(ids) + len(question)
 
@@ -240,7 +252,7 @@ class Mapper:
         """Answers the question of each chunk, and takes the answer of the highest mean log probability."""
         question = list(of.prompt.question_ids)
         rows = self._rows(of, question)
-        answers = self._answerer.answer(rows, self._stop_ids)
+        answers = self._of_chunks(rows, self._answer_tokens)
         generated = sum(len(answer.token_ids) for answer in answers)
         best = max(answers, key=lambda answer: answer.mean_logprob)
         return best, len(rows) * len(question) + generated
@@ -252,3 +264,13 @@ class Mapper:
             kv = [to_device(layer) for layer in chunk]
             rows.append(Behind(kv, len(ids), self._contexts.ask(kv, len(ids), question, 1), len(question)))
         return rows
+
+    def _of_chunks(self, rows: Sequence[Behind], max_tokens: int) -> list[Answer]:
+        return self._answers(rows, self._chunking.num_chunks, self._chunking.chunk_tokens, max_tokens)
+
+    def _answers(self, rows: Sequence[Behind], most_rows: int, capacity: int, max_tokens: int) -> list[Answer]:
+        sizes = {"num_rows": most_rows, "max_tokens": max_tokens, "capacity": capacity}
+        key = tuple(sizes.values())
+        if key not in self._answerers:
+            self._answerers[key] = Answerer(self._contexts, **sizes)
+        return self._answerers[key].answer(rows, self._contexts.model.stop_token_ids)

@@ -16,7 +16,6 @@ from benchmarks.gpu.rows import Findings, GpuBenchConfig
 from benchmarks.harness import Run
 from benchmarks.suites.preload import PreloadConfig, PreloadRow, preload
 from benchmarks.suites.save import SaveConfig, SaveRow, save
-from ca_jax.config import EngineConfig
 from ca_jax.pretrained import LoadedModel, Progress
 
 PAPER_PRELOAD = {"0": -0.35, "15": -0.61}
@@ -71,7 +70,7 @@ def figure_20(model: LoadedModel, config: GpuBenchConfig, progress: Progress) ->
         save_answer_tokens=config.figure20_answer_tokens,
         save_ratios=(),
         stream_turns=0,
-        engine=_engine(config),
+        engine=config.engine,
         repeats=config.repeats,
         seed=config.seed,
     )
@@ -107,7 +106,7 @@ def _preload_rows(
         preload_read_buffers=read_buffers,
         load_ratios=(),
         ahead_tokens=min(prompt_tokens, config.chunk_tokens),
-        engine=_engine(config),
+        engine=config.engine,
         repeats=config.repeats,
         seed=config.seed,
     )
@@ -128,10 +127,6 @@ def _preload_rows(
         }
         for row in found
     ]
-
-
-def _engine(config: GpuBenchConfig) -> EngineConfig:
-    return EngineConfig(max_num_batched_tokens=config.chunk_tokens, recompute_if_faster=False, compile_cache_dir=None)
 
 
 def _of(model: LoadedModel) -> str:

@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any, ClassVar, Literal
 
 from benchmarks.harness import Config, require
+from ca_jax.config import EngineConfig
 from ca_jax.models.presets import PRESETS
 
 MATMUL_FLOOR = 0.5
@@ -76,6 +77,11 @@ class GpuBenchConfig(Config):
         for name in ("preset", "overlap_preset"):
             value = getattr(self, name)
             require(value in PRESETS, name, f"one of {', '.join(sorted(PRESETS))}", repr(value))
+
+    @property
+    def engine(self) -> EngineConfig:
+        """Of all engines."""
+        return EngineConfig(max_num_batched_tokens=self.chunk_tokens, recompute_if_faster=False, compile_cache_dir=None)
 
     @classmethod
     def small(cls) -> GpuBenchConfig:

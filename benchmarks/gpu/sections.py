@@ -58,8 +58,9 @@ class GpuBench:
 
     def runner(self) -> RunnerBench:
         """Prefill and decode of the model."""
+        probes = self.known_probes
         if self._runner is None:
-            self._runner = RunnerBench(self.model(self.config.preset), self.config)
+            self._runner = RunnerBench(self.model(self.config.preset), self.config, probes)
         return self._runner
 
     def figure(self, measure: Callable[[LoadedModel, GpuBenchConfig, Progress], Findings]) -> Findings:
@@ -81,10 +82,8 @@ class Section:
 
 SECTIONS = (
     Section("probes", "The hardware", 0, GpuBench.measure_probes),
-    Section("prefill", "Prefill against the matmul peak", 40, lambda bench: bench.runner().prefill(bench.known_probes)),
-    Section(
-        "decode", "Decode against the memory's bandwidth", 60, lambda bench: bench.runner().decode(bench.known_probes)
-    ),
+    Section("prefill", "Prefill against the matmul peak", 40, lambda bench: bench.runner().prefill()),
+    Section("decode", "Decode against the memory's bandwidth", 60, lambda bench: bench.runner().decode()),
     Section(
         "ttft",
         "Turns over histories in DRAM",

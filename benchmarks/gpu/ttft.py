@@ -6,6 +6,7 @@ Not here: loads and computes alone (`benchmarks.apart`), what the link gives (`p
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,6 @@ from benchmarks.engines import (
 from benchmarks.gpu.model import model_note
 from benchmarks.gpu.rows import LINK_FLOOR, TTFT_CEILING, Findings, Floor, GpuBenchConfig, Probes
 from benchmarks.harness import Sample, Ways
-from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.kv.layout import kv_layout
 from ca_jax.pretrained import LoadedModel
@@ -35,9 +35,7 @@ from ca_jax.session import Session
 def measure_ttft(model: LoadedModel, config: GpuBenchConfig, probes: Probes) -> Findings:
     """TTFT of turns over histories in DRAM, by history: against its load and its compute, each measured alone."""
     longest = max(config.history_tokens) + config.new_tokens + 1
-    settings = EngineConfig(
-        max_num_batched_tokens=config.chunk_tokens, read_buffer="all", recompute_if_faster=False, compile_cache_dir=None
-    )
+    settings = dataclasses.replace(config.engine, read_buffer="all")
     engine_config = engine_for(settings, model, [longest], context_window=longest + 1)
     with contextlib.ExitStack() as stack:
         engine = stack.enter_context(make_engine(model, engine_config))

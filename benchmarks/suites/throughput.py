@@ -23,7 +23,6 @@ from benchmarks.engines import make_engine, sized_config
 from benchmarks.harness import Row, Run, Sample
 from benchmarks.recording import Recorder
 from benchmarks.replay.workload import LEAST_ANSWER_TOKENS, Exchange, Script, num_tokens, recorded_script
-from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.kv.layout import kv_layout
 from ca_jax.pretrained import LoadedModel
@@ -127,23 +126,18 @@ def _random_script(model: LoadedModel, config: ThroughputConfig, rng: np.random.
     return tuple(script)
 
 
-def engine_config(config: ThroughputConfig, model: LoadedModel, mode: str) -> EngineConfig:
-    """The engine of one of `MODES`: its DRAM holds all conversations, or none."""
-    num_blocks = config.concurrent_sessions * kv_layout(model, config.engine).num_blocks(config.context_window)
-    sized = dataclasses.replace(config.engine, context_window=config.context_window)
-    return sized_config(sized, model, num_blocks if mode == "store" else 0)
-
-
 @harness.suite(ThroughputConfig, summary=lambda _: {}, is_recorded=True)
 def throughput(run: Run[ThroughputConfig]) -> Iterator[ThroughputRow]:
     """Turns a minute of a continuous batch of conversations, with stored KV and with none."""
     config, model, recorder = run.config, run.model, run.recorder or Recorder()
     scripts = make_scripts(model, config)
+    sized = dataclasses.replace(config.engine, context_window=config.context_window)
+    num_blocks = config.concurrent_sessions * kv_layout(model, sized).num_blocks(config.context_window)
     with contextlib.ExitStack() as stack:
         engines = {}
         for mode in MODES:
-            sized = engine_config(config, model, mode)
-            engine = make_engine(model, sized, timeline=recorder.timeline)
+            own = sized_config(sized, model, num_blocks if mode == "store" else 0)
+            engine = make_engine(model, own, timeline=recorder.timeline)
             engines[mode] = stack.enter_context(engine)
             engine.warmup(progress=run.progress)
         for engine in engines.values():

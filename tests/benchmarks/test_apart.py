@@ -8,17 +8,13 @@ import pytest
 from benchmarks.apart import ApartEngine
 from benchmarks.engines import send_turn
 from benchmarks.harness import BenchError
-from ca_jax.config import BlendConfig, EngineConfig
+from ca_jax.config import BlendConfig
 from ca_jax.engine import Engine
 from ca_jax.storage.config import StoreConfig
+from tests.benchmarks.suite_checks import ENGINE
 
-CONFIG = EngineConfig(
-    compile_cache_dir=None,
-    max_num_batched_tokens=64,
-    context_window=256,
-    max_batch_size=1,
-    store=StoreConfig(dram_gib=0.01, block_tokens=16),
-)
+STORE = StoreConfig(dram_gib=0.01, block_tokens=16)
+CONFIG = dataclasses.replace(ENGINE, context_window=256, max_batch_size=1, store=STORE)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.6, 1.0])

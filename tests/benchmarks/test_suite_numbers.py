@@ -22,7 +22,6 @@ from benchmarks.suites.preload import COMPUTE, PreloadCell
 from benchmarks.suites.save import save_row
 from benchmarks.suites.throughput import ThroughputConfig, fitting_scripts, make_scripts
 from ca_jax import session
-from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.kv import costs
 from ca_jax.kv.costs import PrefillRate, Rates, TransferRate
@@ -30,8 +29,8 @@ from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import load_model
 from ca_jax.serving import batch
 from ca_jax.simulate.traces.sharegpt import Conversation, Turn
-from ca_jax.storage.config import StoreConfig
 from ca_jax.testing import tiny
+from tests.benchmarks.suite_checks import ENGINE
 from tests.launch.conftest import usage
 
 # Loads beside computing, and saves.
@@ -151,7 +150,7 @@ CONFIG = ThroughputConfig(
     num_turns=3,
     answer_tokens=4,
     context_window=200,
-    engine=EngineConfig(compile_cache_dir=None, max_batch_size=2, max_num_batched_tokens=64, recompute_if_faster=False),
+    engine=dataclasses.replace(ENGINE, recompute_if_faster=False),
 )
 OVERFLOW = OverflowBenchConfig(
     num_sessions=3,
@@ -161,13 +160,7 @@ OVERFLOW = OverflowBenchConfig(
     max_answer_tokens=6,
     gap_sessions=(1, 2),
     next_turn_tokens=20,
-    engine=EngineConfig(
-        compile_cache_dir=None,
-        max_batch_size=2,
-        max_num_batched_tokens=64,
-        overflow=OverflowConfig(keep_first_tokens=4),
-        store=StoreConfig(block_tokens=16),
-    ),
+    engine=dataclasses.replace(ENGINE, overflow=OverflowConfig(keep_first_tokens=4)),
 )
 
 
