@@ -22,15 +22,15 @@ This file, put into `benchmarks/suites/`, is one; `--suite=tokenize --num_words=
     def tokenize(run):
         for num_words in run.config.num_words:
             ways = {"ours": lambda: harness.timed("encode_s", run.model.tokenizer.encode, "word " * num_words)}
-            rounds = harness.interleave(lambda: ways, run.config.repeats)
+            rounds = run.rounds(lambda: ways)
             yield harness.make_row(TokenizeRow, harness.samples(rounds), num_words=num_words)
 
-Ways that are compared are entries of `ways`: `interleave` takes their samples in turn, a warm-up round first. Rows have
+Ways that are compared are entries of `ways`: `rounds` takes their samples in turn, a warm-up round first. Rows have
 medians, and the least and the largest sample in `spread`.
 
 - `harness`: configs, rows, rounds, the registry. `flags`, `tables`, `figures`, `main`: what follows from them.
 - `suites`: one file a suite; `overflow_*`, `host_turns` and `servers` are parts of `overflow`, `policy` and `serving`.
-- `engines`, `links`, `conversations`, `contexts`, `apart`, `disk`, `peers`, `recording`: what several suites use.
+- `engines`, `paced`, `conversations`, `apart`, `disk`, `peers`, `recording`: what several suites use.
 - `gpu`: the benchmark of an accelerator, `python -m ca_jax.launch.gpu_bench`.
 - `evaluate`, `demo`: `python -m ca_jax.launch.evaluate` and `demo`, which share flags, tables and figures with these.
 """

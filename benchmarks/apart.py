@@ -24,7 +24,6 @@ from ca_jax.kv.layer_loader import LayerLoad, LayerLoader
 from ca_jax.recompute.plan import blend_plan
 from ca_jax.recompute.recomputer import RecomputedHistory
 from ca_jax.session import Session
-from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tickets import LoadTicket
 from ca_jax.turns.text import ChunkSpan
 
@@ -59,15 +58,13 @@ class ApartEngine:
 
     Args:
       engine: whose functions and device state are used; nothing else may run it meanwhile.
-      store: the engine's own, as its `store_wrapper` was given it.
       max_history_tokens: of the longest history.
     """
 
-    def __init__(self, engine: Engine, store: AttentionStore, *, max_history_tokens: int) -> None:
-        self._engine = engine
-        self._store = store
+    def __init__(self, engine: Engine, *, max_history_tokens: int) -> None:
+        self._engine, self._store = engine, engine._kv.store
         padded_tokens = engine._runner.padded_history(max_history_tokens)
-        self._loader = LayerLoader(store.layout, padded_tokens * store.layout.token_bytes)
+        self._loader = LayerLoader(self._store.layout, padded_tokens * self._store.layout.token_bytes)
         self._loader.touch()
 
     def close(self) -> None:
@@ -78,11 +75,7 @@ class ApartEngine:
     def loaded(self, session: Session) -> Iterator[HistoryOnDevice]:
         """Loads all of a session's KV from DRAM, as fast as it comes, while nothing is computed.
 
-        Yields:
-          It, until the block ends: on CPU it lies in the loader's memory.
-
-        Raises:
-          BenchError: the store has not all of it in DRAM.
+        It is there until the block ends: on CPU it lies in the loader's memory. BenchError: DRAM has not all of it.
         """
         ticket = self._open_load(session)
         with self._on_device(FusedTicket([(ticket, 0)]), [ticket]) as (layers, load_s, _):
@@ -90,14 +83,7 @@ class ApartEngine:
 
     @contextlib.contextmanager
     def loaded_context(self, chunks: Sequence[Sequence[int]], tenant: str = "") -> Iterator[HistoryOnDevice]:
-        """Loads the KV of chunks from DRAM, one behind the other, as fast as it comes, while nothing is computed.
-
-        Yields:
-          It, until the block ends, as in `loaded`.
-
-        Raises:
-          BenchError: the store has not all of it in DRAM.
-        """
+        """As `loaded`, the KV of chunks, one behind the other."""
         stored = self._engine._kv.chunks
         starts = itertools.accumulate(map(len, chunks), initial=0)
         spans = [
@@ -117,11 +103,7 @@ class ApartEngine:
             yield HistoryOnDevice(fused.num_tokens, layers, load_s, token_ids, history)
 
     def prefill(self, history: HistoryOnDevice, new_ids: list[int]) -> tuple[int, float]:
-        """Computes a turn over a history that is on the device.
-
-        Returns:
-          The likeliest first token, and seconds until it is on the host.
-        """
+        """Computes a turn over a history on the device: the likeliest first token, and seconds until it is known."""
         return self._prefill(lambda: history, history.num_tokens, new_ids)
 
     def sample(self, session: Session, new_ids: list[int]) -> Sample:
@@ -131,16 +113,7 @@ class ApartEngine:
         return {"token": token, "compute_s": compute_s, "load_s": history.load_s}
 
     def blend(self, context: HistoryOnDevice, new_ids: list[int], ratio: float) -> tuple[int, float]:
-        """Computes a turn over chunks that are on the device: what of them is computed anew, and the new tokens.
-
-        Args:
-          context: of `loaded_context`.
-          new_ids: behind the chunks.
-          ratio: share of their tokens that is computed anew.
-
-        Returns:
-          As `prefill`.
-        """
+        """As `prefill`, over chunks of `loaded_context` of which a share is computed anew."""
         if context.history is None:
             raise ValueError("context must be of chunks, got a session's history")
         runner, history = self._engine._runner, context.history

@@ -17,9 +17,7 @@ class CompileCounter:
 
     def __init__(self) -> None:
         self.count = 0
-        """Functions compiled so far."""
         self.seconds = 0.0
-        """Seconds that took."""
         self._lock = threading.Lock()
 
     def __enter__(self) -> CompileCounter:

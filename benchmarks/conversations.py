@@ -1,7 +1,11 @@
-"""The conversations that suites serve, ShareGPT's or random tokens where it is not installed, and the loop that serves.
+"""What suites serve: conversations, and questions behind chunks of texts; and the loop that serves conversations.
 
-Not here: a recorded conversation as turns (`benchmarks.replay.workload`), reading the data set,
-which conversations a suite takes (`suites.throughput`, `suites.overflow`).
+They are ShareGPT's, or of questions with retrieved texts where there is a file of them; of random tokens where the data
+set is not installed, or the model has no tokenizer. All chunks have the same number of tokens, and no two are the same,
+so that samples are of equal work.
+
+Not here: a recorded conversation as turns (`benchmarks.replay.workload`), reading files (`evaluate.items`), which
+conversations or chunks a suite takes (`suites`).
 """
 
 from __future__ import annotations
@@ -10,10 +14,12 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
-from benchmarks.engines import answer_of
+from benchmarks.engines import answer_of, random_ids
+from benchmarks.evaluate.items import QUESTION_TOKENS, Chunking, RagPrompt, conversation_prompts, prompts_of, read_items
 from benchmarks.harness import BenchError
 from benchmarks.replay.workload import Script
 from ca_jax.engine import Engine
@@ -21,6 +27,8 @@ from ca_jax.pretrained import LoadedModel
 from ca_jax.session import Job
 from ca_jax.simulate.traces.sharegpt import Conversation, dataset_path, load_sharegpt
 from ca_jax.turns.requests import Usage
+
+_MOST_CHUNKS = 1 << 20  # Of one item: all of them.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,17 +53,8 @@ def recorded_or_random(
 ) -> Scripts:
     """The first conversations of ShareGPT that are chosen; made ones without the data set, or without a tokenizer.
 
-    Args:
-      model: who answers.
-      num_scripts: how many.
-      choose: gives the scripts of those recorded conversations that will do.
-      make: gives one of random tokens.
-      min_turns: of a recorded conversation that is looked at.
-      wanted: what they are to be, for the error.
-      seed: of random tokens.
-
-    Raises:
-      BenchError: the data set has too few such conversations.
+    `choose` gives the scripts of those recorded conversations, of at least `min_turns`, that will do. Too few are a
+    BenchError, which says what is `wanted`; so many that `make` makes are of random tokens.
     """
     if model.tokenizer is None or not is_installed():
         rng = np.random.default_rng(seed)
@@ -76,9 +75,54 @@ def is_installed() -> bool:
     return True
 
 
-def num_tokens(script: Script) -> int:
-    """Of all its messages and answers."""
-    return sum(turn.num_tokens for turn in script)
+# Contexts of chunks.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Contexts:
+    """Chunks, and questions to be asked behind any of them."""
+
+    source: str
+    """`data`, `sharegpt` or `random`."""
+    chunks: tuple[tuple[int, ...], ...]
+    """Token ids, all of one length and no two the same; those that were found together are side by side."""
+    questions: tuple[tuple[int, ...], ...]
+    """Token ids, at least one question."""
+
+
+def make_contexts(model: LoadedModel, num_chunks: int, chunk_tokens: int, *, data: str | None, seed: int) -> Contexts:
+    """So many chunks of so many tokens, the first that are to be had: each is the first tokens of a longer text.
+
+    `data` is a file or folder of questions behind texts; None: conversations. Too few texts are a BenchError.
+    """
+    if data is not None:
+        chunking = Chunking(data=data, num_chunks=_MOST_CHUNKS, chunk_tokens=chunk_tokens)
+        prompts = prompts_of(model, read_items(Path(data).expanduser()), chunking)
+        return _first("data", prompts, num_chunks, chunk_tokens)
+    if model.tokenizer is None or not is_installed():
+        rng = np.random.default_rng(seed)
+        return Contexts(
+            source="random",
+            chunks=tuple(tuple(random_ids(rng, model, chunk_tokens)) for _ in range(num_chunks)),
+            questions=(tuple(random_ids(rng, model, QUESTION_TOKENS)),),
+        )
+    made = conversation_prompts(model, Chunking(num_chunks=1, chunk_tokens=chunk_tokens, max_items=2 * num_chunks))
+    return _first("sharegpt", made, num_chunks, chunk_tokens)  # Some begin alike.
+
+
+def _first(source: str, prompts: Iterable[RagPrompt], num_chunks: int, chunk_tokens: int) -> Contexts:
+    chunks: dict[tuple[int, ...], None] = {}
+    questions: dict[tuple[int, ...], None] = {}
+    for prompt in prompts:
+        whole = [chunk for chunk in prompt.chunks if len(chunk) == chunk_tokens]
+        chunks.update(dict.fromkeys(whole))
+        if whole:
+            questions[prompt.question_ids] = None
+        if len(chunks) >= num_chunks:
+            return Contexts(
+                source=source, chunks=tuple(itertools.islice(chunks, num_chunks)), questions=tuple(questions)
+            )
+    raise BenchError(f"texts must have {num_chunks} chunks of {chunk_tokens} tokens, got {len(chunks)}")
 
 
 # Serving.
@@ -91,9 +135,9 @@ class ServedTurn:
     history_tokens: int
     """Of the conversation before it."""
     answer_ids: tuple[int, ...]
-    """What was generated."""
     usage: Usage
-    """What it took."""
+    compiles: int = 0
+    """Functions compiled while it was measured, if that was asked; 0, or its TTFT is of no use."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +147,6 @@ class ServedRound:
     elapsed_s: float
     """From the first message sent to the last answer ended."""
     conversations: tuple[tuple[ServedTurn, ...], ...]
-    """Their turns."""
 
     @property
     def turns(self) -> list[ServedTurn]:
@@ -114,14 +157,8 @@ class ServedRound:
 def serve(engine: Engine, scripts: Sequence[Script]) -> ServedRound:
     """Serves conversations to their end in a closed loop, each in a session of its own that is forgotten then.
 
-    Each sends its next message as soon as its answer has ended; one thread drives all by the engine's steps.
-
-    Args:
-      engine: idle; it is idle again afterwards.
-      scripts: what is said in each, and how long answers are.
-
-    Raises:
-      Exception: what broke a turn, if something did.
+    Each sends its next message as soon as its answer has ended; one thread drives all by the engine's steps. The engine
+    is idle before and afterwards. What broke a turn is raised.
     """
     sessions = [engine.session() for _ in scripts]
     to_come = [iter(script) for script in scripts]

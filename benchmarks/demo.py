@@ -54,11 +54,7 @@ _STORE = StoreConfig(dram_gib=1.0, ssd_gib=1.0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """What the demo serves and where it writes.
-
-    Raises:
-      ValueError: fewer than 2 turns, no tokens, or a store that keeps nothing.
-    """
+    """What the demo serves and where it writes."""
 
     model: str = DEFAULT_MODEL
     """Preset, .gguf file, Hugging Face directory, hub name (org/name) or checkpoint, with a tokenizer."""
@@ -87,24 +83,9 @@ _FLAGS = ConfigFlags(DemoConfig())
 
 
 def run(config: DemoConfig, console: rich.console.Console, command: str) -> Report:
-    """Serves both acts, prints the table and writes JSON and figure.
+    """Serves both acts, prints the table and writes JSON and figure; the report.
 
     The acts run in processes of their own and print to this one's standard output.
-
-    Args:
-      config: what and where.
-      console: where to print the rest.
-      command: told in the JSON.
-
-    Returns:
-      What was written as JSON.
-
-    Raises:
-      CaJaxError: the model cannot be loaded or the conversation cannot be served.
-      OSError: there is no data set, or a directory cannot be used.
-      LookupError: the data set has no such conversation.
-      ValueError: it is malformed, or a size does not fit the machine.
-      concurrent.futures.process.BrokenProcessPool: a process was killed.
     """
     started_s = time.perf_counter()
     note(console, repr(config))
@@ -147,14 +128,13 @@ def run(config: DemoConfig, console: rich.console.Console, command: str) -> Repo
 
 
 def _read_messages(config: DemoConfig, progress: Progress) -> tuple[str, ...]:
-    what = "reading ShareGPT"
-    progress(what, 0, 1)
+    progress("reading ShareGPT", 0, 1)
     recorded = sharegpt.load_sharegpt(config.sharegpt_file)
     conversation = next((each for each in recorded if each.id == config.conversation_id), None)
+    progress("reading ShareGPT", 1, 1)
     if conversation is None:
         where = config.sharegpt_file or "the ShareGPT data set"
         raise LookupError(f"no conversation {config.conversation_id!r} in {where}")
-    progress(what, 1, 1)
     messages = conversation.user_texts[: config.turns]
     if len(messages) < 2:
         raise DemoError(
@@ -165,11 +145,7 @@ def _read_messages(config: DemoConfig, progress: Progress) -> tuple[str, ...]:
 
 
 def check(report: Report) -> None:
-    """Checks what the demo is to show.
-
-    Raises:
-      DemoError: an answer over stored KV differs from the recomputed one, or act two had no KV from SSD.
-    """
+    """Raises DemoError if an answer over stored KV differs from the recomputed one, or act two had no KV from SSD."""
     resume = report["resume"]
     differing = [row["turn"] for row in (*report["rows"], resume) if not row["same_tokens"]]
     if differing:
@@ -224,14 +200,7 @@ def print_report(report: Report, console: rich.console.Console) -> None:
 
 
 def write_report(report: Report, directory: Path) -> tuple[Path, Path]:
-    """Writes JSON and figure; the directory is made where it is not.
-
-    Returns:
-      Both paths.
-
-    Raises:
-      OSError: they cannot be written there.
-    """
+    """Writes JSON and figure, whose paths are returned."""
     json_path, png_path = directory / "demo.json", directory / "demo.png"
     write_json(report, json_path)
     plot_turns(
@@ -249,12 +218,8 @@ def plot_turns(
 ) -> None:
     """Draws TTFT of each turn, recomputed and reused, above what each turn was conditioned on.
 
-    Args:
-      path: the PNG to write.
-      turns: of each `ttft_recompute_s` and `ttft_reuse_s`, seconds; `history_tokens` before it; `new_tokens` of it.
-      title: of the figure.
-      caption: what it was measured on, small print below.
-      restarted_before: the turn, from 1, before which the process was restarted, so that its history came from SSD.
+    Turns have `ttft_recompute_s`, `ttft_reuse_s`, `history_tokens` before them and `new_tokens`. Before the turn
+    `restarted_before`, from 1, the process was restarted: its history came from SSD.
     """
     numbers = list(range(1, len(turns) + 1))
     recompute_s, reuse_s, history_tokens, new_tokens = (

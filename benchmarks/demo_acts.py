@@ -24,6 +24,8 @@ from typing import Any, TypeVar
 import rich.console
 
 from benchmarks.compiles import CompileCounter
+from benchmarks.conversations import ServedTurn
+from benchmarks.disk import drop_cached
 from benchmarks.engines import without_store
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
@@ -31,7 +33,7 @@ from ca_jax.errors import CaJaxError
 from ca_jax.launch.machine import describe_machine
 from ca_jax.launch.script import note
 from ca_jax.launch.terminal import decode_rate, describe_usage, progress_bars, write_piece
-from ca_jax.pretrained import Progress, load_model
+from ca_jax.pretrained import load_model
 from ca_jax.serving.core import enable_compile_cache
 from ca_jax.serving.prompts import turn_ids
 from ca_jax.session import Session
@@ -47,20 +49,6 @@ class DemoError(CaJaxError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ServedTurn:
-    """One measured turn of one session."""
-
-    history_tokens: int
-    """Of the conversation before the turn."""
-    answer_ids: list[int]
-    """Tokens generated."""
-    usage: Usage
-    """What it took."""
-    compiles: int
-    """Functions compiled while it was measured; 0, or its TTFT is of no use."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
     """One turn, over stored KV and recomputed."""
 
@@ -71,7 +59,6 @@ class Row:
     new_tokens: int
     """Of the message, template included."""
     answer_tokens: int
-    """Generated."""
     cached_tokens: dict[str, int]
     """Tokens whose KV was loaded, by the tier it was in. The last token of an answer has none yet."""
     ttft_recompute_s: float
@@ -101,7 +88,6 @@ class ResumeRow(Row):
     """The turn of act two, over KV that an ended process left on SSD."""
 
     session_id: str
-    """Of the conversation."""
     num_messages: int
     """Of the conversation, as they were found."""
     ttft_ssd_s: float
@@ -125,7 +111,6 @@ class FirstAct:
     """What act one served."""
 
     rows: list[TurnRow]
-    """Its turns."""
     engine_config: dict[str, Any]
     """Of the engine that stores KV, resolved: `EngineConfig` as JSON values."""
     machine: dict[str, Any]
@@ -152,15 +137,8 @@ def compared(turn: int, recomputed: ServedTurn, reused: ServedTurn) -> dict[str,
 def in_new_process(act: Callable[..., T], **arguments: Any) -> T:
     """Runs a function in a process of its own, which prints where this one prints and has ended on return.
 
-    A fresh interpreter, so that nothing of an earlier process is in its memory, nor on its device.
-
-    Args:
-      act: of a module; what it returns and raises must be picklable.
-      arguments: of `act`, picklable.
-
-    Raises:
-      Exception: what `act` has raised.
-      concurrent.futures.process.BrokenProcessPool: the process was killed.
+    A fresh interpreter, so that nothing of an earlier process is in its memory, nor on its device. The function is of a
+    module; what it is given, returns and raises is pickled.
     """
     sys.stdout.flush()
     spawn = multiprocessing.get_context("spawn")
@@ -171,19 +149,7 @@ def in_new_process(act: Callable[..., T], **arguments: Any) -> T:
 def serve_with_and_without(
     *, model: str, engine_config: EngineConfig, session_id: str, messages: Sequence[str], max_tokens: int
 ) -> FirstAct:
-    """Act one. What an earlier demo has stored under `session_id` is forgotten; what this one stores stays.
-
-    Args:
-      model: anything `load_model` takes, with a tokenizer.
-      engine_config: of the engine that stores KV; the other differs in that it does not.
-      session_id: of the conversation that is stored.
-      messages: of the user.
-      max_tokens: most tokens of an answer.
-
-    Raises:
-      CaJaxError: the model cannot be loaded, the store not be opened, or the conversation outgrows the window.
-      OSError, ValueError: as for `Engine`.
-    """
+    """Act one. What an earlier demo has stored under `session_id` is forgotten; what this one stores stays."""
     console = rich.console.Console()
     machine = describe_machine()
     with CompileCounter() as compiles:
@@ -232,20 +198,9 @@ def go_on(
     started_s: float,
     page_cache_dropped: bool,
 ) -> ResumeRow:
-    """Act two.
+    """Act two, in a process that was started at `started_s`, seconds since the epoch.
 
-    Args:
-      model: as in act one.
-      engine_config: as in act one.
-      session_id: of the conversation that was stored.
-      message: the user's next.
-      max_tokens: most tokens of the answer.
-      started_s: when the process was started, seconds since the epoch.
-      page_cache_dropped: told in the row.
-
-    Raises:
-      DemoError: nothing is stored under `session_id`.
-      CaJaxError: as in act one; so are OSError and ValueError.
+    DemoError: nothing is stored under `session_id`.
     """
     console = rich.console.Console()
     console.rule("restart: a new process goes on with what is on SSD")
@@ -285,18 +240,7 @@ def go_on(
 def serve(
     engine: Engine, session: Session, messages: Sequence[str], *, max_tokens: int, console: rich.console.Console
 ) -> list[ServedTurn]:
-    """Serves a conversation turn by turn, streaming the answers to `console`, and waits for its KV to be stored.
-
-    Args:
-      engine: idle; no other session of it may run.
-      session: of it, without a turn yet.
-      messages: of the user.
-      max_tokens: most tokens of an answer.
-      console: where questions, answers and latencies go.
-
-    Raises:
-      ContextWindowError: the conversation outgrows the window.
-    """
+    """Serves a conversation turn by turn, streaming the answers to `console`, and waits for its KV to be stored."""
     served = []
     for turn, message in enumerate(messages, 1):
         _print_message(console, turn, message)
@@ -308,21 +252,11 @@ def serve(
 
 
 def drop_from_page_cache(directory: Path) -> bool:
-    """Has the system forget what it holds of a directory's files in memory, so that reading them reads the disk.
-
-    Returns:
-      Whether it was asked to; not every system can be.
-    """
-    if not hasattr(os, "posix_fadvise"):
-        return False
-    for path in directory.rglob("*"):
-        if path.is_file():
-            file = os.open(path, os.O_RDONLY)
-            try:
-                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(file)
-    return True
+    """Has the system forget what it holds of a directory's files in memory; False where it cannot be asked to."""
+    can_drop = hasattr(os, "posix_fadvise")
+    if can_drop:
+        drop_cached(path for path in directory.rglob("*") if path.is_file())
+    return can_drop
 
 
 def _get_ready(engine: Engine, console: rich.console.Console, *, max_history_tokens: int, max_new_tokens: int) -> float:
@@ -331,15 +265,10 @@ def _get_ready(engine: Engine, console: rich.console.Console, *, max_history_tok
         warmup_s = engine.warmup(
             max_history_tokens=max_history_tokens, max_new_tokens=max_new_tokens, progress=progress
         )
-        _touch(engine, progress)
+        progress("touching memory", 0, 1)
+        engine.wait_until_ready()
+        progress("touching memory", 1, 1)
     return warmup_s
-
-
-def _touch(engine: Engine, progress: Progress) -> None:
-    what = "touching memory"
-    progress(what, 0, 1)
-    engine.wait_until_ready()
-    progress(what, 1, 1)
 
 
 def _rehearse(engine: Engine, session: Session, message: str) -> None:
@@ -363,14 +292,9 @@ def _serve_turn(session: Session, message: str, *, max_tokens: int, console: ric
         for piece in session.send(message, max_tokens=max_tokens):
             write_piece(console, piece)
     console.print()
-    usage = _usage_of(session)
-    note(console, describe_usage(usage))
-    return ServedTurn(
-        history_tokens=history_tokens,
-        answer_ids=session.token_ids[usage.prompt_tokens :],
-        usage=usage,
-        compiles=compiles.count,
-    )
+    served = _served(session, history_tokens, compiles)
+    note(console, describe_usage(served.usage))
+    return served
 
 
 def _recompute(engine: Engine, prompt: list[int], history_tokens: int, max_tokens: int) -> ServedTurn:
@@ -383,15 +307,15 @@ def _recompute(engine: Engine, prompt: list[int], history_tokens: int, max_token
         for _ in session.send_ids(prompt, max_tokens=max_tokens):
             pass
     nobody.close()
+    served = _served(session, history_tokens, compiles)
+    if num_loaded := served.usage.num_cached_tokens:
+        raise DemoError(f"what is to be computed must not be loaded, got {num_loaded} tokens that were")
+    return served
+
+
+def _served(session: Session, history_tokens: int, compiles: CompileCounter) -> ServedTurn:
     usage = _usage_of(session)
-    if usage.num_cached_tokens:
-        raise DemoError(f"what is to be computed must not be loaded, got {usage.num_cached_tokens} tokens that were")
-    return ServedTurn(
-        history_tokens=history_tokens,
-        answer_ids=session.token_ids[usage.prompt_tokens :],
-        usage=usage,
-        compiles=compiles.count,
-    )
+    return ServedTurn(history_tokens, tuple(session.token_ids[usage.prompt_tokens :]), usage, compiles.count)
 
 
 def _usage_of(session: Session) -> Usage:

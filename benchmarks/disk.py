@@ -30,13 +30,9 @@ _DROPPED_SHARE = 0.05  # Of its pages a file may keep in memory and still count 
 
 @contextlib.contextmanager
 def scratch_directory(ssd_dir: str | None) -> Iterator[Path]:
-    """Makes a directory, and removes it with all that is in it.
+    """Makes a directory in `ssd_dir`, which is made if need be, and removes it with all that is in it.
 
-    Args:
-      ssd_dir: where, made if need be; None for where the system keeps temporary files.
-
-    Raises:
-      BenchError: `ssd_dir` is a file, or cannot be made or written to.
+    None is where the system keeps temporary files. BenchError: `ssd_dir` is a file, or cannot be made or written to.
     """
     parent = None if ssd_dir is None else Path(ssd_dir).expanduser()
     try:
@@ -53,11 +49,7 @@ def scratch_directory(ssd_dir: str | None) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def scratch_on_disk(ssd_dir: str | None) -> Iterator[Path]:
-    """As `scratch_directory`, where reads can be made to reach the disk.
-
-    Raises:
-      BenchError: files stay in memory there, too.
-    """
+    """As `scratch_directory`, where reads can be made to reach the disk; where files stay in memory, BenchError."""
     with scratch_directory(ssd_dir) as directory:
         if not can_drop(directory):
             raise BenchError(
@@ -70,12 +62,18 @@ def scratch_on_disk(ssd_dir: str | None) -> Iterator[Path]:
 def drop_cached(paths: Iterable[Path]) -> None:
     """Has the system forget what it keeps of files in memory; they are made durable first, since that is kept."""
     for path in paths:
-        file = os.open(path, os.O_RDONLY)
-        try:
+        with _opened(path) as file:
             os.fsync(file)
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(file)
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
+    file = os.open(path, flags, 0o600)
+    try:
+        yield file
+    finally:
+        os.close(file)
 
 
 def fill_cached(paths: Iterable[Path]) -> None:
@@ -88,11 +86,7 @@ def fill_cached(paths: Iterable[Path]) -> None:
 
 
 def cached_share(path: Path) -> float:
-    """The share of a file's pages that are in memory; 0 for an empty one.
-
-    Raises:
-      OSError: the system does not say.
-    """
+    """The share of a file's pages that are in memory; 0 for an empty one. OSError: the system does not say."""
     with path.open("rb") as file:
         if not os.fstat(file.fileno()).st_size:
             return 0.0
@@ -123,11 +117,7 @@ def can_drop(directory: Path) -> bool:
 
 
 def is_dropped(paths: Sequence[Path]) -> bool:
-    """Whether next to nothing of these files is in memory.
-
-    Raises:
-      OSError: the system does not say.
-    """
+    """Whether next to nothing of these files is in memory. OSError: the system does not say."""
     return sum(map(cached_share, paths)) <= _DROPPED_SHARE * len(paths)
 
 
@@ -136,7 +126,6 @@ class Extent:
     """Where a block's bytes begin."""
 
     path: Path
-    """In which file."""
     offset: int
     """How far from its beginning, bytes."""
 
@@ -150,14 +139,7 @@ def block_files(directory: Path, block_bytes: int) -> list[Path]:
 def block_extents(directory: Path, block_bytes: int, stored_block_bytes: int, num_blocks: int) -> list[Extent]:
     """Finds the blocks of a tier: in a file each, or in slots of one file. In the order of their ids.
 
-    Args:
-      directory: the tier's.
-      block_bytes: of a block's KV.
-      stored_block_bytes: of what it takes on disk.
-      num_blocks: how many there should be.
-
-    Raises:
-      BenchError: there are fewer.
+    A block's KV has `block_bytes` and takes `stored_block_bytes` on disk. Fewer blocks than that are a BenchError.
     """
     files = block_files(directory, block_bytes)
     files.sort(key=lambda path: (path.parent, len(path.name), path.name))
@@ -169,64 +151,38 @@ def block_extents(directory: Path, block_bytes: int, stored_block_bytes: int, nu
 
 @dataclasses.dataclass(frozen=True)
 class PlainDisk:
-    """Reads and writes blocks as a simple program would, with system calls and threads alone.
-
-    Args:
-      num_threads: how many blocks are moved at once.
-    """
+    """Reads and writes blocks as a simple program would, with system calls and threads alone."""
 
     num_threads: int
 
     def read(self, extents: Sequence[Extent], into: np.ndarray) -> None:
-        """Reads blocks with `preadv`, through the page cache, into bytes `[num_blocks, block_bytes]`.
-
-        Raises:
-          OSError: a file is shorter than a block, or cannot be read.
-        """
+        """Reads blocks with `preadv`, through the page cache, into bytes `[num_blocks, block_bytes]`."""
 
         def read_one(i: int) -> None:
-            file = os.open(extents[i].path, os.O_RDONLY)
-            try:
+            with _opened(extents[i].path) as file:
                 _transfer(os.preadv, file, into[i], extents[i].offset)
-            finally:
-                os.close(file)
 
         self._run(read_one, len(extents))
 
     def write_files(self, directory: Path, blocks: Sequence[np.ndarray]) -> None:
-        """Writes a file for each block, durably and atomically: written, fsynced, renamed; the directory at the end.
-
-        Args:
-          directory: where; what an earlier call wrote there is replaced.
-          blocks: bytes `[block_bytes]` each.
-        """
+        """Writes a file for each block, durably and atomically: written, fsynced, renamed; the directory at the end."""
 
         def write_one(i: int) -> None:
             unfinished = directory / f"{i}.unfinished"
-            file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            try:
+            with _opened(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
                 _transfer(os.pwritev, file, blocks[i], 0)
                 os.fsync(file)
-            finally:
-                os.close(file)
             unfinished.replace(directory / str(i))
 
         self._run(write_one, len(blocks))
-        _sync_directory(directory)
+        with _opened(directory) as file:
+            os.fsync(file)
 
     def write_slots(self, path: Path, blocks: Sequence[np.ndarray]) -> None:
-        """Writes blocks one behind the other into one file, over what is there, and syncs it once at the end.
-
-        Args:
-          path: the file, made if need be.
-          blocks: bytes `[block_bytes]` each.
-        """
-        file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
-        try:
+        """Writes blocks one behind the other into one file, over what is there, and syncs it once at the end."""
+        with _opened(path, os.O_WRONLY | os.O_CREAT) as file:
             self._run(lambda i: _transfer(os.pwritev, file, blocks[i], i * blocks[i].nbytes), len(blocks))
             os.fdatasync(file)
-        finally:
-            os.close(file)
 
     def _run(self, work: Callable[[int], None], count: int) -> None:
         if self.num_threads == 1:
@@ -244,11 +200,3 @@ def _transfer(call: Callable[..., int], file: int, data: np.ndarray, offset: int
         if num_bytes <= 0:
             raise OSError(f"the file must have {data.nbytes} more bytes at {offset}, got its end")
         data, offset = data[num_bytes:], offset + num_bytes
-
-
-def _sync_directory(directory: Path) -> None:
-    file = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

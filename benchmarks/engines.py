@@ -1,6 +1,6 @@
 """Engines as suites want them: of a size, with a store for some sessions, and a way to push sessions out of DRAM.
 
-Not here: measuring (`suites`), page cache and directories (`disk`), links of a set pace (`links`).
+Not here: measuring (`suites`), page cache and directories (`disk`), links of a set pace (`paced`).
 """
 
 from __future__ import annotations
@@ -8,13 +8,15 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 
 from benchmarks.disk import block_files, cached_share, drop_cached, fill_cached, is_dropped
 from benchmarks.harness import BenchError
+from benchmarks.paced import ControlledStore, Transfers
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.errors import CaJaxError
@@ -37,45 +39,36 @@ _SSD_SESSIONS = 4  # On SSD at once at most: two, and what replaces them.
 # Engines.
 
 
-def make_engine(
+def make_engine(model: LoadedModel, config: EngineConfig, **options: Any) -> Engine:
+    """As `start_engine`; it is ready: first touch of its memory would share the memory bus with what is measured."""
+    engine = start_engine(model, config, **options)
+    engine.wait_until_ready()
+    return engine
+
+
+def start_engine(
     model: LoadedModel,
     config: EngineConfig,
     *,
-    suite: str,
     timeline: Timeline = NO_TIMELINE,
-    store_wrapper: Callable[[AttentionStore], AttentionStore] | None = None,
+    loads: Transfers | None = None,
+    saves: Transfers | None = None,
 ) -> Engine:
-    """An engine of its own for a suite.
-
-    Args:
-      model: to serve.
-      config: how.
-      suite: which, for the error.
-      timeline: where its spans go.
-      store_wrapper: see `Engine`.
+    """An `Engine`, whose loads and saves go over links where there are some.
 
     Raises:
-      BenchError: it cannot be as large as the suite wants it.
+      BenchError: it cannot be as large as a suite wants it.
     """
+
+    def wrap(store: AttentionStore) -> AttentionStore:
+        return cast(AttentionStore, ControlledStore(store, loads=loads, saves=saves))
+
     try:
-        return Engine(model, config, timeline=timeline, store_wrapper=store_wrapper)
+        return Engine(model, config, timeline=timeline, store_wrapper=wrap if loads or saves else None)
     except ValueError as error:
         if isinstance(error, CaJaxError):
             raise
-        raise BenchError(f"no engine for {suite} at this size: {error}") from error
-
-
-def engine_and_store(
-    model: LoadedModel, config: EngineConfig, *, suite: str, timeline: Timeline = NO_TIMELINE
-) -> tuple[Engine, AttentionStore]:
-    """An engine as `make_engine` gives it, and the store in it."""
-    stores: list[AttentionStore] = []
-
-    def keep(store: AttentionStore) -> AttentionStore:
-        stores.append(store)
-        return store
-
-    return make_engine(model, config, suite=suite, timeline=timeline, store_wrapper=keep), stores[0]
+        raise BenchError(f"no engine at this size: {error}") from error
 
 
 def sized_config(
@@ -86,15 +79,7 @@ def sized_config(
     directory: Path | None = None,
     ssd_blocks: float = 0,
 ) -> EngineConfig:
-    """The engine whose DRAM, and SSD if it has a directory, hold so many blocks and no more.
-
-    Args:
-      config: what else it is.
-      model: what it serves.
-      num_blocks: of DRAM; 0 turns the store off.
-      directory: of its SSD tier.
-      ssd_blocks: of the SSD.
-    """
+    """The engine whose DRAM, and SSD if it has a directory, hold so many blocks and no more; 0: it has no store."""
     layout = kv_layout(model, config)
     store = dataclasses.replace(config.store, dram_gib=num_blocks * layout.block_bytes / GIB)
     if directory is not None:
@@ -112,14 +97,7 @@ def without_store(config: EngineConfig) -> EngineConfig:
 def engine_for(
     config: EngineConfig, model: LoadedModel, stored_tokens: Sequence[int], *, context_window: int
 ) -> EngineConfig:
-    """The engine of one slot whose DRAM has room for some sessions and no more.
-
-    Args:
-      config: what else it is.
-      model: what it serves.
-      stored_tokens: of each of those sessions; none turns the store off.
-      context_window: most tokens of a session.
-    """
+    """The engine of one slot whose DRAM has room for sessions of so many tokens each and no more; none: no store."""
     layout = kv_layout(model, config)
     store = StoreConfig(block_tokens=layout.block_tokens)
     config = dataclasses.replace(config, max_batch_size=1, context_window=context_window, store=store)
@@ -127,42 +105,29 @@ def engine_for(
 
 
 def one_session_config(config: EngineConfig, model: LoadedModel, directory: Path, *, max_tokens: int) -> EngineConfig:
-    """The engine whose DRAM holds one session of so many tokens and no more, so that two push each other out.
-
-    Args:
-      config: what else it is.
-      model: what it serves.
-      directory: of its SSD tier.
-      max_tokens: of the longest session that is stored.
-    """
+    """The engine whose DRAM holds one session of so many tokens and no more, so that two push each other out."""
     num_blocks = kv_layout(model, config).num_blocks(max_tokens)
     return sized_config(config, model, num_blocks, directory=directory, ssd_blocks=_SSD_SESSIONS * num_blocks)
 
 
 class OneSessionEngine:
-    """An engine made with `one_session_config`, and the bystander whose turn empties its DRAM of all other sessions.
+    """An engine of `one_session_config`, and the bystander whose turn empties its DRAM of all other sessions."""
 
-    Args:
-      engine: idle; closed by `close`, since `restart` puts another one in its place.
-      suite: which, for errors.
-      max_tokens: as for `one_session_config`.
-      seed: of the token ids.
-    """
-
-    def __init__(self, engine: Engine, *, suite: str, max_tokens: int, seed: int) -> None:
-        self.engine = engine
-        """The one that runs now."""
-        self.layout = kv_layout(engine.model, engine.config)
-        """Of its blocks."""
-        self._suite = suite
+    def __init__(
+        self,
+        model: LoadedModel,
+        config: EngineConfig,
+        *,
+        max_tokens: int,
+        seed: int,
+        timeline: Timeline = NO_TIMELINE,
+    ) -> None:
+        self.engine = make_engine(model, config, timeline=timeline)
+        """The one that runs now; `restart` puts another one in its place."""
+        self.layout = kv_layout(model, config)
         self._max_tokens = max_tokens
         self._rng = np.random.default_rng(seed)
         self._bystander_id = ""
-
-    def begin(self) -> None:
-        """Waits for memory, and stores the bystander: with one token more it fills DRAM."""
-        self.engine.wait_until_ready()  # First touch would share the memory bus with the samples.
-        self._bystander_id = self.store_session(self._max_tokens - 1).session_id
 
     def close(self) -> None:
         """Closes the engine."""
@@ -173,7 +138,9 @@ class OneSessionEngine:
         return store_session(self.engine, self.random_ids(num_tokens))
 
     def push_out(self) -> None:
-        """Has the bystander fill DRAM: all other sessions are on SSD alone then."""
+        """Has the bystander fill DRAM, with one token more than is stored: all other sessions are on SSD alone then."""
+        if not self._bystander_id:
+            self._bystander_id = self.store_session(self._max_tokens - 1).session_id
         bystander = self.engine.session(session_id=self._bystander_id)
         num_tokens = len(bystander.token_ids)
         send_turn(self.engine, bystander, self.random_ids(1))
@@ -183,68 +150,41 @@ class OneSessionEngine:
         """Closes the engine; a new one of the same model and directory takes its place."""
         model, config = self.engine.model, self.engine.config
         self.engine.close()
-        self.engine = Engine(model, config)
-        self.engine.wait_until_ready()
-
-    def warm_up_files(self) -> None:
-        """Has the page cache hold all stored KV; see `warm_up_files`."""
-        warm_up_files(self._directory, self.layout.block_bytes)
-
-    def cool_down_files(self) -> None:
-        """Empties the page cache of all stored KV; see `cool_down_files`."""
-        cool_down_files(self._directory, self.layout.block_bytes)
+        self.engine = make_engine(model, config)
 
     def random_ids(self, num_tokens: int) -> list[int]:
         """So many token ids."""
         return random_ids(self._rng, self.engine.model, num_tokens)
 
-    @property
-    def _directory(self) -> Path:
-        directory = self.engine.config.store.ssd_directory
-        if directory is None:
-            raise BenchError(f"{self._suite} must have an engine with an SSD tier, got one without")
-        return directory
-
 
 # Files of an SSD tier.
 
 
-def warm_up_files(directory: Path, block_bytes: int) -> None:
-    """Has the page cache hold all KV that an SSD tier stores.
-
-    Args:
-      directory: the tier's.
-      block_bytes: of a block's KV.
-
-    Raises:
-      BenchError: it does not, or there is no KV.
-    """
-    files = _block_files(directory, block_bytes)
+def warm_up_files(engine: Engine) -> None:
+    """Has the page cache hold all KV on an engine's SSD; where it does not, that is a BenchError."""
+    _, files = _files(engine)
     fill_cached(files)
     if not all(cached_share(path) >= _WARM_SHARE for path in files):
         raise BenchError("ssd_warm must have stored KV in the page cache, got it there in parts")
 
 
-def cool_down_files(directory: Path, block_bytes: int) -> None:
-    """Empties the page cache of all KV that an SSD tier stores.
-
-    Args:
-      directory: the tier's.
-      block_bytes: of a block's KV.
-
-    Raises:
-      BenchError: it is there still, or there is no KV.
-    """
+def cool_down_files(engine: Engine) -> None:
+    """Empties the page cache of all KV on an engine's SSD; where it is there still, that is a BenchError."""
+    directory, files = _files(engine)
     drop_cached(path for path in directory.rglob("*") if path.is_file())
-    if not is_dropped(_block_files(directory, block_bytes)):
+    if not is_dropped(files):
         raise BenchError("ssd must have a page cache without stored KV, got it there")
 
 
-def _block_files(directory: Path, block_bytes: int) -> list[Path]:
-    files = block_files(directory, block_bytes)
+def _files(engine: Engine) -> tuple[Path, list[Path]]:
+    """The directory of an SSD tier, and its files that hold KV."""
+    directory = engine.config.store.ssd_directory
+    if directory is None:
+        raise BenchError("a suite of SSDs must have an engine with an SSD tier, got one without")
+    files = block_files(directory, kv_layout(engine.model, engine.config).block_bytes)
     if not files:
         raise BenchError(f"{directory} must hold stored KV, got none")
-    return files
+    return directory, files
 
 
 # Turns.
@@ -295,16 +235,9 @@ def settle(engine: Engine) -> None:
 
 
 def check_source(source: str, session: Session, num_new: int, wanted: dict[str, int]) -> Usage:
-    """What a session's last turn took, which must have loaded what it should have.
+    """What a session's last turn, of `num_new` tokens, took; it must have loaded what is wanted, by tier.
 
-    Args:
-      source: what the sample is called.
-      session: whose turn has ended.
-      num_new: tokens of the turn.
-      wanted: history tokens to be loaded, by tier; empty for none.
-
-    Raises:
-      BenchError: it loaded something else.
+    BenchError: it loaded something else.
     """
     usage = session.usage
     if usage is None:

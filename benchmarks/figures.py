@@ -43,7 +43,6 @@ class Panel:
     """One pair of axes: bars in groups."""
 
     title: str
-    """Above it."""
     x: str
     """The field by whose values bars are grouped."""
     y: tuple[str, ...]
@@ -51,9 +50,7 @@ class Panel:
     by: str | None = None
     """The field whose values are the bars of a group, where `y` is one field."""
     label: str = ""
-    """Of the vertical axis."""
     scale: float = 1.0
-    """Numbers are multiplied by it."""
     offset: float = 0.0
     """Added to numbers before."""
     mark: str | None = None
@@ -67,18 +64,7 @@ class Panel:
 
 
 def plot(path: Path, panels: Sequence[Panel], rows: Sequence[Line], *, title: str, caption: str) -> None:
-    """Draws rows.
-
-    Args:
-      path: the PNG to write; its directory is made.
-      panels: side by side; those without rows are left out.
-      rows: of a suite, as JSON.
-      title: of the figure.
-      caption: what it was measured on, small print below.
-
-    Raises:
-      ValueError: no panel has rows.
-    """
+    """Draws rows of a suite, as JSON: panels side by side, those without rows left out. ValueError: none has rows."""
     found = [(panel, drawn) for panel in panels if (drawn := _of(panel, rows))]
     if not found:
         raise ValueError("rows must have something to draw, got none that has")
@@ -143,12 +129,6 @@ def plot_timeline(path: Path, spans: Iterable[Span], *, title: str, caption: str
 
     Every track that has spans is a row, in the order of `TRACKS`; of as many lines as spans of it overlap or are
     nested. A bar is labelled with its `layer` if it has one, else with its name, where that fits.
-
-    Args:
-      path: the PNG to write; its directory is made.
-      spans: of a turn, in any order.
-      title: of the figure.
-      caption: what it was measured on, small print below.
 
     Raises:
       ValueError: there are no spans, or all of them begin and end at one instant.

@@ -16,7 +16,7 @@ from typing import Any
 from absl import flags
 
 from benchmarks.harness import SUITES, Config
-from benchmarks.peers import PEER_PACKAGES
+from benchmarks.peers import PEERS
 from ca_jax.config import EngineConfig
 from ca_jax.launch.flags import ConfigFlags, define_dtype, define_flag, define_model, help_of, made, parsed, refuse
 from ca_jax.models.presets import PRESETS
@@ -53,11 +53,7 @@ class CaseFlags:
         return found
 
     def define(self, flag_values: flags.FlagValues) -> None:
-        """Defines the flags.
-
-        Raises:
-          absl.flags.DuplicateFlagError: another flag has such a name.
-        """
+        """Defines the flags."""
         for name, by_case in self.fields.items():
             _, hint = next(iter(by_case.values()))
             define_flag(name, hint, None, self._help(name), flag_values=flag_values)
@@ -98,14 +94,7 @@ def suite_flags() -> CaseFlags:
 
 
 def define(*, flag_values: flags.FlagValues = flags.FLAGS) -> None:
-    """Defines the flags of `bench`, the engine's too.
-
-    Args:
-      flag_values: where they are defined.
-
-    Raises:
-      absl.flags.DuplicateFlagError: another flag has such a name.
-    """
+    """Defines the flags of `bench`, the engine's too."""
     here: dict[str, Any] = {"flag_values": flag_values}
     recorded = " and ".join(suite.name for suite in SUITES.values() if suite.is_recorded)
     plotted = ", ".join(suite.name for suite in SUITES.values() if suite.is_plotted)
@@ -115,7 +104,7 @@ def define(*, flag_values: flags.FlagValues = flags.FLAGS) -> None:
     preset = "Architecture with random weights to measure instead of --model."
     flags.DEFINE_enum("model_preset", None, sorted(PRESETS), preset, **here)
     peer = "Engine to measure beside ours on the same weights, dtype and threads."
-    flags.DEFINE_enum("peer", None, list(PEER_PACKAGES), peer, **here)
+    flags.DEFINE_enum("peer", None, list(PEERS), peer, **here)
     define_dtype(flag_values)
     trace = f"{recorded}: file for a trace of one more round, which Perfetto opens."
     flags.DEFINE_string("trace_out", None, trace, **here)
@@ -127,10 +116,6 @@ def define(*, flag_values: flags.FlagValues = flags.FLAGS) -> None:
 
 def config(suite: str, *, flag_values: flags.FlagValues = flags.FLAGS) -> Config:
     """The config of a suite, each field from the flag of its name if that was given.
-
-    Args:
-      suite: one of `SUITES`.
-      flag_values: where flags were defined, parsed.
 
     Raises:
       FlagError: a value that is none, or outside its range, or a flag that the suite does not read.

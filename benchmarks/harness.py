@@ -6,10 +6,9 @@ Not here: flags (`flags`), running and writing (`main`), tables (`tables`), figu
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -21,7 +20,7 @@ from ca_jax.pretrained import LoadedModel, Progress
 
 if TYPE_CHECKING:
     from benchmarks.figures import Panel
-    from benchmarks.peers import Peer
+    from benchmarks.peers import TransformersPeer
     from benchmarks.recording import Recorder
 
 NOISE = 0.03
@@ -44,8 +43,8 @@ class BenchError(CaJaxError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """What to measure. Every field is a flag of its name, its docstring the help.
+class Checked:
+    """A config whose fields are numbers, words or lists of them, positive and finite but where it says otherwise.
 
     Raises:
       ValueError: a value outside its range.
@@ -54,13 +53,7 @@ class Config:
     may_be_zero: ClassVar[frozenset[str]] = frozenset({"seed"})
     may_be_empty: ClassVar[frozenset[str]] = frozenset()
     shares: ClassVar[frozenset[str]] = frozenset()  # Fields whose values lie in [0, 1].
-    choices: ClassVar[Mapping[str, Sequence[str]]] = {}  # Fields that are lists of different words, and the words.
-    settled: ClassVar[tuple[str, ...]] = ()  # Flags of the engine that the suite sets itself.
-
-    repeats: int = 5
-    """Samples that a median is of."""
-    seed: int = 0
-    """Of what is random: weights of a preset, token ids, bytes, sizes, who comes next."""
+    choices: ClassVar[Mapping[str, Sequence[str]]] = {}  # Fields that are a word, or different words; and the words.
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -75,17 +68,30 @@ class Config:
 
     def _check(self, name: str, item: Any) -> None:
         if isinstance(item, str) and name in self.choices and item not in self.choices[name]:
-            raise ValueError(f"{name} must be some of {', '.join(self.choices[name])}; got {item}")
+            how_many = "some" if isinstance(getattr(self, name), tuple) else "one"
+            raise ValueError(f"{name} must be {how_many} of {', '.join(self.choices[name])}; got {item}")
         if isinstance(item, bool) or not isinstance(item, int | float):
             return
         if name in self.shares:
             require(0 <= item <= 1, name, "a share in [0, 1]", item)
         elif name in self.may_be_zero:
-            require(item >= 0, name, "at least 0", item)
+            require(0 <= item < math.inf, name, "a number of at least 0", item)
         elif isinstance(item, int):
             require(item >= 1, name, "at least 1", item)
         else:
             require(0 < item < math.inf, name, "a positive number", item)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(Checked):
+    """What to measure. Every field is a flag of its name, its docstring the help."""
+
+    settled: ClassVar[tuple[str, ...]] = ()  # Flags of the engine that the suite sets itself.
+
+    repeats: int = 5
+    """Samples that a median is of."""
+    seed: int = 0
+    """Of what is random: weights of a preset, token ids, bytes, sizes, who comes next."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,10 +127,8 @@ AnyRow = TypeVar("AnyRow")
 def make_row(kind: type[AnyRow], taken: Iterable[Sample], **values: Any) -> AnyRow:
     """A row: fields that samples have are their medians, with their spread; `recompiles` is the sum.
 
-    Args:
-      kind: of the row. Integers are rounded; what may be None is None where no sample has it.
-      taken: samples of one way, or of several that have no field in common.
-      **values: all other fields.
+    Samples are of one way, or of several that have no field in common. Integers are rounded; what may be None is None
+    where no sample has it; `values` are all other fields.
     """
     taken, spread = list(taken), {}
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
@@ -148,42 +152,27 @@ def make_row(kind: type[AnyRow], taken: Iterable[Sample], **values: Any) -> AnyR
 # Rounds.
 
 
-class Steps:
-    """Tells of steps as they are done.
+Item = TypeVar("Item")
 
-    Args:
-      what: is measured.
-      total: steps in all.
-      progress: the callback to tell.
-    """
 
-    def __init__(self, what: str, total: int, progress: Progress) -> None:
-        self._what, self._total, self._progress = what, total, progress
-        self._done = itertools.count()
-        if total:
-            self()
-
-    def __call__(self) -> None:
-        """One more is done; the first call is the constructor's own."""
-        self._progress(self._what, next(self._done), self._total)
+def ticked(progress: Progress, what: str, items: Collection[Item]) -> Iterator[Item]:
+    """The items, one by one, with progress told as each is done with."""
+    for done, item in enumerate(items):
+        progress(what, done, len(items))
+        yield item
+    progress(what, len(items), len(items))
 
 
 def interleave(
-    make_round: Callable[[], Ways], repeats: int, *, step: Callable[[], None] = lambda: None, warm_up: int = 1
+    make_round: Callable[[], Ways], repeats: int, *, warm_up: int = 1, progress: Progress = lambda *_: None
 ) -> Rounds:
     """Takes samples of several ways in turn, never at once; every round begins with the next way (A B C, B C A, ...).
 
-    Args:
-      make_round: gives the ways of a round, which share its inputs.
-      repeats: rounds that count.
-      step: called after each round.
-      warm_up: rounds before, whose samples do not count: they compile.
-
-    Returns:
-      What each round gave; every sample also has `recompiles`.
+    `make_round` gives the ways of a round, which share its inputs. Rounds of the warm-up, which compile, do not count.
+    Every sample also has `recompiles`.
     """
     rounds: Rounds = []
-    for nth in range(warm_up + repeats):
+    for nth in ticked(progress, "rounds", range(warm_up + repeats)):
         ways, taken = make_round(), {}
         for name in in_turn(list(ways), nth):
             with CompileCounter() as compiles:
@@ -191,7 +180,6 @@ def interleave(
             taken[name] = {**sample, "recompiles": compiles.count}
         if nth >= warm_up:
             rounds.append({name: taken[name] for name in ways})
-        step()
     return rounds
 
 
@@ -200,9 +188,6 @@ def timed(name: str, work: Callable[..., object], *args: Any) -> dict[str, float
     started_s = time.perf_counter()
     work(*args)
     return {name: time.perf_counter() - started_s}
-
-
-Item = TypeVar("Item")
 
 
 def in_turn(items: Sequence[Item], nth_round: int) -> list[Item]:
@@ -223,15 +208,16 @@ def median(taken: Iterable[Sample], name: str) -> float | None:
 
 
 def must_median(taken: Iterable[Sample], name: str) -> float:
-    """Likewise, where there must be one.
-
-    Raises:
-      BenchError: no sample has it.
-    """
+    """Likewise, where there must be one; BenchError: no sample has it."""
     found = median(taken, name)
     if found is None:
         raise BenchError(f"samples must have {name}, got none with it")
     return found
+
+
+def percentiles(name: str, values: Any, *at: int) -> dict[str, Any]:
+    """Fields of percentiles: those of `ttft_p{}_s` at 50 and 99 are `ttft_p50_s` and `ttft_p99_s`."""
+    return {name.format(each): float(np.percentile(values, each)) for each in at}
 
 
 def ratio(taken: Sequence[Sample], name: str, other: str) -> float | None:
@@ -277,10 +263,10 @@ class Run(Generic[AnyConfig]):
     config: AnyConfig
     """What to measure."""
     progress: Progress = lambda *_: None
-    """Told of steps, see `steps`."""
+    """Told of rounds."""
     loaded: LoadedModel | None = None
     """See `model`."""
-    peer: Peer | None = None
+    peer: TransformersPeer | None = None
     """Another engine with the same weights, to be measured beside ours."""
     recorder: Recorder | None = None
     """Gets one more round of suites that are recorded."""
@@ -302,9 +288,9 @@ class Run(Generic[AnyConfig]):
         """A generator of the config's seed."""
         return np.random.default_rng(self.config.seed)
 
-    def steps(self, total: int, what: str) -> Steps:
-        """Tells of so many steps."""
-        return Steps(what, total, self.progress)
+    def rounds(self, make_round: Callable[[], Ways], *, warm_up: int = 1) -> Rounds:
+        """As many rounds as the config says, see `interleave`."""
+        return interleave(make_round, self.config.repeats, warm_up=warm_up, progress=self.progress)
 
 
 Measure = Callable[[Run[Any]], Iterator[Any]]
@@ -357,12 +343,9 @@ SUITES: dict[str, Suite] = {}
 def suite(
     config: type[Config], *, summary: Summary | None = None, **options: Any
 ) -> Callable[[Callable[[Run[Any]], Iterator[Any]]], Callable[[Run[Any]], Iterator[Any]]]:
-    """Registers a function that yields rows as the suite of its name.
+    """Registers a function that yields rows as the suite of its name; `options` are other fields of `Suite`.
 
-    Args:
-      config: what it is asked by.
-      summary: what the rows come to; by default whether all gave the same tokens, and recompiles.
-      **options: other fields of `Suite`.
+    By default the summary says whether all gave the same tokens, and recompiles.
     """
 
     def register(measure: Callable[[Run[Any]], Iterator[Any]]) -> Callable[[Run[Any]], Iterator[Any]]:

@@ -49,7 +49,6 @@ class TurnRow:
     new_tokens: int
     """Tokens of each of these."""
     num_messages: int
-    """Of the conversation."""
     total_ms: float
     """Median of the turns."""
     ms_of: dict[str, float]
@@ -59,16 +58,7 @@ class TurnRow:
 
 
 def measure_turns(repeats: int, seed: int, directory: Path) -> list[TurnRow]:
-    """Times the parts of turns, one row for each length of history. Blocks.
-
-    Args:
-      repeats: turns that a median is of.
-      seed: of what is said.
-      directory: where conversations are kept.
-
-    Raises:
-      BenchError: a store did not serve what was saved.
-    """
+    """Times the parts of turns, one row for each length of history."""
     return [_measure(repeats, seed, num_tokens, directory / f"turn-{num_tokens}") for num_tokens in _HISTORIES]
 
 

@@ -42,7 +42,7 @@ import benchmarks.suites
 from benchmarks import figures, flags, tables
 from benchmarks.compiles import CompileCounter
 from benchmarks.harness import SUITES, Config, Run, ServingConfig, Suite
-from benchmarks.peers import PEER_PACKAGES, make_peer
+from benchmarks.peers import PEER_PACKAGES, PEERS
 from benchmarks.recording import Recorder
 from ca_jax.config import EngineConfig
 from ca_jax.errors import CaJaxError
@@ -80,20 +80,10 @@ def run_suite(
     recorder: Recorder | None = None,
     console: rich.console.Console | None = None,
 ) -> Report:
-    """Measures a suite and says all about it. Progress goes to stderr.
+    """Measures a suite and says all about it; progress goes to stderr, the configuration to the console.
 
-    Args:
-      suite: which.
-      config: of its kind.
-      load: gives the model; not called for suites that serve none.
-      command: how it was asked for.
-      peer_name: one of `PEER_PACKAGES`, or None.
-      recorder: of one more round; what it has is still to be written.
-      console: where the configuration is printed.
-
-    Raises:
-      CaJaxError: the model cannot be loaded, an engine cannot be as large as the suite wants it, the disk cannot be
-        used, the peer is not installed, or a sample did other work than its row would say.
+    `load` gives the model, and is not called for suites that serve none. What the recorder has of one more round is
+    still to be written.
     """
     other_load_share = _other_load_share()
     described = machine.describe_machine()
@@ -104,7 +94,7 @@ def run_suite(
             enable_compile_cache(EngineConfig().compile_cache_dir)
             run.loaded = load(run.progress)
             about |= {"model": run.model.name, "dtype": run.model.dtype}
-            run.peer = None if peer_name is None else make_peer(peer_name, run.model)
+            run.peer = None if peer_name is None else PEERS[peer_name](run.model)
         if console is not None:
             note(console, repr(config))
         rows, summary = suite.run(run)

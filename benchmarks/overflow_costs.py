@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks import harness
 from benchmarks.compiles import CompileCounter
 from benchmarks.engines import SETTLING_STEPS, answer_of, random_ids, send_turn, take_back
-from benchmarks.harness import BenchError, Rounds, Run, Sample
+from benchmarks.harness import BenchError, Run, Sample
 from benchmarks.overflow_rows import NOWHERE, PLACES, GapRow, NextTurnRow, OverflowBenchConfig
 from ca_jax.engine import Engine
 from ca_jax.session import Job, Session
@@ -32,11 +32,7 @@ Engines = Mapping[str, Engine]
 def first_truncations(engine: Engine, config: OverflowBenchConfig, rng: np.random.Generator) -> int:
     """Has an idle engine truncate in the middle of an answer and for a message, for nothing.
 
-    Returns:
-      Functions that were compiled for it, or read from the compile cache: 0 unless its warm-up missed one.
-
-    Raises:
-      BenchError: it did not truncate.
+    Functions that were compiled for it, or read from the compile cache: 0 unless its warm-up missed one.
     """
     with CompileCounter() as compiles:
         gap_sample(engine, 1, rng)
@@ -45,28 +41,12 @@ def first_truncations(engine: Engine, config: OverflowBenchConfig, rng: np.rando
     return compiles.count
 
 
-def _rounds(run: Run[OverflowBenchConfig], what: str, ways: Mapping[str, partial[Sample]]) -> Rounds:
-    step = run.steps(len(ways) * (1 + run.config.repeats) if ways else 0, what)
-
-    def told(way: partial[Sample]) -> Sample:
-        sample = way()
-        step()
-        return sample
-
-    made = {name: partial(told, way) for name, way in ways.items()}
-    return harness.interleave(lambda: made, run.config.repeats) if ways else []
-
-
 def gap_rows(run: Run[OverflowBenchConfig], engines: Engines, rng: np.random.Generator) -> Iterator[GapRow]:
-    """The gap of every method and number of sessions.
-
-    Raises:
-      BenchError: an answer did not overflow where it should have, or another one ended meanwhile.
-    """
+    """The gap of every method and number of sessions."""
     config = run.config
     cells = {f"{method} {num}": (method, num) for num in config.gap_sessions for method in config.gap_methods}
     ways = {name: partial(gap_sample, engines[method], num, rng) for name, (method, num) in cells.items()}
-    rounds = _rounds(run, "decode_gap", ways)
+    rounds = run.rounds(lambda: ways)
     for name, (method, num_sessions) in cells.items():
         taken = harness.of_way(rounds, name)
         extra_steps = harness.must_median(taken, "gap_ratio") - 1
@@ -110,18 +90,14 @@ def _submit(engine: Engine, session: Session, num_tokens: int, max_tokens: int, 
 
 
 def next_turn_rows(run: Run[OverflowBenchConfig], engines: Engines, rng: np.random.Generator) -> Iterator[NextTurnRow]:
-    """The turn behind a truncation, of every method and by where the window overflowed.
-
-    Raises:
-      BenchError: a turn did not overflow where it should have.
-    """
+    """The turn behind a truncation, of every method and by where the window overflowed."""
     config, num_new = run.config, run.config.next_turn_tokens
     cells = {f"{name} {place}": (name, place) for place in (*PLACES, NOWHERE) for name in config.next_turn_methods}
     ways = {
         name: partial(_next_turn_sample, engines[method], place, num_new, rng)
         for name, (method, place) in cells.items()
     }
-    rounds = _rounds(run, "next_turn", ways)
+    rounds = run.rounds(lambda: ways)
     for each in rounds:
         for name, sample in each.items():
             method, place = cells[name]
@@ -147,8 +123,8 @@ def _next_turn_sample(engine: Engine, place: str, num_new: int, rng: np.random.G
     session, ids = engine.session(), partial(random_ids, rng, engine.model)
     if place != "answer":
         num_history = engine.window - num_new // 2
-        if place == NOWHERE and engine.config.overflow is not None:
-            num_history -= round(engine.config.overflow.truncation_ratio * engine.window)
+        if place == NOWHERE and (overflow := engine.config.overflow) is not None:
+            num_history -= round(overflow.truncation_ratio * engine.window)
         send_turn(engine, session, ids(num_history))
     else:
         params = answer_of(_TOKENS_BEFORE + _TOKENS_AFTER)

@@ -9,7 +9,7 @@ import dataclasses
 from typing import ClassVar
 
 from benchmarks.harness import Row, ServingConfig, Spread, require
-from ca_jax.overflow.config import METHODS
+from ca_jax.overflow.config import METHODS, OverflowConfig
 from ca_jax.storage.config import StoreConfig
 
 PLACES = ("prompt", "answer")
@@ -88,12 +88,17 @@ class OverflowBenchConfig(ServingConfig):
         most, sessions = self.engine.max_batch_size, self.gap_sessions
         fits = not self.gap_methods or (bool(sessions) and max(sessions) <= most)
         require(fits, "gap_sessions", f"numbers from 1 to the max_batch_size of {most}", list(sessions))
-        if self.engine.overflow is None:
-            raise ValueError("engine.overflow must be an OverflowConfig, got None: nothing may be dropped")
-        share = round(self.engine.overflow.truncation_ratio * self.context_window)
+        share = round(self.overflow.truncation_ratio * self.context_window)
         for name in ("max_answer_tokens", "next_turn_tokens"):
             wanted = f"at most the {share} tokens that leave at once"
             require(getattr(self, name) <= share, name, wanted, getattr(self, name))
+
+    @property
+    def overflow(self) -> OverflowConfig:
+        """The engine's, but for the method."""
+        if self.engine.overflow is None:
+            raise ValueError("engine.overflow must be an OverflowConfig, got None: nothing may be dropped")
+        return self.engine.overflow
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -114,9 +119,7 @@ class ConversationsRow:
     method: str
     """See `overflow.METHODS`."""
     sessions: int
-    """Conversations."""
     turns: int
-    """Of all of them."""
     overflows: int
     """Times a full window had tokens dropped."""
     answer_overflows: int
@@ -126,7 +129,6 @@ class ConversationsRow:
     hits: int
     """Of those, turns that loaded KV of more than the first tokens, which always stay."""
     hit_rate: float
-    """`hits` over `history_turns`."""
     history_tokens: int
     """Tokens of histories as they were prefilled upon, behind truncation, of all turns."""
     loaded_share: float
@@ -143,7 +145,6 @@ class ConversationsRow:
     ttft_mean_s: float
     """From sending to the first token, mean of the turns; truncation's bookkeeping comes before that."""
     ttft_p50_s: float
-    """Median of the turns."""
     ttft_p99_s: float
     """Of a hundred turns one waits longer."""
     overflow_ttft_p50_s: float | None
@@ -184,7 +185,6 @@ class BookkeepingRow:
     conversation_s: float
     """Taking as many tokens out of the conversation, and what is left as bytes to be kept with the KV; median."""
     spread: Spread
-    """See `Spread`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,13 +193,11 @@ class GapRow(Row):
 
     measured: str = "decode_gap"
     method: str
-    """See `overflow.METHODS`."""
     sessions: int
     """That decode; one of them overflows, the others have half a window."""
     context_tokens: int
     """Of the one that overflows: the window."""
     dropped_tokens: int
-    """That left."""
     tpot_s: float
     """Between two tokens, median of one answer without the truncation and its first tokens; median of the samples."""
     gap_s: float
@@ -216,13 +214,11 @@ class NextTurnRow(Row):
 
     measured: str = "next_turn"
     method: str
-    """See `overflow.METHODS`."""
     overflowed: str
     """One of `PLACES`: by this turn's message, or in the middle of the answer before; or `NOWHERE`."""
     history_tokens: int
     """That were left."""
     new_tokens: int
-    """Of the message."""
     prefill_tokens: int
     """Computed in this turn, see `Usage`."""
     recomputed_tokens: int

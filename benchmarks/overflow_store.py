@@ -6,8 +6,9 @@ Not here: truncations of an engine (`overflow_costs`), what rows hold (`overflow
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -33,20 +34,15 @@ _KEEP_FIRST = OverflowConfig.keep_first_tokens
 
 
 def measure_bookkeeping(run: Run[OverflowBenchConfig]) -> Iterator[BookkeepingRow]:
-    """Times discards of stores without an engine, with KV in DRAM alone and on SSD too. Blocks.
-
-    Raises:
-      BenchError: the disk cannot be used, or a store kept other tokens than it should.
-    """
+    """Times discards of stores without an engine, with KV in DRAM alone and on SSD too."""
     config = run.config
-    step = run.steps(len(TIERS) * config.bookkeeping_sessions, "bookkeeping")
     for tier in TIERS:
         with contextlib.ExitStack() as stack:
             directory = stack.enter_context(scratch_directory(config.ssd_dir)) if tier == "ssd" else None
             try:
                 store = AttentionStore(LAYOUT, _store_config(config, directory), weights="benchmark")
                 stack.callback(store.close)
-                row = _bookkeeping_row(store, tier, config, step)
+                row = _bookkeeping_row(run, store, tier)
             except (OSError, ValueError, BlockIoError) as error:
                 raise BenchError(f"no store of {config.bookkeeping_blocks} blocks in {directory}: {error}") from error
             yield row
@@ -55,28 +51,21 @@ def measure_bookkeeping(run: Run[OverflowBenchConfig]) -> Iterator[BookkeepingRo
 def _store_config(config: OverflowBenchConfig, directory: Path | None) -> StoreConfig:
     num_blocks = _STORE_SESSIONS * (config.bookkeeping_blocks + 1)
     dram_gib = num_blocks * LAYOUT.block_bytes / GIB
+    store = StoreConfig(dram_gib=dram_gib, block_tokens=LAYOUT.block_tokens, ssd_free_floor_gib=0.0)
     if directory is None:
-        return StoreConfig(dram_gib=dram_gib, block_tokens=LAYOUT.block_tokens)
-    return StoreConfig(
-        dram_gib=dram_gib,
-        block_tokens=LAYOUT.block_tokens,
-        ssd_dir=str(directory),
-        ssd_gib=num_blocks * _STORED_BLOCK_BYTES / GIB,
-        ssd_free_floor_gib=0.0,
-        ssd_driver=config.ssd_driver,
-    )
+        return store
+    ssd_gib = num_blocks * _STORED_BLOCK_BYTES / GIB
+    return dataclasses.replace(store, ssd_dir=str(directory), ssd_gib=ssd_gib, ssd_driver=config.ssd_driver)
 
 
-def _bookkeeping_row(
-    store: AttentionStore, tier: str, config: OverflowBenchConfig, step: Callable[[], None]
-) -> BookkeepingRow:
+def _bookkeeping_row(run: Run[OverflowBenchConfig], store: AttentionStore, tier: str) -> BookkeepingRow:
     """Cuts sessions one after the other, each stored just before and forgotten then."""
+    config = run.config
     num_tokens = config.bookkeeping_blocks * LAYOUT.block_tokens
     discarded = oldest_first(num_tokens, num_tokens // 2, _KEEP_FIRST)
     num_kept = int(num_tokens - discarded.sum())
-    rng = np.random.default_rng(config.seed)
-    taken, kept_blocks = [], 0
-    for index in range(config.bookkeeping_sessions):
+    rng, taken, kept_blocks = run.rng(), [], 0
+    for index in harness.ticked(run.progress, f"bookkeeping, {tier}", range(config.bookkeeping_sessions)):
         key = f"{index:064x}"
         token_ids = rng.integers(np.iinfo(np.uint16).max, size=num_tokens).astype(np.int32)
         _store_session(store, key, token_ids, is_on_ssd=tier == "ssd")
@@ -92,7 +81,6 @@ def _bookkeeping_row(
         kept_blocks = info.num_blocks
         store.settle()
         store.drop(key)
-        step()
     return harness.make_row(
         BookkeepingRow,
         taken,
@@ -101,16 +89,12 @@ def _bookkeeping_row(
         kept_blocks=kept_blocks,
         tokens=num_tokens,
         sessions=config.bookkeeping_sessions,
-        discard_p99_s=float(np.percentile([sample["discard_s"] for sample in taken], 99)),
+        **harness.percentiles("discard_p{}_s", [sample["discard_s"] for sample in taken], 99),
     )
 
 
 def save_tokens(store: AttentionStore, key: str, start_token: int, token_ids: np.ndarray) -> None:
-    """Stores KV of tokens behind a session's first ones, in blocks of `LAYOUT`'s shape.
-
-    Raises:
-      BenchError: there is no room.
-    """
+    """Stores KV of tokens behind a session's first ones, in blocks of `LAYOUT`'s shape. BenchError: no room."""
     ticket = store.prepare_save(key, start_token, token_ids)
     if ticket is None:
         raise BenchError(f"DRAM must have room for {len(token_ids)} tokens, got none")

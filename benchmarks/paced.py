@@ -19,7 +19,7 @@ import sched
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, Self, TypeVar
+from typing import Any, Literal, Protocol, Self, TypeVar, cast
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from ca_jax.storage.store import AttentionStore
 Result = TypeVar("Result")
 Future = concurrent.futures.Future
 
+CALIBRATIONS = 3
+"""Samples of compute alone that a suite sets the pace of a link by."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
@@ -37,11 +40,9 @@ class Transfer:
     direction: Literal["load", "save"]
     """Towards the device, or away from it."""
     key: str
-    """The ticket's session."""
     layer: int | None
     """Which layer; None for all at once."""
     num_layers: int
-    """How many."""
     num_bytes: int
     """In all of them, without padding."""
     memory: tuple[int, int] | None = dataclasses.field(default=None, compare=False)
@@ -83,11 +84,7 @@ class TimerThread:
         return time.perf_counter()
 
     def call_at(self, due_s: float, action: Callable[[], None]) -> None:
-        """Has an action run on the thread at a time. Any thread may call it.
-
-        Raises:
-          ValueError: the timer was closed.
-        """
+        """Has an action run on the thread at a time. Any thread may call it. ValueError: the timer was closed."""
         if self._closed:
             raise ValueError("the timer must be open, got one that was closed")
         self._actions.enterabs(due_s, 0, action)
@@ -148,11 +145,7 @@ class PacedLink:
         """Seconds that the transfers submitted so far take."""
 
     def set_pace(self, bytes_per_s: float = math.inf) -> None:
-        """Makes what is submitted from now on take its time at that bandwidth. Nothing may move meanwhile.
-
-        Raises:
-          ValueError: a bandwidth that is not positive.
-        """
+        """Makes what is submitted from now on take its time at that bandwidth. Nothing may move meanwhile."""
         if not bytes_per_s > 0:
             raise ValueError(f"bytes_per_s must be a positive number, got {bytes_per_s}")
         self._bytes_per_s = bytes_per_s
@@ -183,6 +176,30 @@ class PacedLink:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class AdjustableLink(PacedLink):
+    """A `PacedLink` that hardly uses the CPU; endless at first.
+
+    A load whose bytes the same load has put there before, and no other since, takes its time and copies nothing: a
+    device's copy engine would not take cores from what computes either. What is stored must stay the same meanwhile.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(copies_early=True)
+        self._present: dict[tuple[int, int], Transfer] = {}  # What lies where.
+
+    def submit(self, transfer: Transfer, copy: Callable[[], Result]) -> Future[Result]:
+        """See `Transfers`."""
+        if transfer.memory is None:
+            return super().submit(transfer, copy)
+        if self._present.get(transfer.memory) == transfer:
+            return super().submit(transfer, cast(Callable[[], Result], lambda: None))
+        start, stop = transfer.memory
+        for each in [each for each in self._present if each[0] < stop and start < each[1]]:
+            del self._present[each]
+        self._present[transfer.memory] = transfer
+        return super().submit(transfer, copy)
 
 
 def begin_copy(copy: Callable[[], Result]) -> tuple[Future[Result], Callable[[], None]]:
@@ -243,18 +260,13 @@ class ControlledStore:
     """An `AttentionStore` whose tickets copy when `loads` and `saves` say so; everything else is the store's.
 
     A load ends only once its reads have. A write of a save that was given up returns False when its transfer is over.
-
-    Args:
-      store: the store itself.
-      loads: for tickets of loads; None leaves them as they are.
-      saves: for tickets of saves, perhaps the same; None leaves them as they are.
+    Where one of the two is None, its tickets are left as they are.
     """
 
     def __init__(
         self, store: AttentionStore, *, loads: Transfers | None = None, saves: Transfers | None = None
     ) -> None:
         self.store = store
-        """The store itself."""
         self._loads, self._saves = loads, saves
 
     def __getattr__(self, name: str) -> Any:

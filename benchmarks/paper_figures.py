@@ -107,7 +107,6 @@ class PaperRow:
     case: str
     """Model, policy, size, or rate."""
     metric: str
-    """What was counted."""
     unit: str
     """`%`, `points`, `x`, `s`, `tokens/s`, `h`, `layers` or `$`."""
     ours: float
@@ -124,11 +123,7 @@ class PaperRow:
 class PaperRuns:
     """Simulations, each done once however many figures ask for it.
 
-    Args:
-      config: what they share; of sessions and of the warm-up as the paper has them, unless it says otherwise.
-      lengths: of the conversations.
-      prices: of figure 17.
-      progress: told a run, its turns begun, and all of its turns.
+    What they share is the config's; of sessions and of the warm-up as the paper has them, unless it says otherwise.
     """
 
     def __init__(
@@ -146,7 +141,6 @@ class PaperRuns:
         self._progress = progress
         self._counts: dict[tuple[SimulateConfig, str, StoreSizes | None, str], SimCounts] = {}
         self.num_turns = 0
-        """Turns simulated so far."""
 
     def __call__(
         self,
@@ -156,14 +150,7 @@ class PaperRuns:
         store: StoreSizes | None = STORE,
         method: str = "ca",
     ) -> SimCounts:
-        """Returns what a run counted.
-
-        Args:
-          config: None: the shared one.
-          model: a key of `NUM_DEVICES`.
-          store: None to recompute.
-          method: what becomes of stored KV when a context overflows: `ca` or `of`.
-        """
+        """What a run counted: of the shared config where none is given, without a store where it is to recompute."""
         run = (config or self.config, model, store, method)
         if run not in self._counts:
             self._counts[run] = self._simulate(*run)
@@ -190,14 +177,10 @@ class PaperRuns:
 
 
 def figure_rows(figure: str, runs: PaperRuns) -> list[PaperRow]:
-    """Simulates what a figure shows.
-
-    Raises:
-      ValueError: there is no such figure here.
-    """
+    """Simulates what a figure shows. ValueError: there is no such figure here."""
     makers: dict[str, Callable[[PaperRuns], Iterable[_Row]]] = {
         **{each: functools.partial(_of_models, figure=each) for each in _MODEL_ROWS},
-        **{each: functools.partial(_of_turns, figure=each) for each in paper_turns.FIGURES},
+        **{each: lambda runs: paper_turns.rows(figure, runs.config) for each in paper_turns.FIGURES},
         "21": _policies,
         "22": _overflow,
         "23": _capacity,
@@ -244,10 +227,6 @@ def _of_models(runs: PaperRuns, figure: str) -> Iterable[_Row]:
             "17": 1 - cost / baseline,
         }
         yield model, metric, unit, ours[figure], paper
-
-
-def _of_turns(runs: PaperRuns, figure: str) -> Iterable[_Row]:
-    return paper_turns.rows(figure, runs.config)
 
 
 def _policies(runs: PaperRuns) -> Iterable[_Row]:
@@ -360,15 +339,7 @@ def shown(value: float | None, unit: str) -> str:
 
 
 def plot_figure(path: Path, rows: Sequence[PaperRow]) -> None:
-    """Draws a figure of the paper: bars of ours and, where it is known, of the paper's for each thing counted.
-
-    Args:
-      path: the PNG to write.
-      rows: of one figure.
-
-    Raises:
-      ValueError: no rows, or of several figures.
-    """
+    """Draws a figure of the paper: bars of ours and, where it is known, of the paper's for each thing counted."""
     if len({row.figure for row in rows}) != 1:
         raise ValueError(f"rows must be of one figure, got those of {sorted({row.figure for row in rows})}")
     metrics = list(dict.fromkeys((row.metric, row.unit) for row in rows))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,60 +19,17 @@ from ca_jax.launch.machine import describe_machine
 from ca_jax.pretrained import LoadedModel
 from ca_jax.testing.tiny import hf_config, hf_tensors
 
-PEER_PACKAGES = {"transformers": ("torch", "transformers")}
-"""The peers that `make_peer` knows, and the distributions whose versions matter."""
-
 
 class PeerUnavailableError(CaJaxError):
     """A peer whose packages are not installed, or that cannot run where our model does."""
 
 
-class Peer(Protocol):
-    """Another engine that holds the same model. Every method waits until the work is done."""
-
-    name: str
-    """What it is called in tables."""
-
-    def prefill(self, token_ids: Sequence[int]) -> tuple[int, float]:
-        """Computes a prompt from scratch; the likeliest next token, and seconds until it is known."""
-        ...
-
-    def start_decode(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Prefills a batch of prompts, all of one length, for `decode` to continue."""
-        ...
-
-    def decode(self, num_steps: int) -> float:
-        """Decodes `num_steps` greedy tokens for each row of the batch; seconds it took."""
-        ...
-
-    def end_decode(self) -> None:
-        """Forgets the batch."""
-        ...
-
-
-def make_peer(name: str, model: LoadedModel) -> Peer:
-    """Builds a peer from our model's weights.
-
-    Raises:
-      ValueError: no peer of that name.
-      PeerUnavailableError: what it needs is not installed.
-    """
-    if name not in PEER_PACKAGES:
-        raise ValueError(f"peer must be one of {', '.join(PEER_PACKAGES)}, got {name!r}")
-    return TransformersPeer(model)
-
-
 class TransformersPeer:
     """Hugging Face `transformers`: `LlamaForCausalLM` with sdpa attention and its default, growing KV cache.
 
-    Args:
-      model: whose weights to take; they are copied.
-
-    Raises:
-      PeerUnavailableError: torch or transformers is not installed, or torch lacks the device our model is on.
+    Weights are copies of the model's. PeerUnavailableError: torch or transformers is not installed, or torch lacks the
+    device our model is on. Every method waits until the work is done.
     """
-
-    name = "transformers"
 
     def __init__(self, model: LoadedModel) -> None:
         try:
@@ -106,7 +63,10 @@ class TransformersPeer:
         self._model.save_pretrained(directory)
 
     def prefill(self, token_ids: Sequence[int]) -> tuple[int, float]:
-        """See `Peer`; the KV cache is built as for a turn that goes on, logits are computed of the last token only."""
+        """Computes a prompt from scratch; the likeliest next token, and seconds until it is known.
+
+        The KV cache is built as for a turn that goes on, logits are computed of the last token only.
+        """
         started_s = time.perf_counter()
         with self._torch.inference_mode():
             _, token = self._forward(self._torch.tensor([list(token_ids)], device=self._device), None)
@@ -114,13 +74,16 @@ class TransformersPeer:
         return first, time.perf_counter() - started_s
 
     def start_decode(self, prompts: Sequence[Sequence[int]]) -> None:
-        """See `Peer`."""
+        """Prefills a batch of prompts, all of one length, for `decode` to continue."""
         with self._torch.inference_mode():
             tokens = self._torch.tensor([list(prompt) for prompt in prompts], device=self._device)
             self._cache, self._last = self._forward(tokens, None)
 
     def decode(self, num_steps: int) -> float:
-        """See `Peer`; as `generate` does, every step's tokens are looked at before the next."""
+        """Decodes greedily, as many tokens for each row of the batch; seconds it took.
+
+        As `generate` does, every step's tokens are looked at before the next.
+        """
         if self._cache is None:
             raise RuntimeError("start_decode must come before decode")
         started_s = time.perf_counter()
@@ -131,13 +94,19 @@ class TransformersPeer:
         return time.perf_counter() - started_s
 
     def end_decode(self) -> None:
-        """See `Peer`."""
+        """Forgets the batch."""
         self._cache = self._last = None
 
     def _forward(self, tokens: Any, cache: Any) -> tuple[Any, Any]:
         """Tokens `[B, T]` over a cache, to the cache with them and the likeliest next tokens `[B, 1]`."""
         out = self._model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return out.past_key_values, out.logits[:, -1:].argmax(-1)
+
+
+PEERS = {"transformers": TransformersPeer}
+"""By the name of the flag."""
+PEER_PACKAGES = {"transformers": ("torch", "transformers")}
+"""The distributions whose versions matter."""
 
 
 def _to_torch(torch: Any, array: np.ndarray) -> Any:

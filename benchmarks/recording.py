@@ -18,14 +18,10 @@ from ca_jax.telemetry.timeline import NO_TIMELINE, Span, Timeline
 
 
 class Recorder:
-    """Keeps what happened in the turns of one round, and writes it.
+    """Keeps what happened in the turns of one round, and writes it: as a trace, JSON, and a figure of the first turn.
 
-    The round comes on top of those that a suite measures, so that what it costs to record shows in none of them.
-
-    Args:
-      trace_out: where the trace of all turns goes, as JSON; None for none.
-      plot_out: where the figure of the first turn goes, as PNG; None for none.
-      profile_dir: where `jax.profiler` writes of the round; None for none.
+    The round comes on top of those that a suite measures, so that what it costs to record shows in none of them. jax's
+    profiler writes of it to `profile_dir`.
     """
 
     def __init__(
@@ -63,16 +59,7 @@ class Recorder:
         self._turns[name] = self.timeline.spans()
 
     def write(self, *, title: str, caption: str) -> None:
-        """Writes what is wanted and was recorded; makes the directories it goes to.
-
-        Args:
-          title: of the figure; the turn's name is put behind it.
-          caption: of the figure.
-
-        Raises:
-          BenchError: no turn was recorded.
-          OSError: it cannot be written there.
-        """
+        """Writes what is wanted and was recorded, the turn's name behind the title. BenchError: no turn was."""
         if not self.timeline.enabled:
             return
         if not self._turns:

@@ -30,7 +30,10 @@ PACKAGES = {
 }
 """The servers that there are, and the packages without which each cannot be started."""
 
-_READY_S = 600.0  # Model load and warm-up.
+VLLM_NAME = "model"
+"""What vLLM calls the model, which it reads from a directory of no lasting name."""
+
+_READY_S = 900.0  # Model load and warm-up.
 _STOP_S = 30.0
 _POLL_S = 0.1
 _BLOCK_TOKENS = 32  # Of the pool of transformers.
@@ -64,38 +67,43 @@ class Sizes:
     slots: int
     """Answers that are generated at once."""
     context_window: int
-    """Most tokens of a conversation."""
     threads: int
-    """That compute."""
     dram_gib: float
     """KV that ca_jax and vLLM keep, GiB; llama.cpp keeps that of its slots."""
     warmup: bool = True
     """Whether ca_jax compiles all that turns may need before it is ready."""
+    vllm_python: str = ""
+    """Interpreter of the environment that vLLM is in; empty for this one."""
 
 
-def is_installed(system: str) -> bool:
-    """Whether what a server is started from is there."""
+def is_installed(system: str, vllm_python: str = "") -> bool:
+    """Whether what a server is started from is there, vLLM perhaps in an environment of its own.
+
+    BenchError: there is no such environment, or it has no vLLM.
+    """
+    if system == "vllm" and vllm_python:
+        command = [vllm_python, "-c", "import importlib.util as u, sys; sys.exit(u.find_spec('vllm') is None)"]
+        try:
+            found = subprocess.run(command, capture_output=True, check=False).returncode == 0
+        except OSError as error:
+            raise BenchError(f"vllm_python must be an interpreter, got {vllm_python}: {error}") from error
+        if not found:
+            raise BenchError(f"vllm_python must be an interpreter of an environment with vllm, got {vllm_python}")
+        return True
     return all(importlib.util.find_spec(package) for package in PACKAGES[system])
 
 
 @contextlib.contextmanager
 def serving(system: str, model: str, sizes: Sizes) -> Iterator[str]:
-    """Starts a server, waits until it is ready, and ends it.
+    """Starts a server of `PACKAGES`, waits until it is ready, and ends it; yields the address of its API.
 
-    Args:
-      system: one of `PACKAGES`.
-      model: what it serves, as `--model` of ca_jax names it.
-      sizes: of the server.
-
-    Yields:
-      The address of its API, `http://127.0.0.1:PORT/v1`.
-
-    Raises:
-      BenchError: it cannot serve the model, or does not become ready.
+    `model` is what `--model` of ca_jax would be. BenchError: it cannot serve that, or does not become ready.
     """
-    environment = {"OMP_NUM_THREADS": str(sizes.threads), "VLLM_CPU_KVCACHE_SPACE": str(sizes.dram_gib)}
+    environment = {"OMP_NUM_THREADS": str(sizes.threads)}
+    if system == "vllm":  # It binds a thread to each core itself.
+        environment = {"VLLM_CPU_KVCACHE_SPACE": str(max(round(sizes.dram_gib), 1))}
     with contextlib.ExitStack() as stack:
-        if system == "transformers":
+        if system in ("transformers", "vllm"):
             model = stack.enter_context(_as_directory(model_file(model)))
         url = stack.enter_context(started(system, lambda port: _command(system, model, sizes, port), environment))
         yield f"{url}/v1"
@@ -117,18 +125,9 @@ def _as_directory(path: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def started(name: str, command: Callable[[int], Sequence[str]], environment: Mapping[str, str]) -> Iterator[str]:
-    """Starts a server by a command that is given a free port, waits until it is ready, and ends it.
+    """Starts a server by a command that is given a free port, waits until it is ready, and ends it; yields its address.
 
-    Args:
-      name: of the server, for the error.
-      command: by the port.
-      environment: added to this process's.
-
-    Yields:
-      Its address, `http://127.0.0.1:PORT`.
-
-    Raises:
-      BenchError: it does not become ready.
+    BenchError: it does not become ready.
     """
     port = _free_port()
     with tempfile.TemporaryFile() as log:
@@ -155,11 +154,7 @@ def started(name: str, command: Callable[[int], Sequence[str]], environment: Map
 
 
 def model_file(model: str) -> Path:
-    """The GGUF file, or the directory of a Hugging Face checkpoint, that servers other than ours read.
-
-    Raises:
-      BenchError: it is neither a preset that is installed nor a path.
-    """
+    """The GGUF file, or the directory of a Hugging Face checkpoint, that servers other than ours read."""
     path = Path(model).expanduser()
     if model in PRESETS:
         spec = importlib.util.find_spec(PRESETS[model].package)
@@ -184,9 +179,11 @@ def _command(system: str, model: str, sizes: Sizes, port: int) -> list[str]:
         pool = (f"--cb-block-size={_BLOCK_TOKENS}", f"--cb-num-blocks={blocks}", "--device=cpu", "--dtype=float32")
         serve = ("transformers.cli.transformers", "serve", str(path), "--continuous-batching")
         return [sys.executable, "-m", *serve, *pool, f"--port={port}"]
-    limits = (f"--max-num-seqs={sizes.slots}", f"--max-model-len={sizes.context_window}", "--enable-prefix-caching")
-    address = ("--host=127.0.0.1", f"--port={port}", f"--served-model-name={model}")
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={path}", *address, *limits]
+    limits = (f"--max-num-seqs={sizes.slots}", f"--max-model-len={sizes.context_window}", "--dtype=float32")
+    caching = ("--enable-prefix-caching", "--enable-prompt-tokens-details")
+    address = ("--host=127.0.0.1", f"--port={port}", f"--model={path}", f"--served-model-name={VLLM_NAME}")
+    python = sizes.vllm_python or sys.executable
+    return [python, "-m", "vllm.entrypoints.openai.api_server", *address, *limits, *caching]
 
 
 def _becomes_ready(process: subprocess.Popen[bytes], url: str) -> bool:

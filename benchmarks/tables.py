@@ -62,20 +62,12 @@ def print_table(rows: Sequence[Line], console: rich.console.Console, *, title: s
 
 
 def to_markdown(report: Mapping[str, Any]) -> str:
-    """The rows of a report as tables in Markdown, one for each kind of row; medians without their spread.
-
-    Raises:
-      KeyError: rows of one kind differ in their fields.
-    """
+    """The rows of a report as tables in Markdown, one for each kind of row; medians without their spread."""
     return "\n".join("\n".join(markdown_lines(rows)) for rows in _kinds(report).values())
 
 
 def markdown_lines(rows: Sequence[Line]) -> Iterator[str]:
-    """A table in Markdown, and an empty line; what is the same in all of several rows stands above it.
-
-    Raises:
-      KeyError: a row lacks a field of the first one.
-    """
+    """A table in Markdown, and an empty line; what is the same in all of several rows stands above it."""
     columns, common = _columns(rows)
     if common:
         yield f"All rows: {_plain_cells(common)}."

@@ -24,14 +24,10 @@ class Place(NamedTuple):
 
 
 def write_trace(path: Path, spans: Iterable[Span]) -> None:
-    """Writes spans as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+    """Writes spans as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open; makes its directory.
 
     Each track is a thread of its own, or one for each lane where spans of a track overlap. Time 0 is the start of the
     first span.
-
-    Args:
-      path: the JSON file; its directory is made.
-      spans: in any order.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"traceEvents": trace_events(spans), "displayTimeUnit": "ms"}
@@ -39,13 +35,10 @@ def write_trace(path: Path, spans: Iterable[Span]) -> None:
 
 
 def place_spans(spans: Iterable[Span]) -> list[Place]:
-    """Places spans so that within a track and a lane any two are nested or apart, in as few lanes as come of it.
+    """Places spans, by start, so that within a track and a lane any two are nested or apart, in as few lanes as may be.
 
     Only what one thread did within what it did is nested. Copies that are under way at once lie side by side, even if
     one began and ended during another.
-
-    Returns:
-      One place for each span, by start.
     """
     lanes: dict[Track, list[list[Span]]] = {}  # Per lane, the spans that enclose the present one.
     places = []

@@ -10,19 +10,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evaluate.comparison import Comparison, Evaluation, MethodRow, check_overflows, check_positive
+from benchmarks.evaluate.comparison import Comparison, Evaluation, MethodRow, check_overflows
 from benchmarks.evaluate.statistics import Interval, block_estimate, kl_divergence, log_softmax, wilson_interval
+from benchmarks.harness import Checked, ticked
 from ca_jax.launch.texts import EvaluationError, read_ids
 from ca_jax.pretrained import LoadedModel, Progress
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AgreementConfig:
-    """`agreement`: how often a method goes on with a text as `tt` does.
-
-    Raises:
-      ValueError: no `tt` to agree with, or a number out of range.
-    """
+class AgreementConfig(Checked):
+    """`agreement`: how often a method goes on with a text as `tt` does."""
 
     comparison: Comparison
     """What is compared."""
@@ -36,7 +33,7 @@ class AgreementConfig:
     """Tokens they go on for."""
 
     def __post_init__(self) -> None:
-        check_positive(self, ("max_tokens", "every", "answer_tokens"))
+        super().__post_init__()
         if self.every % self.comparison.step_tokens:
             raise ValueError(
                 f"every must be a multiple of step_tokens, {self.comparison.step_tokens}; got {self.every}"
@@ -52,11 +49,9 @@ class AgreementRow(MethodRow):
     """How one method goes on with a text, against `tt`. Intervals are of 95 %."""
 
     text: str
-    """Name of the file."""
     num_places: int
     """Places where it went on by itself."""
     answer_tokens: int
-    """Tokens it went on for."""
     same_first: float
     """Share of places with the same first token."""
     same_first_interval: Interval
@@ -83,11 +78,7 @@ class _Found:
 
 
 def run_agreement(model: LoadedModel, config: AgreementConfig, progress: Progress) -> Evaluation:
-    """Feeds one text to a context of each method; at places behind the first overflow, copies go on by themselves.
-
-    Raises:
-      EvaluationError: no such text, too little of it, or a window above the model's.
-    """
+    """Feeds one text to a context of each method; at places behind the first overflow, copies go on by themselves."""
     comparison, path = config.comparison, Path(config.data)
     streams = comparison.streams(model)
     token_ids = read_ids(model, path, config.max_tokens)
@@ -97,8 +88,7 @@ def run_agreement(model: LoadedModel, config: AgreementConfig, progress: Progres
         raise EvaluationError("methods must have a tt to hold the others against, got none")
     found = {name: _Found() for name in streams}
     items = []
-    progress("agreement", 0, len(token_ids))
-    for start in range(0, len(token_ids), config.every):
+    for start in ticked(progress, "agreement", range(0, len(token_ids), config.every)):
         part = token_ids[start : start + config.every]
         logprobs = {}
         for name, stream in streams.items():
@@ -118,7 +108,6 @@ def run_agreement(model: LoadedModel, config: AgreementConfig, progress: Progres
                     "kl": {name: each.kl[-1] for name, each in found.items() if name != baseline},
                 }
             )
-        progress("agreement", start + len(part), len(token_ids))
     rows = [
         _row(path.name, comparison.setting(name), each, found[baseline], len(streams[name].truncations))
         for name, each in found.items()

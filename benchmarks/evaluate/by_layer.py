@@ -26,17 +26,11 @@ _TABLE = np.zeros((1, 1), np.int32)
 
 
 class LayerByLayer:
-    """What computes a model; see `recomputer.Computer`.
-
-    Args:
-      num_places: as far as contexts may go.
-      window: how long a text may become, tokens; `dynamic` rope asks for it.
-    """
+    """What computes a model over contexts of so many places, see `recomputer.Computer`; rope may ask for the window."""
 
     def __init__(self, model: LoadedModel, num_places: int, window: int) -> None:
         params = model.params["params"]
         self.config = model.config
-        """Of the model."""
         variables = with_places(model.config, {"params": params}, to_device)
         self.layers: list[Params] = [layer_of(variables, i) for i in range(model.config.num_layers)]
         """Parameters of each layer."""
@@ -49,7 +43,6 @@ class LayerByLayer:
         self.packs_kv = False
         """It is handed out as it is computed."""
         self.to_device = to_device
-        """See `transfer.to_device`."""
         self._dtype = model.dtype
 
     def embed(self, tokens: np.ndarray) -> jax.Array:
@@ -63,11 +56,7 @@ class LayerByLayer:
         return self.embed(row)
 
     def empty(self, num_places: int) -> jax.Array:
-        """Any layer's KV of a context with room for so many tokens, none of which are there.
-
-        Raises:
-          ValueError: layers differ in it, or have none.
-        """
+        """Any layer's KV of a context with room for so many tokens. ValueError: layers differ in it, or have none."""
         shapes, num_layers = self.config.kv_shapes, self.config.num_layers
         check(len({*shapes}) == 1 and len(shapes) == num_layers, "KV of layers", "of one shape, of each", shapes)
         num_parts, num_kv_heads, head_dim = shapes[0]
@@ -78,8 +67,7 @@ class LayerByLayer:
     ) -> list[jax.Array]:
         """Computes a layer of new tokens, the first of `x [1, T, F]`, from place `start` on. Donates `x` and the pages.
 
-        Returns:
-          `x`; the new tokens' KV `[2, T, K, H]`; the pages; and, if asked for, what places received, f32 `[1, S]`.
+        Gives `x`; the new tokens' KV `[2, T, K, H]`; the pages; and, if asked for, what places received, f32 `[1, S]`.
         """
         places = start + np.arange(x.shape[1], dtype=np.int32)
         rows = Rows(*map(to_device, (_TABLE, np.array([0, num_new], np.int32), places)))
@@ -98,11 +86,7 @@ class LayerByLayer:
         return [x, kv, *rest]
 
     def recomputed(self, plan: Plan, token_ids: Sequence[int], pages: Sequence[jax.Array]) -> list[jax.Array]:
-        """A context of which some tokens are computed anew, in layers with KV of their own. Donates their pages.
-
-        Args:
-          token_ids: of all its places.
-        """
+        """A context of these tokens, of which some are computed anew in layers of their own KV. Donates the pages."""
         recomputer = Recomputer(self, plan, token_ids, PagedRow(_TABLE, pages[0].shape[3]))
         return [recomputer.layer(i, of_layer) for i, of_layer in enumerate(pages)]
 

@@ -102,11 +102,7 @@ class Comparison:
     def surviving(self, num_tokens: int) -> np.ndarray:
         """Which tokens are left in every context, and were there before its last overflow, if the oldest leave.
 
-        Args:
-          num_tokens: how many are fed, at once.
-
-        Returns:
-          Bool `[num_tokens]`; none where nothing overflows.
+        Bool `[num_tokens]`, of so many that are fed at once; none where nothing overflows.
         """
         common = np.ones(num_tokens, bool)
         for overflow in self.methods:
@@ -160,28 +156,21 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MethodRow:
-    """What every row says: which method it is of, and what that took."""
+    """What every row says: which method it is of, with fields of its `OverflowConfig`, and what that took."""
 
     name: str
     """The method with its settings, see `name_of`."""
     method: str
     """One of `METHODS`."""
     window: int
-    """Most tokens of the context."""
     truncation_ratio: float
-    """See `OverflowConfig`."""
     keep_first_tokens: int
-    """See `OverflowConfig`."""
     anchor_tokens: int
-    """See `OverflowConfig`."""
     repair_ratio: float
-    """See `OverflowConfig`."""
     repair: str | None
     """See `OverflowConfig`; None where no share is repaired."""
     drift: str | None
-    """See `OverflowConfig`."""
     discarder: str
-    """Its name, see `OverflowConfig`."""
     num_truncations: float
     """Overflows; where questions are asked, before one of them, mean."""
     seconds: float
@@ -195,11 +184,8 @@ class AccuracyRow(MethodRow):
     data: str
     """Name of the file or directory."""
     num_items: int
-    """Questions."""
     num_right: int
-    """Of them answered rightly."""
     accuracy: float
-    """Share of right answers."""
     interval: Interval
     """Of the accuracy, see `share_interval`: the bootstrap over records, where several questions are on one."""
     difference_to_tt: float | None
@@ -219,13 +205,11 @@ class Answers:
     """The answers of one method, an entry for each question in the order they were asked."""
 
     given: list[str] = dataclasses.field(default_factory=list)
-    """As text."""
     is_right: list[bool] = dataclasses.field(default_factory=list)
     """Whether they are what was expected."""
     num_truncations: list[int] = dataclasses.field(default_factory=list)
     """Overflows before the question."""
     seconds: float = 0.0
-    """That all took."""
 
     def add(self, given: str, is_right: bool, num_truncations: int) -> None:
         """One more."""
@@ -242,15 +226,7 @@ def accuracy_rows(
     *,
     logprob_differences: Mapping[str, float] | None = None,
 ) -> list[AccuracyRow]:
-    """A row for each method.
-
-    Args:
-      data: name of the benchmark.
-      comparison: what was compared.
-      answers: of each method, by its name.
-      clusters: the record that each question is on.
-      logprob_differences: by method, where they are known; see `AccuracyRow`.
-    """
+    """A row for each method; `clusters` are the records that the questions are on."""
     base = None if comparison.baseline is None else answers[comparison.baseline]
     rows = []
     for name, each in answers.items():
@@ -282,26 +258,8 @@ def accuracy_rows(
     return rows
 
 
-def check_positive(config: Any, names: Sequence[str]) -> None:
-    """Raises ValueError where a field of a config, if it is given, is below 1."""
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-
-
 def check_overflows(num_tokens: int, *, window: int, path: Path, max_tokens: int) -> None:
-    """Refuses a text that the window does not overflow with.
-
-    Args:
-      num_tokens: taken of the text.
-      window: most tokens of a context.
-      path: of the text.
-      max_tokens: how many were asked for.
-
-    Raises:
-      EvaluationError: it is too short, or too little of it was asked for.
-    """
+    """Refuses (EvaluationError) a text that is too short to overflow the window, or asked for in too small a part."""
     if num_tokens > window:
         return
     if max_tokens <= window:

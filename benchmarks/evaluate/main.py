@@ -113,11 +113,7 @@ _FIGURES = sorted((*DEVIATION_FIGURES, *TIMED_FIGURES))
 
 
 def define_flags(flag_values: flags.FlagValues = flags.FLAGS) -> None:
-    """Defines the flags, those of overflow too.
-
-    Raises:
-      absl.flags.DuplicateFlagError: another flag has such a name.
-    """
+    """Defines the flags, those of overflow too."""
     here: dict[str, Any] = {"flag_values": flag_values}
     flags.DEFINE_enum("task", None, list(TASKS), "What to evaluate.", required=True, **here)
     flags.DEFINE_list("method", list(_DEFAULT_METHODS), _METHOD, **here)
@@ -159,15 +155,7 @@ def read_config(flag_values: flags.FlagValues = flags.FLAGS) -> Any:
 
 
 def parse_method(text: str, base: OverflowConfig) -> OverflowConfig:
-    """A way to overflow as `--method` spells it: "ca", or "ca:anchor_tokens=16".
-
-    Args:
-      text: its name, and fields that are not as in `base`.
-      base: what else it is.
-
-    Raises:
-      FlagError: no such method or field, or a value that is none.
-    """
+    """A way to overflow as `--method` spells it: "ca", or "ca:anchor_tokens=16", which is `base` in all else."""
     hints = typing.get_type_hints(OverflowConfig)
     kinds = {name: hints[name] if hints[name] in (int, float) else str for name in hints}
     del kinds["method"], kinds["whole_turns"]
@@ -197,18 +185,7 @@ def _comparison(task: str, flag_values: flags.FlagValues) -> Comparison:
 
 
 def run(task: str, config: Any, load: Callable[[Progress], LoadedModel], *, command: str) -> Report:
-    """Loads the model, runs a task and says all about it. Progress goes to stderr.
-
-    Args:
-      task: one of `TASKS`.
-      config: what is asked.
-      load: gives the model.
-      command: how it was asked for.
-
-    Raises:
-      EvaluationError: the data are not what the task wants, or do not fit the settings.
-      CaJaxError: the model cannot be loaded.
-    """
+    """Loads the model, runs a task and says all about it. Progress goes to stderr."""
     described = describe_machine()
     enable_compile_cache(EngineConfig().compile_cache_dir)
     evaluate = TASKS[task][1]

@@ -16,19 +16,13 @@ import io
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
-from benchmarks.evaluate.comparison import (
-    Answers,
-    Comparison,
-    Evaluation,
-    accuracy_rows,
-    check_overflows,
-    check_positive,
-)
+from benchmarks.evaluate.comparison import Answers, Comparison, Evaluation, accuracy_rows, check_overflows
 from benchmarks.evaluate.statistics import log_softmax
-from benchmarks.evaluate.stream import ContextStream
+from benchmarks.harness import Checked, ticked
 from ca_jax.launch.texts import EvaluationError, read_file, read_ids, tokenizer_of
 from ca_jax.models.tokenizer import Tokenizer
 from ca_jax.pretrained import LoadedModel, Progress
@@ -47,9 +41,7 @@ class Question:
     number: int
     """Its place in the file, from 0."""
     text: str
-    """What is asked."""
     choices: tuple[str, ...]
-    """Four answers."""
     answer: str
     """The right one of `CHOICES`."""
 
@@ -60,12 +52,10 @@ class Question:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MmluConfig:
-    """`mmlu`: multiple-choice questions behind a long text that has overflowed the window.
+class MmluConfig(Checked):
+    """`mmlu`: multiple-choice questions behind a long text that has overflowed the window."""
 
-    Raises:
-      ValueError: a number out of range.
-    """
+    may_be_zero: ClassVar = frozenset({"num_shots", "seed"})
 
     comparison: Comparison
     """What is compared."""
@@ -83,11 +73,6 @@ class MmluConfig:
     seed: int = 0
     """Of which questions are drawn."""
 
-    def __post_init__(self) -> None:
-        check_positive(self, ("max_tokens", "max_items"))
-        if self.num_shots < 0:
-            raise ValueError(f"num_shots must be at least 0, got {self.num_shots}")
-
     @property
     def preamble_tokens(self) -> int:
         """Tokens of the preamble."""
@@ -97,12 +82,7 @@ class MmluConfig:
 
 
 def run_mmlu(model: LoadedModel, config: MmluConfig, progress: Progress) -> Evaluation:
-    """Asks each question behind the same overflowed text, with each method.
-
-    Raises:
-      EvaluationError: the questions or the text cannot be had, the text does not overflow the window, or a window above
-        the model's.
-    """
+    """Asks each question behind the same overflowed text, with each method."""
     directory, comparison = Path(config.data), config.comparison
     streams = comparison.streams(model)
     tokenizer = tokenizer_of(model)
@@ -117,11 +97,12 @@ def run_mmlu(model: LoadedModel, config: MmluConfig, progress: Progress) -> Eval
         asked = [asked[i] for i in sorted(drawn)]
     answers = {name: Answers() for name in streams}
     for name, stream in streams.items():
-        _feed_preamble(name, stream, preamble, answers[name], progress)
+        started_s = time.perf_counter()
+        stream.extend(preamble, progress, f"preamble {name}")
+        answers[name].seconds += time.perf_counter() - started_s
     logprobs: dict[str, list[np.ndarray]] = {name: [] for name in streams}
     items = []
-    progress("mmlu", 0, len(asked))
-    for subject, nth in asked:
+    for subject, nth in ticked(progress, "mmlu", asked):
         question = subject.questions[nth]
         text = "\n\n" + prompt(question, subject.examples_of(nth, config.num_shots))
         token_ids = [*tokenizer.encode(text, add_bos=False), *before]
@@ -143,7 +124,6 @@ def run_mmlu(model: LoadedModel, config: MmluConfig, progress: Progress) -> Eval
                 "logprobs": {name: [round(float(each), 4) for each in found[-1]] for name, found in logprobs.items()},
             }
         )
-        progress("mmlu", len(items), len(asked))
     return Evaluation(
         rows=accuracy_rows(
             directory.name,
@@ -157,11 +137,7 @@ def run_mmlu(model: LoadedModel, config: MmluConfig, progress: Progress) -> Eval
 
 
 def choice_tokens(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """What tells " A", " B", " C" and " D" apart: the tokens that all begin with, and the one in which each differs.
-
-    Raises:
-      EvaluationError: no token does.
-    """
+    """What tells " A", " B", " C" and " D" apart: the tokens that all begin with, and the one in which each differs."""
     spelled = [tokenizer.encode(f" {choice}", add_bos=False) for choice in CHOICES]
     columns = list(zip(*spelled, strict=False))
     num_common = next((i for i, column in enumerate(columns) if len(set(column)) > 1), len(columns))
@@ -180,20 +156,6 @@ def _preamble_path(directory: Path, config: MmluConfig) -> Path:
     return beside[0]
 
 
-def _feed_preamble(
-    name: str, stream: ContextStream, preamble: Sequence[int], answers: Answers, progress: Progress
-) -> None:
-    what = f"preamble {name}"
-
-    def tell(_: int) -> None:
-        progress(what, stream.num_fed, len(preamble))
-
-    progress(what, 0, len(preamble))
-    started_s = time.perf_counter()
-    stream.extend(preamble, tell)
-    answers.seconds += time.perf_counter() - started_s
-
-
 def _differences(logprobs: dict[str, list[np.ndarray]], baseline: str | None) -> dict[str, float]:
     """How far log probabilities are from those of `tt`, mean, for each other method."""
     if baseline is None:
@@ -207,7 +169,6 @@ class Subject:
     """The questions of one subject."""
 
     questions: list[Question]
-    """That are asked."""
     examples: list[Question] | None
     """Of the dev split; None where these are asked themselves."""
 
@@ -222,10 +183,7 @@ def read_subjects(directory: Path) -> list[Subject]:
     """The subjects of a directory, in the order of their names: its test split, or its dev split where it has no other.
 
     A row is question, four choices and the answer, a letter or a number from 0; a first row of headings, the last of
-    them "answer", is passed by.
-
-    Raises:
-      EvaluationError: no such directory, no such file in it, a test file without its dev file, or a row that is none.
+    them "answer", is passed by. Others are an EvaluationError.
     """
     tests = sorted(directory.glob(f"*{_TEST}"))
     if tests:

@@ -26,11 +26,7 @@ CURVE_BEFORE, CURVE_AFTER, CURVE_BIN = 256, 512, 32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PerplexityConfig:
-    """`ppl`: how well a model predicts one long text.
-
-    Raises:
-      ValueError: fewer than two tokens.
-    """
+    """`ppl`: how well a model predicts one long text."""
 
     comparison: Comparison
     """What is compared."""
@@ -65,7 +61,6 @@ class PerplexityRow(MethodRow):
     """One method over one text. Errors are over blocks of step_tokens, see `block_estimate`."""
 
     text: str
-    """Name of the file."""
     perplexity: float
     """Of all tokens but the first."""
     perplexity_after_overflow: float | None
@@ -80,13 +75,11 @@ class PerplexityRow(MethodRow):
     ratio_to_tt: float | None
     """The perplexity over that of `tt`."""
     tokens: int
-    """Fed."""
     mean_kept_tokens: float | None
     """Tokens that stayed at an overflow, mean; None where there was none."""
     recomputed_tokens: float
     """Tokens computed anew at all overflows together; in some layers only, times their share of the layers."""
     tokens_per_s: float
-    """Tokens over them."""
     curve: Sequence[CurveBin]
     """Loss around truncations; none without."""
 
@@ -106,11 +99,7 @@ class _Measured:
 
 
 def run_perplexity(model: LoadedModel, config: PerplexityConfig, progress: Progress) -> Evaluation:
-    """Feeds one text to a context of each method.
-
-    Raises:
-      EvaluationError: no such text, too little of it, or a window above the model's.
-    """
+    """Feeds one text to a context of each method."""
     comparison, path = config.comparison, Path(config.data)
     streams = comparison.streams(model)
     token_ids = read_ids(model, path, config.max_tokens)
@@ -132,12 +121,8 @@ def run_perplexity(model: LoadedModel, config: PerplexityConfig, progress: Progr
 
 
 def _measure(name: str, stream: ContextStream, token_ids: Sequence[int], progress: Progress) -> _Measured:
-    def tell(_: int) -> None:
-        progress(name, stream.num_fed, len(token_ids))
-
-    progress(name, 0, len(token_ids))
     started_s = time.perf_counter()
-    losses = stream.feed(token_ids, tell)
+    losses = stream.feed(token_ids, progress, name)
     return _Measured(losses, stream.truncations, time.perf_counter() - started_s)
 
 
@@ -171,15 +156,11 @@ def _figures(each: _Measured, base: _Measured | None, block: int) -> dict[str, A
 
 
 def loss_curve(losses: np.ndarray, base_losses: np.ndarray | None, places: Sequence[int]) -> list[CurveBin]:
-    """Loss by distance from a truncation, and how far it is from another method's.
+    """Loss, nats of each token `[T]`, by distance from a truncation, and how far it is from another method's.
 
     Told are at most `CURVE_BEFORE` tokens before and `CURVE_AFTER` behind, and no more than lie between two
-    truncations, in bins of `CURVE_BIN`. A bin's value is the mean over truncations of the mean over its tokens.
-
-    Args:
-      losses: nats of each token, `[T]`; NaN where there is none.
-      base_losses: the same of the other method; None without one.
-      places: tokens fed before each truncation, rising.
+    truncations, in bins of `CURVE_BIN`. A bin's value is the mean over truncations of the mean over its tokens that
+    have a loss. `places` are the tokens fed before each truncation, rising.
     """
     gaps = losses - base_losses if base_losses is not None else None
     nearest = min((second - first for first, second in itertools.pairwise(places)), default=CURVE_AFTER)

@@ -23,12 +23,7 @@ _MARKERS = "osD^vPX"  # They say the same as the colours.
 
 
 def draw(path: Path, report: Report) -> bool:
-    """Writes the figure of a report of `ppl` or `rag`; False where there is none to draw: nothing overflowed.
-
-    Args:
-      path: the PNG to write; its directory is made.
-      report: as JSON.
-    """
+    """Writes the figure of a report of `ppl` or `rag`; False where there is none to draw: nothing overflowed."""
     caption = f"{report['model']} in {report['dtype']}, {summarize_machine(report['machine'])}"
     if report["task"] == "rag":
         plot_rag(path, report, caption=caption)
@@ -44,14 +39,6 @@ def plot_losses(path: Path, rows: Sequence[Row], *, caption: str) -> None:
 
     Bands are one standard error over truncations. The lower part is there where `tt` was compared with, and is as high
     as methods but `nkvt` need.
-
-    Args:
-      path: the PNG to write.
-      rows: of `ppl`, as JSON.
-      caption: what was evaluated and where, small print below.
-
-    Raises:
-      ValueError: no row has a curve.
     """
     drawn = [row for row in rows if row["curve"]]
     if not drawn:
@@ -96,13 +83,7 @@ def _draw_curve(axes: Axes, row: Row, field: str, nth: int) -> None:
 
 
 def plot_rag(path: Path, report: Report, *, caption: str) -> None:
-    """Draws the figure of a report of `rag`: KL against computed tokens where it is the table of methods.
-
-    Args:
-      path: the PNG to write.
-      report: as JSON.
-      caption: what was evaluated and where, small print below.
-    """
+    """Draws the figure of a report of `rag`: KL against computed tokens where it is the table of methods."""
     figure = new_figure(8, 4.6)
     axes = figure.subplots()
     _DRAWN[report["config"]["figure"]](axes, report["rows"])

@@ -10,30 +10,27 @@ Source: CacheBlend (Yao et al., EuroSys 2025), section 7.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-import jax
 import numpy as np
 
 from benchmarks.evaluate.comparison import Evaluation
-from benchmarks.evaluate.items import Chunking, RagPrompt, read_prompts
-from benchmarks.evaluate.rag_context import Answer, Answerer, Asked, Behind, ContextModel
+from benchmarks.evaluate.items import Chunking, read_prompts
+from benchmarks.evaluate.rag_context import ContextModel
 from benchmarks.evaluate.rag_methods import (
     BASELINES,
     RECOMPUTE,
     REUSE,
+    Asker,
     Blends,
-    Compared,
-    Mapped,
-    Mapper,
     Method,
     PromptContexts,
     methods_of,
 )
-from benchmarks.evaluate.statistics import Interval, f1_score, first_line, mean_interval, rouge_l
-from ca_jax.launch.texts import EvaluationError, tokenizer_of
+from benchmarks.evaluate.statistics import Interval, mean_interval
+from benchmarks.harness import Checked, ticked
+from ca_jax.launch.texts import EvaluationError
 from ca_jax.pretrained import LoadedModel, Progress
 
 DEVIATION_FIGURES = (6, 7, 8)
@@ -44,12 +41,12 @@ chunks; 16: quality and TTFT against the ratio; 17: TTFT against the speed of th
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RagConfig:
-    """`rag`: answers to questions behind chunks, by each way to use the chunks' KV.
+class RagConfig(Checked):
+    """`rag`: answers to questions behind chunks, by each way to use the chunks' KV."""
 
-    Raises:
-      ValueError: a number out of range, an unknown baseline or figure.
-    """
+    may_be_zero: ClassVar = frozenset({"answer_tokens"})
+    may_be_empty: ClassVar = frozenset({"baselines"})
+    choices: ClassVar = {"baselines": BASELINES}
 
     chunking: Chunking = dataclasses.field(default_factory=Chunking)
     """What prompts are made of."""
@@ -74,23 +71,6 @@ class RagConfig:
     storage_gb_s: tuple[float, ...] = (0.5, 0.1, 0.05)
     """Figure 17: speeds of storages that loads are paced to, 1e9 bytes/s, beside DRAM and SSD as they are."""
 
-    def __post_init__(self) -> None:
-        for name in ("timed_items", "repeats"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("chunk_counts", "chunk_lengths", "storage_gb_s"):
-            values = getattr(self, name)
-            if not values or not all(value > 0 for value in values):
-                raise ValueError(f"{name} must be numbers above 0, got {values}")
-        for baseline in self.baselines:
-            if baseline not in BASELINES:
-                raise ValueError(f"baselines must be some of {', '.join(BASELINES)}; got {baseline!r}")
-        if self.answer_tokens < 0 or self.summary_tokens < 1:
-            raise ValueError(
-                f"answer_tokens must be at least 0 and summary_tokens at least 1, "
-                f"got {self.answer_tokens} and {self.summary_tokens}"
-            )
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RagRow:
@@ -98,7 +78,6 @@ class RagRow:
     two methods are compared. What a method does not give is None."""
 
     name: str
-    """The method in words."""
     method: str
     """`recompute`, one of `rag_methods.BASELINES`, or `blend`."""
     ratio: float | None
@@ -106,7 +85,6 @@ class RagRow:
     selection: str | None
     """Of `blend`."""
     num_items: int
-    """Prompts."""
     context_tokens: float
     """Tokens of chunks, mean."""
     computed_tokens: float
@@ -115,17 +93,14 @@ class RagRow:
     mean_kl: float | None
     """KL(full recompute || method) of the next token's distribution, nats, mean over the last positions."""
     kl_interval: Interval | None
-    """Of it."""
     kl_share: float | None
     """Of full reuse's; None without that."""
     kl_above_hkvd: float | None
     """How far it is above that of `hkvd` of the same ratio, nats; None of itself, or where that was not measured."""
     kl_above_hkvd_interval: Interval | None
-    """Of it."""
     same_top1: float | None
     """Share of those positions with the same likeliest token as full recompute."""
     same_top1_interval: Interval | None
-    """Of it."""
     attention_deviation: float | None
     """L2 norm of the difference of the forward attention matrix, all heads', of the question's tokens to the context's,
     from that of full recompute: mean over layers. Source: CacheBlend, section 4.1."""
@@ -134,13 +109,11 @@ class RagRow:
     f1: float | None
     """Of the answers, mean over the items that have right ones; None where there are none."""
     f1_interval: Interval | None
-    """Of it."""
     f1_above_recompute_interval: Interval | None
     """Of its difference to full recompute's."""
     rouge_l: float | None
     """Likewise."""
     rouge_l_interval: Interval | None
-    """Of it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,35 +121,25 @@ class _Result:
     """Of one method on one item; None is what it does not give."""
 
     computed_tokens: float
-    compared: Compared | None = None
+    kl: float | None = None
+    same_top1: float | None = None
+    deviations: np.ndarray | None = None
     answer: str | None = None
     f1: float | None = None
     rouge_l: float | None = None
 
-    @property
-    def kl(self) -> float | None:
-        return None if self.compared is None else self.compared.kl
-
-    @property
-    def same_top1(self) -> float | None:
-        return None if self.compared is None else self.compared.same_top1
-
 
 def run_rag(model: LoadedModel, config: RagConfig, progress: Progress, *, least_chunks: int = 1) -> Evaluation:
-    """Asks each question with each method.
-
-    Raises:
-      EvaluationError: no items, prompts of fewer than `least_chunks` chunks, or without room in the model's window.
-    """
+    """Asks each question with each method."""
     prompts = read_prompts(model, config.chunking, answer_tokens=config.answer_tokens, least_chunks=least_chunks)
     asks = config.answer_tokens > 0
     methods = [method for method in methods_of(config.blends, config.baselines) if asks or not method.maps]
     contexts = ContextModel(model, prompts, config.answer_tokens)
-    asker = _Asker(contexts, config) if asks else None
+    lengths = {"summary_tokens": config.summary_tokens, "answer_tokens": config.answer_tokens}
+    asker = Asker(contexts, config.chunking, **lengths) if asks else None
     found: list[dict[Method, _Result]] = []
     items: list[dict[str, Any]] = []
-    progress("rag", 0, len(prompts))
-    for prompt in prompts:
+    for prompt in ticked(progress, "rag", prompts):
         of = PromptContexts(contexts, prompt, config.blends)
         results: dict[Method, _Result] = {}
         for method in methods:
@@ -186,56 +149,19 @@ def run_rag(model: LoadedModel, config: RagConfig, progress: Progress, *, least_
                 results[method] = _result(of, method, asker)
         found.append(results)
         items.append(_item(of, results))
-        progress("rag", len(found), len(prompts))
     return Evaluation(rows=_rows(methods, found, [item["context_tokens"] for item in items]), items=items)
 
 
-def _result(of: PromptContexts, method: Method, asker: _Asker | None) -> _Result:
+def _result(of: PromptContexts, method: Method, asker: Asker | None) -> _Result:
     if method.maps:
         if asker is None:
             raise ValueError(f"answer_tokens must be at least 1 for {method.name}, got 0")
-        mapped = asker.mapped(of, method)
-        return _Result(computed_tokens=mapped.computed_tokens, **asker.scored(of.prompt, mapped.answer))
+        answer, computed_tokens = asker.reduce(of) if method.kind == "mapreduce" else asker.rerank(of)
+        return _Result(computed_tokens=computed_tokens, **asker.scored(of.prompt, answer))
     kv = of.kv(method) if method.fuses else of.full
     asked = of.ask(kv) if method.fuses else of.asked
     scored = {} if asker is None else asker.scored(of.prompt, asker.answer(of, kv, asked))
-    return _Result(computed_tokens=of.computed_tokens(method), compared=of.compared(asked), **scored)
-
-
-class _Asker:
-    """Takes answers and says how good they are."""
-
-    def __init__(self, contexts: ContextModel, config: RagConfig) -> None:
-        self._tokenizer = tokenizer_of(contexts.model)
-        self._stop_ids = contexts.model.stop_token_ids
-        self._answerer = Answerer(contexts, num_rows=1, max_tokens=config.answer_tokens, capacity=contexts.capacity)
-        self._make_mapper = functools.partial(
-            Mapper,
-            contexts,
-            config.chunking,
-            summary_tokens=config.summary_tokens,
-            answer_tokens=config.answer_tokens,
-        )
-
-    @functools.cached_property
-    def _mapper(self) -> Mapper:
-        """Made when it is asked for: its pages take memory."""
-        return self._make_mapper()
-
-    def answer(self, of: PromptContexts, kv: Sequence[jax.Array], asked: Asked) -> Answer:
-        behind = Behind(kv, of.num_tokens, asked, len(of.prompt.question_ids))
-        (answer,) = self._answerer.answer([behind], self._stop_ids)
-        return answer
-
-    def mapped(self, of: PromptContexts, method: Method) -> Mapped:
-        return self._mapper.reduce(of) if method.kind == "mapreduce" else self._mapper.rerank(of)
-
-    def scored(self, prompt: RagPrompt, answer: Answer) -> dict[str, Any]:
-        """Fields of a result: the answer's text and, where there are right ones, its scores."""
-        text = first_line(self._tokenizer.decode(answer.token_ids))
-        if not prompt.answers:
-            return {"answer": text}
-        return {"answer": text, "f1": f1_score(text, prompt.answers), "rouge_l": rouge_l(text, prompt.answers)}
+    return _Result(computed_tokens=of.computed_tokens(method), **vars(of.compared(asked)), **scored)
 
 
 def _item(of: PromptContexts, results: dict[Method, _Result]) -> dict[str, Any]:
@@ -272,7 +198,7 @@ def _rows(
         above = np.zeros(0)
         if method.selection not in (None, "hkvd") and len(values(hkvd, "kl")):
             above = kl - values(hkvd, "kl")
-        layers = np.mean([each.deviations for each in values(method, "compared")], axis=0) if len(kl) else np.zeros(0)
+        layers = np.mean(values(method, "deviations"), axis=0) if len(kl) else np.zeros(0)
         share = kl.mean() / reuse_kl.mean() if len(kl) and reuse_kl.any() else None  # Of one chunk nothing is reused.
         rows.append(
             RagRow(
@@ -286,17 +212,13 @@ def _rows(
                 mean_kl=_mean(kl),
                 kl_interval=_interval(kl),
                 kl_share=None if share is None else float(share),
-                kl_above_hkvd=_mean(above),
-                kl_above_hkvd_interval=_interval(above),
-                same_top1=_mean(values(method, "same_top1")),
-                same_top1_interval=_interval(values(method, "same_top1")),
+                **_estimated("kl_above_hkvd", above),
+                **_estimated("same_top1", values(method, "same_top1")),
                 attention_deviation=_mean(layers),
                 layer_deviations=layers.tolist(),
-                f1=_mean(f1),
-                f1_interval=_interval(f1),
+                **_estimated("f1", f1),
                 f1_above_recompute_interval=None if method == RECOMPUTE else _interval(f1 - values(RECOMPUTE, "f1")),
-                rouge_l=_mean(values(method, "rouge_l")),
-                rouge_l_interval=_interval(values(method, "rouge_l")),
+                **_estimated("rouge_l", values(method, "rouge_l")),
             )
         )
     return rows
@@ -304,6 +226,10 @@ def _rows(
 
 def _mean(values: np.ndarray) -> float | None:
     return float(values.mean()) if len(values) else None
+
+
+def _estimated(name: str, values: np.ndarray) -> dict[str, Any]:
+    return {name: _mean(values), f"{name}_interval": _interval(values)}
 
 
 def _interval(values: np.ndarray) -> Interval | None:
@@ -320,14 +246,11 @@ _LEAST_ITEMS = 2  # One alone says nothing of how sure a mean is.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GateConfig:
+class GateConfig(Checked):
     """`blend_gate`: the smallest ratio that keeps a model's next tokens close enough to full recompute.
 
     Bounds that are given hold together. How large a divergence matters differs from model to model, since it grows with
     how sure a model is of its tokens and with its vocabulary; the share of next tokens that change does not.
-
-    Raises:
-      ValueError: a bound that is not above 0, or several selections.
     """
 
     chunking: Chunking = dataclasses.field(default_factory=Chunking)
@@ -343,10 +266,7 @@ class GateConfig:
     """Most divergence that is taken, nats; None: any."""
 
     def __post_init__(self) -> None:
-        for name in ("max_top1_loss", "max_kl_share", "max_kl"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be a bound above 0, got {value}")
+        super().__post_init__()
         if len(self.blends.selections) != 1:
             raise ValueError(f"selections must be one, got {', '.join(self.blends.selections)}")
 
@@ -373,11 +293,7 @@ class GateRow(RagRow):
 
 
 def run_gate(model: LoadedModel, config: GateConfig, progress: Progress) -> Evaluation:
-    """Measures full reuse and every ratio, and holds each against the bounds.
-
-    Raises:
-      EvaluationError: fewer than two items, prompts of fewer than two chunks, or longer than the model's window.
-    """
+    """Measures full reuse and every ratio, and holds each against the bounds."""
     asked = RagConfig(chunking=config.chunking, blends=config.blends, baselines=(REUSE.kind,), answer_tokens=0)
     done = run_rag(model, asked, progress, least_chunks=2)
     if len(done.items) < _LEAST_ITEMS:
@@ -401,14 +317,7 @@ def run_gate(model: LoadedModel, config: GateConfig, progress: Progress) -> Eval
 def held_against(
     config: GateConfig, *, kl: Sequence[float], same_top1: Sequence[float], reuse_kl: Sequence[float]
 ) -> dict[str, Any]:
-    """The fields of `GateRow` that say how a ratio does against the bounds.
-
-    Args:
-      config: has the bounds.
-      kl: of each item.
-      same_top1: of each item.
-      reuse_kl: of each item, with full reuse.
-    """
+    """The fields of `GateRow` that say how a ratio does against the bounds, by what each item gave."""
     excesses: dict[str, Any] = {"top1_excess": None, "share_excess": None, "kl_excess": None}
     if config.top1_bound is not None:
         excesses["top1_excess"] = mean_interval([1 - same for same in same_top1])[1] - config.top1_bound

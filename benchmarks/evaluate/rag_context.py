@@ -55,19 +55,11 @@ class Asked:
 
 
 class ContextModel:
-    """Computes contexts of one model.
-
-    Args:
-      model: whose.
-      prompts: that will be asked about: says how long contexts and questions may become.
-      num_more: tokens that come behind a question.
-    """
+    """Computes contexts of one model, as long as prompts want them, with `num_more` tokens behind their questions."""
 
     def __init__(self, model: LoadedModel, prompts: Sequence[RagPrompt], num_more: int) -> None:
         self.model = model
-        """Whose contexts they are."""
         self.config: ModelConfig = model.config
-        """Of the model."""
         self.capacity = _padded(max(len(prompt.context_ids) for prompt in prompts), _CAPACITY_STEP)
         """S, of every context."""
         self.question_capacity = _padded(max(len(prompt.question_ids) for prompt in prompts), _QUESTION_STEP)
@@ -76,17 +68,11 @@ class ContextModel:
         self.window = min(num_positions, model.config.max_positions)
         """How long a text may become, tokens; `dynamic` rope asks for it."""
         self.by_layer = LayerByLayer(model, num_positions, self.window)
-        """What computes."""
 
     def prefill(self, token_ids: Sequence[int], padded: int | None = None) -> list[jax.Array]:
-        """KV of tokens with nothing before them, computed at once.
+        """KV of tokens with nothing before them, computed at once; padded to S unless told otherwise.
 
-        Args:
-          token_ids: at most `padded`.
-          padded: how many places; None: S.
-
-        Returns:
-          Unrotated `[2, padded, K, H]` for each layer; zeros behind the tokens.
+        Unrotated `[2, padded, K, H]` for each layer; zeros behind the tokens.
         """
         by_layer, found = self.by_layer, []
         x = by_layer.embedded(token_ids, padded or self.capacity)
@@ -103,10 +89,7 @@ class ContextModel:
     def joined(self, chunks: Sequence[np.ndarray], start: int) -> list[jax.Array]:
         """Chunks' KV one behind the other, from place `start` on: full reuse, but for what is before `start`.
 
-        Keys are unrotated: where they lie is their position.
-
-        Returns:
-          `[2, S, K, H]` for each layer, zeros where no chunk lies.
+        Keys are unrotated: where they lie is their position. `[2, S, K, H]` for each layer, zeros where no chunk lies.
         """
         num_layers, _, _, num_kv, head_dim = chunks[0].shape
         place = start
@@ -117,25 +100,15 @@ class ContextModel:
         return [to_device(layer) for layer in kv]
 
     def fused(self, plan: Plan, token_ids: Sequence[int], kv: Sequence[jax.Array]) -> list[jax.Array]:
-        """A context of which some tokens are computed anew.
-
-        Args:
-          plan: which.
-          token_ids: of the whole context.
-          kv: see `joined`.
-        """
+        """A context, of these tokens and KV as `joined` gives it, of which some tokens are computed anew."""
         if not plan.num_tokens:
             return list(kv)
         return list(map(from_pages, self.by_layer.recomputed(plan, token_ids, list(map(as_pages, kv)))))
 
     def ask(self, kv: Sequence[jax.Array], num_tokens: int, question: Sequence[int], positions: int) -> Asked:
-        """Puts a question behind a context.
+        """Puts a question behind a context of so many tokens, KV `[2, S, K, H]` for each layer.
 
-        Args:
-          kv: `[2, S, K, H]` for each layer.
-          num_tokens: of the context.
-          question: token ids, at least one.
-          positions: last tokens of it whose next tokens are told; all of them where it has fewer.
+        Next tokens are told of its last `positions`, or of all where it has fewer.
         """
         by_layer, (new, attention) = self.by_layer, ([], [])
         x = by_layer.embedded(question, _padded(len(question), _QUESTION_STEP))
@@ -236,12 +209,7 @@ def forward_attention(
 
 @jax.jit
 def attention_deviations(attention: Sequence[jax.Array], full: Sequence[jax.Array]) -> jax.Array:
-    """L2 norm of the difference of two forward attention matrices, f32 `[L]`.
-
-    Args:
-      attention: see `Asked.attention`.
-      full: that of full recompute.
-    """
+    """L2 norm of the difference of two forward attention matrices, see `Asked.attention`, f32 `[L]`."""
     return jnp.stack([jnp.sqrt(((one - other) ** 2).sum()) for one, other in zip(attention, full, strict=True)])
 
 
@@ -279,22 +247,12 @@ class Behind:
     kv: Sequence[jax.Array]
     """The context's, `[2, S, K, H]` for each layer."""
     num_tokens: int
-    """Of the context."""
     asked: Asked
-    """The question's."""
     num_asked: int
-    """Tokens of the question."""
 
 
 class Answerer:
-    """Goes on behind contexts, greedily.
-
-    Args:
-      contexts: computes them.
-      num_rows: how many at once at most.
-      max_tokens: most tokens of an answer.
-      capacity: S of the contexts.
-    """
+    """Goes on behind contexts of `capacity` places, greedily: behind `num_rows` of them at once at most."""
 
     def __init__(self, contexts: ContextModel, *, num_rows: int, max_tokens: int, capacity: int) -> None:
         self._contexts = contexts
@@ -306,12 +264,7 @@ class Answerer:
         self._rotations = steps.rotation_tables(config, each * size, contexts.window)
 
     def answer(self, rows: Sequence[Behind], stop_ids: Collection[int] = ()) -> list[Answer]:
-        """Answers as many questions as there are rows, at once.
-
-        Args:
-          rows: at most as many as it was made for.
-          stop_ids: tokens that end an answer.
-        """
+        """Answers as many questions as there are rows, at once; `stop_ids` end an answer."""
         for nth, row in enumerate(rows):
             self._fill(nth, row)
         starts = to_device(np.arange(len(rows) + 1, dtype=np.int32))

@@ -21,6 +21,7 @@ from benchmarks.evaluate.rag import RagConfig
 from benchmarks.evaluate.rag_context import ContextModel
 from benchmarks.evaluate.rag_methods import REUSE, Compared, Method, PromptContexts
 from benchmarks.evaluate.statistics import Interval, mean_interval
+from benchmarks.harness import ticked
 from ca_jax.device.transfer import to_device
 from ca_jax.pretrained import LoadedModel, Progress
 
@@ -38,11 +39,9 @@ class AttentionRow:
     ratio: float
     """Share of the chunks' tokens; of `oracle` in each layer, otherwise in the mean over layers."""
     num_items: int
-    """Prompts."""
     attention_deviation: float
     """See `rag.RagRow`."""
     interval: Interval
-    """Of it."""
     share: float
     """Of full reuse's."""
     layer_deviations: Sequence[float]
@@ -56,9 +55,7 @@ class DistributionRow:
     """Figure 7: how the KV deviation of a layer is distributed over the tokens of all items."""
 
     layer: int
-    """From 0 on."""
     num_items: int
-    """Prompts."""
     num_tokens: int
     """Of chunks that were computed alone."""
     percentiles: Sequence[float]
@@ -67,7 +64,6 @@ class DistributionRow:
     top_10_share: float
     """Of all deviation, how much the tenth of the tokens has that deviates most."""
     top_15_share: float
-    """The same of 15 %."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,66 +73,51 @@ class CorrelationRow:
     layer: int
     """The first of the two. Layer 0 is no such one: its KV never deviates."""
     num_items: int
-    """Prompts."""
     correlation: float
     """Mean over items."""
     interval: Interval
-    """Of it."""
 
 
 def run_deviation(model: LoadedModel, config: RagConfig, progress: Progress) -> Evaluation:
-    """Measures the figure that `config.figure` says, 6, 7 or 8.
-
-    Raises:
-      EvaluationError: no items, prompts without a second chunk, or longer than the model's window.
-      ValueError: another figure.
-    """
+    """Measures the figure that `config.figure` says, 6, 7 or 8."""
     if config.figure not in _MEASURED:
         raise ValueError(f"figure must be one of {', '.join(map(str, _MEASURED))}; got {config.figure}")
     prompts = read_prompts(model, config.chunking, least_chunks=2)
     contexts = ContextModel(model, prompts, 0)
 
     def prepared() -> Iterator[PromptContexts]:
-        for nth, prompt in enumerate(prompts):
-            progress(f"figure {config.figure}", nth, len(prompts))
+        for prompt in ticked(progress, f"figure {config.figure}", prompts):
             yield PromptContexts(contexts, prompt, config.blends)
-        progress(f"figure {config.figure}", len(prompts), len(prompts))
 
     return Evaluation(rows=_MEASURED[config.figure](config, prepared()), items=[])
 
 
-@dataclasses.dataclass(frozen=True)
-class _Point:
-    selection: str
-    ratio: float
-
-
 def _attention_rows(config: RagConfig, contexts: Iterator[PromptContexts]) -> list[AttentionRow]:
-    points = [_Point(ORACLE, ratio) for ratio in sorted({0.0, *config.blends.ratios})]
-    points += [_Point(selection, 0.0) for selection in config.blends.selections]
-    points += [_Point(selection, ratio) for selection, ratio in config.blends.points if ratio]
-    points.sort(key=lambda point: ((ORACLE, *config.blends.selections).index(point.selection), point.ratio))
-    found: dict[_Point, list[Compared]] = {point: [] for point in points}
+    names = (ORACLE, *config.blends.selections)
+    points = [(ORACLE, ratio) for ratio in config.blends.ratios]
+    points += [*((name, 0.0) for name in names), *config.blends.points]
+    points = sorted(set(points), key=lambda point: (names.index(point[0]), point[1]))
+    found: dict[tuple[str, float], list[Compared]] = {point: [] for point in points}
     for of in contexts:
         reused = of.compared(of.ask(of.kv(REUSE)))
-        for point, each in found.items():
-            if not point.ratio:
+        for (selection, ratio), each in found.items():
+            if not ratio:
                 each.append(reused)
                 continue
-            if point.selection == ORACLE:
-                kv = true_kv(of, point.ratio)
+            if selection == ORACLE:
+                kv = true_kv(of, ratio)
             else:
-                kv = of.kv(Method(kind="blend", ratio=point.ratio, selection=point.selection))
+                kv = of.kv(Method(kind="blend", ratio=ratio, selection=selection))
             each.append(of.compared(of.ask(kv)))
     rows = []
-    for point, each in found.items():
+    for (selection, ratio), each in found.items():
         layers, reused_layers = (
-            np.mean([one.deviations for one in some], axis=0) for some in (each, found[_Point(point.selection, 0.0)])
+            np.mean([one.deviations for one in some], axis=0) for some in (each, found[selection, 0.0])
         )
         rows.append(
             AttentionRow(
-                selection=point.selection,
-                ratio=point.ratio,
+                selection=selection,
+                ratio=ratio,
                 num_items=len(each),
                 attention_deviation=float(layers.mean()),
                 interval=mean_interval([float(one.deviations.mean()) for one in each]),
@@ -149,12 +130,7 @@ def _attention_rows(config: RagConfig, contexts: Iterator[PromptContexts]) -> li
 
 
 def true_kv(of: PromptContexts, ratio: float) -> list[jax.Array]:
-    """Stored KV, but that in each layer the tokens that deviate most there have that of full recompute.
-
-    Args:
-      of: the contexts of a prompt.
-      ratio: share of the tokens in each layer.
-    """
+    """Stored KV, but that a share of each layer's tokens, those that deviate most, have that of full recompute."""
     deviation, places = of.kv_deviations(of.stored), of.stored_places()
     count = round(ratio * len(places))
     kv = []
@@ -162,13 +138,8 @@ def true_kv(of: PromptContexts, ratio: float) -> list[jax.Array]:
         mask = np.zeros(stored.shape[1], bool)
         mask[: places[0]] = True  # What is before them is exact, or computed.
         mask[places[np.argsort(-deviation[layer], kind="stable")[:count]]] = True
-        kv.append(_chosen(to_device(mask), full, stored))
+        kv.append(jnp.where(to_device(mask)[:, None, None], full, stored))
     return kv
-
-
-@jax.jit
-def _chosen(mask: jax.Array, full: jax.Array, stored: jax.Array) -> jax.Array:
-    return jnp.where(mask[:, None, None], full, stored)
 
 
 def _distribution_rows(config: RagConfig, contexts: Iterator[PromptContexts]) -> list[DistributionRow]:

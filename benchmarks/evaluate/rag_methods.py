@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -27,7 +28,8 @@ from benchmarks.evaluate.rag_context import (
     kv_deviations,
     plan_of,
 )
-from benchmarks.evaluate.statistics import kl_divergence
+from benchmarks.evaluate.statistics import f1_score, first_line, kl_divergence, rouge_l
+from benchmarks.harness import Checked, require
 from ca_jax import config
 from ca_jax.device.transfer import to_device, to_host
 from ca_jax.launch.texts import tokenizer_of
@@ -53,12 +55,12 @@ _BETWEEN_SUMMARIES = "\n\n"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Blends:
-    """Which ways to blend are measured, and where.
+class Blends(Checked):
+    """Which ways to blend are measured, and where."""
 
-    Raises:
-      ValueError: a number out of range, or an unknown selection.
-    """
+    may_be_empty: ClassVar = frozenset({"other_ratios"})
+    shares: ClassVar = frozenset({"ratios", "other_ratios"})
+    choices: ClassVar = {"selections": SELECTIONS}
 
     ratios: tuple[float, ...] = (0.05, 0.15, 0.3, 0.5)
     """Shares of the chunks' tokens that are computed anew, in the mean of the layers behind the check layers."""
@@ -74,20 +76,8 @@ class Blends:
     """Of the selection `random`."""
 
     def __post_init__(self) -> None:
-        if not self.ratios or not self.selections:
-            raise ValueError(
-                f"ratios and selections must be at least one each, got {self.ratios} and {self.selections}"
-            )
-        for ratio in (*self.ratios, *(self.other_ratios or ())):
-            if not 0 <= ratio <= 1:
-                raise ValueError(f"ratios must be shares in [0, 1], got {ratio}")
-        for selection in self.selections:
-            if selection not in SELECTIONS:
-                raise ValueError(f"selections must be some of {', '.join(SELECTIONS)}; got {selection!r}")
-        if len(set(self.ratios)) < len(self.ratios) or len(set(self.selections)) < len(self.selections):
-            raise ValueError(f"ratios and selections must differ, got {self.ratios} and {self.selections}")
-        if self.positions < 1:
-            raise ValueError(f"positions must be at least 1, got {self.positions}")
+        super().__post_init__()
+        require(len(set(self.ratios)) == len(self.ratios), "ratios", "all different", self.ratios)
 
     @property
     def points(self) -> list[tuple[str, float]]:
@@ -106,7 +96,6 @@ class Method:
     ratio: float | None = None
     """Of `blend`."""
     selection: str | None = None
-    """Of `blend`."""
 
     @property
     def name(self) -> str:
@@ -151,17 +140,10 @@ class Compared:
 
 
 class PromptContexts:
-    """The contexts of one prompt: chunks are computed once, and so is full recompute.
-
-    Args:
-      contexts: computes.
-      prompt: whose.
-      blends: what is blended, and what is told.
-    """
+    """The contexts of one prompt: chunks are computed once, and so is full recompute."""
 
     def __init__(self, contexts: ContextModel, prompt: RagPrompt, blends: Blends) -> None:
         self.prompt = prompt
-        """Whose."""
         self.chunks = [contexts.alone(chunk) for chunk in prompt.chunks]
         """KV of each chunk alone, `[L, 2, T, K, H]`."""
         self.full = contexts.prefill(prompt.context_ids)
@@ -171,7 +153,6 @@ class PromptContexts:
         self._contexts = contexts
         self._blends = blends
         self.num_tokens = len(prompt.context_ids)
-        """Of the context."""
         self.asked = self.ask(self.full)
         """What the question sees with full recompute."""
 
@@ -222,44 +203,38 @@ class PromptContexts:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Mapped:
-    """An answer by MapReduce or MapRerank."""
+class Asker:
+    """Takes answers, greedily. Pages for them are made when they are first wanted, since they take memory.
 
-    answer: Answer
-    """To the question."""
-    computed_tokens: int
-    """Tokens of prompts that were computed, and of what was generated for the answer to begin."""
-
-
-class Mapper:
-    """Asks chunks one by one.
-
-    Args:
-      contexts: computes.
-      summary_tokens: most tokens of a summary.
-      answer_tokens: most tokens of an answer.
-      chunking: how many chunks a prompt has at most, and how many tokens a chunk.
+    Ways that ask chunks one by one also give the tokens of prompts that they compute, and of what they generate before.
     """
 
     def __init__(self, contexts: ContextModel, chunking: Chunking, *, summary_tokens: int, answer_tokens: int) -> None:
-        self._contexts = contexts
-        self._stop_ids = contexts.model.stop_token_ids
-        tokenizer = tokenizer_of(contexts.model)
-        self._tokenizer = tokenizer
-        self._summarize = tokenizer.encode(SUMMARIZE, add_bos=False)
-        self._summary_answerer, self._answerer = (
-            Answerer(contexts, num_rows=chunking.num_chunks, max_tokens=max_tokens, capacity=chunking.chunk_tokens)
-            for max_tokens in (summary_tokens, answer_tokens)
-        )
+        self._contexts, self._chunking = contexts, chunking
+        self._summary_tokens, self._answer_tokens = summary_tokens, answer_tokens
+        self._tokenizer = tokenizer_of(contexts.model)
+        self._summarize = self._tokenizer.encode(SUMMARIZE, add_bos=False)
         # Summaries are read again: their tokens may be a few more or less than those that were generated.
         self._summary_capacity = -(-chunking.num_chunks * (summary_tokens + 8) // 64) * 64
-        self._final = Answerer(contexts, num_rows=1, max_tokens=answer_tokens, capacity=self._summary_capacity)
+        self._answerers: dict[tuple[int, ...], Answerer] = {}
 
-    def reduce(self, of: PromptContexts) -> Mapped:
+    def answer(self, of: PromptContexts, kv: Sequence[jax.Array], asked: Asked) -> Answer:
+        """Answers the question behind a context as a method has it."""
+        behind = Behind(kv, of.num_tokens, asked, len(of.prompt.question_ids))
+        (answer,) = self._answers([behind], 1, self._contexts.capacity, self._answer_tokens)
+        return answer
+
+    def scored(self, prompt: RagPrompt, answer: Answer) -> dict[str, Any]:
+        """The answer's text and, where there are right ones, its `f1` and `rouge_l`."""
+        text = first_line(self._tokenizer.decode(answer.token_ids))
+        if not prompt.answers:
+            return {"answer": text}
+        return {"answer": text, "f1": f1_score(text, prompt.answers), "rouge_l": rouge_l(text, prompt.answers)}
+
+    def reduce(self, of: PromptContexts) -> tuple[Answer, int]:
         """Answers the question of summaries of the chunks."""
         rows = self._rows(of, self._summarize)
-        summaries = self._summary_answerer.answer(rows, self._stop_ids)
+        summaries = self._of_chunks(rows, self._summary_tokens)
         ids = list(of.prompt.head)
         for summary in summaries:
             text = " ".join(self._tokenizer.decode(summary.token_ids).split())
@@ -268,18 +243,19 @@ class Mapper:
         question = of.prompt.question_ids
         kv = self._contexts.prefill(ids, self._summary_capacity)
         asked = self._contexts.ask(kv, len(ids), question, 1)
-        (answer,) = self._final.answer([Behind(kv, len(ids), asked, len(question))], self._stop_ids)
+        behind = Behind(kv, len(ids), asked, len(question))
+        (answer,) = self._answers([behind], 1, self._summary_capacity, self._answer_tokens)
         generated = sum(len(summary.token_ids) for summary in summaries)
-        return Mapped(answer, len(rows) * len(self._summarize) + generated + len(ids) + len(question))
+        return answer, len(rows) * len(self._summarize) + generated + len(ids) + len(question)
 
-    def rerank(self, of: PromptContexts) -> Mapped:
+    def rerank(self, of: PromptContexts) -> tuple[Answer, int]:
         """Answers the question of each chunk, and takes the answer of the highest mean log probability."""
         question = list(of.prompt.question_ids)
         rows = self._rows(of, question)
-        answers = self._answerer.answer(rows, self._stop_ids)
+        answers = self._of_chunks(rows, self._answer_tokens)
         generated = sum(len(answer.token_ids) for answer in answers)
         best = max(answers, key=lambda answer: answer.mean_logprob)
-        return Mapped(best, len(rows) * len(question) + generated)
+        return best, len(rows) * len(question) + generated
 
     def _rows(self, of: PromptContexts, question: list[int]) -> list[Behind]:
         """Each chunk, its KV as it is stored, with something asked behind it."""
@@ -288,3 +264,13 @@ class Mapper:
             kv = [to_device(layer) for layer in chunk]
             rows.append(Behind(kv, len(ids), self._contexts.ask(kv, len(ids), question, 1), len(question)))
         return rows
+
+    def _of_chunks(self, rows: Sequence[Behind], max_tokens: int) -> list[Answer]:
+        return self._answers(rows, self._chunking.num_chunks, self._chunking.chunk_tokens, max_tokens)
+
+    def _answers(self, rows: Sequence[Behind], most_rows: int, capacity: int, max_tokens: int) -> list[Answer]:
+        sizes = {"num_rows": most_rows, "max_tokens": max_tokens, "capacity": capacity}
+        key = tuple(sizes.values())
+        if key not in self._answerers:
+            self._answerers[key] = Answerer(self._contexts, **sizes)
+        return self._answerers[key].answer(rows, self._contexts.model.stop_token_ids)

@@ -35,7 +35,6 @@ class Estimate:
     """A mean and how sure it is."""
 
     mean: float
-    """Of the values."""
     stderr: float | None
     """Standard error of the mean; None of fewer than two blocks."""
 
@@ -46,17 +45,10 @@ class Estimate:
 
 
 def block_estimate(values: npt.ArrayLike, block: int) -> Estimate:
-    """The mean of a series, its error from the spread of blocks of it.
+    """The mean of a series `[T]`, its error from the spread of blocks of so many values.
 
     The mean is a ratio, of the blocks' sums over their lengths, since the last block may be short. Values may depend on
     each other within a block; what they have in common beyond one makes the error too small.
-
-    Args:
-      values: `[T]`.
-      block: values in a block.
-
-    Raises:
-      ValueError: there are no values, or a block of none.
 
     Source: Cochran, Sampling Techniques (1977), section 6.4, the variance of a ratio.
     """
@@ -73,11 +65,7 @@ def block_estimate(values: npt.ArrayLike, block: int) -> Estimate:
 
 
 def wilson_interval(num_right: int, num: int) -> Interval:
-    """Wilson's 95 % interval of a share of independent items.
-
-    Raises:
-      ValueError: there are no items, or more right ones than there are.
-    """
+    """Wilson's 95 % interval of a share of independent items."""
     if not 0 <= num_right <= num or num == 0:
         raise ValueError(f"right answers must be 0 to all of at least one item, got {num_right} of {num}")
     found = scipy.stats.binomtest(num_right, num).proportion_ci(method="wilson")
@@ -85,14 +73,10 @@ def wilson_interval(num_right: int, num: int) -> Interval:
 
 
 def share_interval(is_right: Sequence[bool], clusters: Sequence[Hashable]) -> Interval:
-    """The 95 % interval of a share of right answers.
+    """The 95 % interval of a share of right answers, see `mean_interval`.
 
     Wilson's where each item is a cluster of its own, otherwise the bootstrap over clusters. Where all are right, or all
     wrong, which the bootstrap takes for certain, it is Wilson's of as many items as there are clusters.
-
-    Args:
-      is_right: of each item.
-      clusters: see `mean_interval`.
     """
     num_clusters, num_right = len(set(clusters)), sum(is_right)
     if num_right in (0, len(is_right)):
@@ -105,13 +89,7 @@ def share_interval(is_right: Sequence[bool], clusters: Sequence[Hashable]) -> In
 def mcnemar_p(num_only_first: int, num_only_second: int) -> float:
     """How likely two methods differ at least so much by chance: the exact McNemar test, two-sided.
 
-    Args:
-      num_only_first: items that the first method alone got right.
-      num_only_second: items that the second alone got right.
-
-    Raises:
-      ValueError: a number below 0.
-
+    Of the items that one method alone got right, and those that the other did.
     Source: McNemar, Psychometrika 12 (1947); exact: the sign test on the items they disagree on.
     """
     if min(num_only_first, num_only_second) < 0:
@@ -120,16 +98,11 @@ def mcnemar_p(num_only_first: int, num_only_second: int) -> float:
     return float(scipy.stats.binomtest(num_only_first, num).pvalue) if num else 1.0
 
 
-def mean_interval(values: Sequence[float], clusters: Sequence[Hashable] | None = None, *, seed: int = 0) -> Interval:
+def mean_interval(values: Sequence[float], clusters: Sequence[Hashable] | None = None) -> Interval:
     """The 95 % interval of a mean, by the percentile bootstrap over clusters of values; of one cluster the mean alone.
 
-    Args:
-      values: of each item; where two methods are compared, the one's score less the other's.
-      clusters: of each item: those of equal values depend on each other, and are drawn together. None: each alone.
-      seed: of the resampling.
-
-    Raises:
-      ValueError: there are no values, or not one cluster for each.
+    Values of equal clusters depend on each other, and are drawn together; None: each alone. Where two methods are
+    compared, a value is the one's score less the other's.
 
     Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13.
     """
@@ -149,7 +122,7 @@ def mean_interval(values: Sequence[float], clusters: Sequence[Hashable] | None =
         n_resamples=_RESAMPLES,
         batch=max(1, _RESAMPLED_AT_ONCE // len(places)),
         method="percentile",
-        rng=np.random.default_rng(seed),
+        rng=np.random.default_rng(0),
     )
     return float(found.confidence_interval.low), float(found.confidence_interval.high)
 
@@ -179,10 +152,6 @@ def f1_score(answer: str, truths: Sequence[str]) -> float:
     """Overlap of an answer's words with those of a right one, the best over all right ones, in [0, 1].
 
     Without case, punctuation and articles, as of SQuAD. Two answers of no words are alike.
-
-    Raises:
-      ValueError: there is no right one.
-
     Source: Rajpurkar et al., EMNLP 2016, section 6.1.
     """
 
@@ -202,10 +171,6 @@ def rouge_l(answer: str, truths: Sequence[str]) -> float:
     """F-measure of the longest common subsequence of words, the best over all right answers, in [0, 1].
 
     Words are runs of letters a to z and digits, without case, as in the `rouge-score` package without its stemmer.
-
-    Raises:
-      ValueError: there is no right one.
-
     Source: Lin, Text Summarization Branches Out 2004, section 3.
     """
 

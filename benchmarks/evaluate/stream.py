@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ import optax
 from jax import lax
 
 from benchmarks.evaluate.by_layer import LayerByLayer, as_pages, from_pages
+from benchmarks.harness import ticked
 from ca_jax.device import page_steps, steps
 from ca_jax.device.transfer import to_device, to_host
 from ca_jax.errors import ContextWindowError
@@ -31,7 +32,7 @@ from ca_jax.models import rope
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import KVCache, LayerKV, quantize
 from ca_jax.overflow.config import METHODS, DiscardContext, OverflowConfig, check_discarded, num_leaving
-from ca_jax.pretrained import LoadedModel, check_token_ids
+from ca_jax.pretrained import LoadedModel, Progress, check_token_ids
 from ca_jax.recompute.drift import Drift, add_drift
 from ca_jax.recompute.plan import repair_plan
 
@@ -45,9 +46,6 @@ class ComparedOverflow(OverflowConfig):
     """A way to overflow as it is evaluated: `method` may also be `nkvt`, CachedAttention's naive KV truncation.
 
     That uses what stays at its old positions, which is wrong: the others are compared with it.
-
-    Raises:
-      ValueError: as `OverflowConfig`; `nkvt` with a discarder that asks for attention.
     """
 
     def __post_init__(self) -> None:
@@ -71,9 +69,7 @@ class Truncation:
     num_fed: int
     """Tokens fed before it."""
     num_dropped: int
-    """Tokens that left."""
     num_kept: int
-    """Tokens that stayed."""
     num_recomputed: float
     """Tokens computed anew; where that is done in some layers only, times their share of the layers."""
 
@@ -111,7 +107,6 @@ class ContextStream:
         self.truncations: list[Truncation] = []
         """What has overflowed so far, oldest first."""
         self.num_fed = 0
-        """Tokens fed so far."""
         self._model = model
         self._config = model.config
         self._overflow = overflow
@@ -146,15 +141,10 @@ class ContextStream:
         other.truncations, other._token_ids, other._kv = list(self.truncations), list(self._token_ids), list(self._kv)
         return other
 
-    def feed(self, token_ids: Sequence[int], on_step: Callable[[int], None] | None = None) -> np.ndarray:
-        """Puts tokens behind the context, which overflows as often as it takes.
+    def feed(self, token_ids: Sequence[int], progress: Progress = lambda *_: None, what: str = "") -> np.ndarray:
+        """Puts tokens behind the context, which overflows as often as it takes; progress, of what, is told of steps.
 
-        Args:
-          token_ids: `[T]`.
-          on_step: called with the number of tokens of each step that is done.
-
-        Returns:
-          Negative log likelihood of each token, nats, f32 `[T]`; NaN for the first one of the stream.
+        Negative log likelihood of each token, nats, f32 `[T]`; NaN for the first one of the stream.
 
         Raises:
           InvalidRequestError: no tokens, or ids outside the vocabulary.
@@ -162,7 +152,7 @@ class ContextStream:
         """
         losses = []
         last = self._last
-        for part, x in self._steps(token_ids, on_step):
+        for part, x in self._steps(token_ids, progress, what):
             targets = np.zeros(x.shape[1], np.int32)
             targets[: len(part)] = part
             before = jnp.zeros_like(x[:, :1]) if last is None else last
@@ -171,28 +161,20 @@ class ContextStream:
             last = self._last
         return np.concatenate(losses)
 
-    def extend(self, token_ids: Sequence[int], on_step: Callable[[int], None] | None = None) -> None:
+    def extend(self, token_ids: Sequence[int], progress: Progress = lambda *_: None, what: str = "") -> None:
         """Puts tokens behind the context as `feed` does, and asks for no likelihoods, which cost a fifth of it."""
-        for _ in self._steps(token_ids, on_step):
+        for _ in self._steps(token_ids, progress, what):
             pass
 
-    def _steps(
-        self, token_ids: Sequence[int], on_step: Callable[[int], None] | None
-    ) -> Iterator[tuple[list[int], jax.Array]]:
+    def _steps(self, token_ids: Sequence[int], progress: Progress, what: str) -> Iterator[tuple[list[int], jax.Array]]:
         """Puts tokens behind the context step by step; gives each step's, and their last hidden states."""
         check_token_ids(token_ids, self._config.vocab_size)
-        for start in range(0, len(token_ids), self._step_tokens):
+        for start in ticked(progress, what, range(0, len(token_ids), self._step_tokens)):
             part = list(token_ids[start : start + self._step_tokens])
             yield part, self._step(part)
-            if on_step is not None:
-                on_step(len(part))
 
     def logits(self) -> np.ndarray:
-        """Of the token that would come next, f32 `[V]`.
-
-        Raises:
-          ValueError: nothing was fed.
-        """
+        """Of the token that would come next, f32 `[V]`. ValueError: nothing was fed."""
         if self._last is None:
             raise ValueError("the stream must have been fed, got an empty one")
         return to_host(steps.all_logits(self._config, self._by_layer.outer, self._last))[0, 0]

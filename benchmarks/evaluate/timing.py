@@ -10,30 +10,29 @@ Source: CacheBlend (Yao et al., EuroSys 2025), section 7.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import itertools
-import tempfile
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 
+from benchmarks.disk import scratch_directory
+from benchmarks.engines import make_engine, send_turn, sized_config
 from benchmarks.evaluate.comparison import Evaluation
 from benchmarks.evaluate.items import RagPrompt, read_prompts
 from benchmarks.evaluate.rag import RagConfig, RagRow, run_rag
 from benchmarks.evaluate.rag_methods import RECOMPUTE, Method, methods_of
 from benchmarks.evaluate.statistics import Interval
-from benchmarks.paced import ControlledStore, PacedLink
+from benchmarks.harness import ticked
+from benchmarks.paced import PacedLink
 from ca_jax.config import BlendConfig, EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.kv.layout import kv_layout
 from ca_jax.launch.texts import EvaluationError
 from ca_jax.pretrained import LoadedModel, Progress
-from ca_jax.storage.config import GIB, StoreConfig
-from ca_jax.turns.requests import SamplingParams, Usage
+from ca_jax.turns.requests import Usage
 
 DRAM, SSD = "dram", "ssd"
 """Storages that are what they are."""
@@ -47,7 +46,6 @@ class TimedRow:
     """Figures 12, 15, 16 and 17: the time to the first token (TTFT) behind chunks, served by an engine."""
 
     name: str
-    """See `RagRow`."""
     ratio: float | None
     """Of the chunks' tokens that were computed anew, as it was asked for; None where they are not blended."""
     storage: str
@@ -58,7 +56,6 @@ class TimedRow:
     chunk_tokens: int
     """Of each chunk at most."""
     num_items: int
-    """Prompts that were timed."""
     context_tokens: float | None = None
     """Of chunks, mean over these; None where nothing was timed. So are the others up to `speedup`."""
     cached_tokens: float | None = None
@@ -76,11 +73,8 @@ class TimedRow:
     mean_kl: float | None = None
     """See `RagRow`, over all items; None where quality was not measured, in figures 15 and 17. So are the others."""
     same_top1: float | None = None
-    """See `RagRow`."""
     f1: float | None = None
-    """See `RagRow`."""
     rouge_l: float | None = None
-    """See `RagRow`."""
 
 
 _Way = tuple[Method, str]
@@ -88,11 +82,7 @@ _Way = tuple[Method, str]
 
 
 def run_timing(model: LoadedModel, config: RagConfig, progress: Progress) -> Evaluation:
-    """Measures the figure that `config.figure` says, 12, 15, 16 or 17.
-
-    Raises:
-      EvaluationError: no items, prompts without room in the window, or a turn that did not find its chunks.
-    """
+    """Measures the figure that `config.figure` says, 12, 15, 16 or 17."""
     quality: dict[str, RagRow] = {}
     items: Sequence[dict[str, object]] = []
     if config.figure in (12, 16):
@@ -135,19 +125,14 @@ def _timed_rows(
     chunking = dataclasses.replace(config.chunking, max_items=max_items, **sizes)
     prompts = read_prompts(model, chunking, answer_tokens=1)
     found: dict[_Way, list[Usage]] = {way: [] for way in _ways(config)}
-    what = f"{size[0]} x {size[1]}"
-    total, done = len(prompts) * (1 + config.repeats), itertools.count()
-    progress(what, next(done), total)
+    rounds = list(itertools.product(range(len(prompts)), range(1 + config.repeats)))
     with contextlib.ExitStack() as stack:
         engines = {way: stack.enter_context(_opened(model, way, prompts, config)) for way in found}
-        for number, prompt in enumerate(prompts):
-            for nth in range(1 + config.repeats):
-                usages = {way: _turn(engine, way, prompt, (number, nth)) for way, engine in engines.items()}
-                progress(what, next(done), total)
-                if not nth:
-                    continue  # It compiles.
-                for way, turns in found.items():
-                    turns.append(usages[way])
+        for number, nth in ticked(progress, f"{size[0]} x {size[1]}", rounds):
+            for way, engine in engines.items():
+                usage = _turn(engine, way, prompts[number], f"{number}-{nth}")
+                if nth:  # The first one compiles.
+                    found[way].append(usage)
     base_s = np.array([usage.ttft_s for usage in found[RECOMPUTE, DRAM]])
     context_tokens = float(np.mean([len(prompt.context_ids) - len(prompt.head) for prompt in prompts]))
     rows = []
@@ -202,46 +187,35 @@ def _opened(model: LoadedModel, way: _Way, prompts: Sequence[RagPrompt], config:
         check_layers=config.blends.check_layers,
         selection=method.selection or BlendConfig.selection,  # type: ignore[arg-type]
     )
-    engine_config = EngineConfig(
-        context_window=min(num_tokens + 1, model.config.max_positions), max_batch_size=1, recompute_if_faster=False
-    )
-    layout = kv_layout(model, engine_config)
-    num_blocks = _COPIES * (layout.num_blocks(num_tokens) + max(len(prompt.chunks) for prompt in prompts))
-    store = StoreConfig(dram_gib=num_blocks * layout.block_bytes / GIB)
+    window = min(num_tokens + 1, model.config.max_positions)
+    engine_config = EngineConfig(context_window=window, max_batch_size=1, recompute_if_faster=False, blend=blend)
+    most_chunks = max(len(prompt.chunks) for prompt in prompts)
+    num_blocks = _COPIES * (kv_layout(model, engine_config).num_blocks(num_tokens) + most_chunks)
+    num_turns = len(prompts) * (1 + config.repeats)  # Each has chunks of its own on SSD.
     with contextlib.ExitStack() as stack:
-        if storage == SSD:
-            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="ca_jax-evaluate-"))
-            num_turns = len(prompts) * (1 + config.repeats)  # Each has chunks of its own there.
-            store = dataclasses.replace(store, ssd_dir=directory, ssd_gib=num_turns * 2 * store.dram_gib)
-        wrapper = None
+        directory = stack.enter_context(scratch_directory(None)) if storage == SSD else None
+        sized = sized_config(
+            engine_config, model, num_blocks, directory=directory, ssd_blocks=2 * num_turns * num_blocks
+        )
+        link = None
         if storage not in (DRAM, SSD):
             link = stack.enter_context(PacedLink(float(storage) * _GB, copies_early=True))
-            wrapper = partial(ControlledStore, loads=link)
-        engine = stack.enter_context(
-            Engine(
-                model,
-                dataclasses.replace(engine_config, blend=blend, store=store),
-                store_wrapper=wrapper,  # type: ignore[arg-type]  # It stands for the store in all that it does.
-            )
-        )
-        engine.wait_until_ready()  # First touch would share the memory bus with the turns.
-        yield engine
+        yield stack.enter_context(make_engine(model, sized, loads=link))
 
 
-def _turn(engine: Engine, way: _Way, prompt: RagPrompt, nth: tuple[int, int]) -> Usage:
+def _turn(engine: Engine, way: _Way, prompt: RagPrompt, nth: str) -> Usage:
     """A turn of a session that is forgotten then, once its chunks are stored.
 
     What came from SSD is in DRAM afterwards: there each turn is of a tenant of its own, whose chunks are on SSD alone.
     """
     method, storage = way
     tier: Literal["dram", "ssd"] = "ssd" if storage == SSD else "dram"
-    tenant = f"{nth[0]}-{nth[1]}" if storage == SSD else ""
+    tenant = nth if storage == SSD else ""
     if method != RECOMPUTE:
         engine.precompute(prompt.chunks, tenant=tenant, tier=tier)
     engine.wait_for_saves()
     session = engine.session(tenant=tenant)
-    params = SamplingParams(max_tokens=1, ignore_eos=True)
-    collections.deque(session.send_ids(prompt.question_ids, context=prompt.chunks, sampling=params), maxlen=0)
+    send_turn(engine, session, list(prompt.question_ids), prompt.chunks)
     usage = session.usage
     session.close()
     engine.wait_for_saves()

@@ -40,7 +40,9 @@ def shaped_model(preset: str, config: GpuBenchConfig, num_tokens: int) -> Loaded
 
 def compute_bytes(model: LoadedModel) -> int:
     """Of the weights that a token goes through: all but an embedding table that is looked up only."""
-    return _layer_numbers(model) * model.params["params"]["embed"]["embedding"].dtype.itemsize + _head_bytes(model)
+    embedding = model.params["params"]["embed"]["embedding"]
+    # The head has as many numbers as the table, whether it is the same one or not.
+    return _layer_numbers(model) * embedding.dtype.itemsize + embedding.nbytes
 
 
 def prefill_flops(model: LoadedModel, num_tokens: int) -> int:
@@ -59,21 +61,11 @@ def _layer_numbers(model: LoadedModel) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(layers))
 
 
-def _head_bytes(model: LoadedModel) -> int:
-    embedding = model.params["params"]["embed"]["embedding"]
-    return embedding.nbytes  # The head has as many numbers, whether it is the same table or not.
-
-
 class RunnerBench:
-    """Prefill and decode of one model.
+    """Prefill and decode of one model, judged by what the device gives."""
 
-    Args:
-      model: which.
-      config: how much of it.
-    """
-
-    def __init__(self, model: LoadedModel, config: GpuBenchConfig) -> None:
-        self._model = model
+    def __init__(self, model: LoadedModel, config: GpuBenchConfig, probes: Probes) -> None:
+        self._model, self._probes = model, probes
         self._config = config
         longest = config.context_tokens + _SETTLING_STEPS + (1 + config.repeats) * config.decode_steps
         window = max(longest, config.prefill_tokens)
@@ -88,7 +80,7 @@ class RunnerBench:
         self._notes = [model_note(model), f"attention: {paged_attention(self._runner.pool.buffers[0])}"]
         self._tokens = random_ids(np.random.default_rng(config.seed), model, window)
 
-    def prefill(self, probes: Probes) -> Findings:
+    def prefill(self) -> Findings:
         """Time of a prefill without history, against the matmul peak."""
         num_tokens = self._config.prefill_tokens
         rounds = harness.interleave(
@@ -97,7 +89,7 @@ class RunnerBench:
         samples = harness.samples(rounds)
         prefill_s = harness.must_median(samples, "prefill_s")
         flops_per_s = prefill_flops(self._model, num_tokens) / prefill_s
-        share = flops_per_s / probes.matmul_flops_per_s
+        share = flops_per_s / self._probes.matmul_flops_per_s
         row = {
             "new_tokens": num_tokens,
             "prefill_s": prefill_s,
@@ -111,7 +103,7 @@ class RunnerBench:
             notes=[*self._notes, *_spread_notes(samples, "prefill_s")],
         )
 
-    def decode(self, probes: Probes) -> Findings:
+    def decode(self) -> Findings:
         """Time of a decode step of a full batch, against reading all weights and all KV once."""
         config, num_rows = self._config, self._config.batch_size
         for slot in range(num_rows):
@@ -132,7 +124,7 @@ class RunnerBench:
         num_context = int(np.mean([sample["length"] for sample in samples]))
         dtype = self._model.params["params"]["embed"]["embedding"].dtype
         kv_bytes = self._model.config.kv_bytes_per_token(dtype.itemsize) * num_rows * num_context
-        roofline_s = (compute_bytes(self._model) + kv_bytes) / probes.memory_read_bytes_per_s
+        roofline_s = (compute_bytes(self._model) + kv_bytes) / self._probes.memory_read_bytes_per_s
         row = {
             "rows": num_rows,
             "context_tokens": num_context,

@@ -16,7 +16,6 @@ from benchmarks.gpu.rows import Findings, GpuBenchConfig
 from benchmarks.harness import Run
 from benchmarks.suites.preload import PreloadConfig, PreloadRow, preload
 from benchmarks.suites.save import SaveConfig, SaveRow, save
-from ca_jax.config import EngineConfig
 from ca_jax.pretrained import LoadedModel, Progress
 
 PAPER_PRELOAD = {"0": -0.35, "15": -0.61}
@@ -47,73 +46,49 @@ PANELS = {
 
 
 def figure_18(model: LoadedModel, config: GpuBenchConfig, progress: Progress) -> Findings:
-    """A prompt of 1K tokens by how many of them are history: recomputed, without pre-loading, with, with a buffer.
-
-    Raises:
-      BenchError: as `suites.preload`.
-    """
-    rows = _preload_rows(
-        model,
-        config,
-        progress,
-        prompt_tokens=config.figure18_prompt_tokens,
-        history_tokens=config.figure18_history_tokens,
-        read_buffers=config.figure18_read_buffers,
-    )
+    """A prompt of 1K tokens by how many of them are history: recomputed, without pre-loading, with, with a buffer."""
+    sizes = config.figure18_prompt_tokens, config.figure18_history_tokens, config.figure18_read_buffers
+    rows = _preload_rows(model, config, progress, *sizes)
     notes = ["paper: reuse is faster than recomputing at every share, the more the fewer tokens are new; no figures"]
     return Findings(rows=rows, notes=[_of(model), *notes])
 
 
 def figure_19(model: LoadedModel, config: GpuBenchConfig, progress: Progress) -> Findings:
-    """1K tokens of history and 100 new ones, by layers of the read buffer.
-
-    Raises:
-      BenchError: as `suites.preload`.
-    """
-    rows = _preload_rows(
-        model,
-        config,
-        progress,
-        prompt_tokens=config.figure19_history_tokens + config.new_tokens,
-        history_tokens=(config.figure19_history_tokens,),
-        read_buffers=config.figure19_read_buffers,
-    )
+    """1K tokens of history and 100 new ones, by layers of the read buffer."""
+    num_history = config.figure19_history_tokens
+    sizes = num_history + config.new_tokens, (num_history,), config.figure19_read_buffers
+    rows = _preload_rows(model, config, progress, *sizes)
     for row in rows:
         row["paper_change"] = PAPER_PRELOAD.get(row["read_buffer"])
     return Findings(rows=rows, notes=[_of(model), "changes are against `off`: all is loaded, then computed"])
 
 
 def figure_20(model: LoadedModel, config: GpuBenchConfig, progress: Progress) -> Findings:
-    """A prompt and 20 tokens of answer: saves at the end of the turn against saves beside it.
-
-    Raises:
-      BenchError: as `suites.save`.
-    """
+    """A prompt and 20 tokens of answer: saves at the end of the turn against saves beside it."""
     asked = SaveConfig(
         save_prompt_tokens=config.figure20_prompt_tokens,
         save_answer_tokens=config.figure20_answer_tokens,
         save_ratios=(),
         stream_turns=0,
-        engine=_engine(config),
+        engine=config.engine,
         repeats=config.repeats,
         seed=config.seed,
     )
-    rows = []
-    for row in save(Run(config=asked, loaded=model, progress=progress)):
-        if isinstance(row, SaveRow):
-            rows.append(
-                {
-                    "prompt_tokens": row.prompt_tokens,
-                    "answer_tokens": row.answer_tokens,
-                    "no_store_s": row.turn_off_s,
-                    "blocking_s": row.turn_blocking_s,
-                    "async_s": row.turn_async_s,
-                    "change": -row.async_gain,
-                    "paper_change": f"{PAPER_SAVE[0]:.0%} to {PAPER_SAVE[1]:.0%}",
-                    "same_tokens": row.same_tokens,
-                    "recompiles": row.recompiles,
-                }
-            )
+    found = [row for row in save(Run(config=asked, loaded=model, progress=progress)) if isinstance(row, SaveRow)]
+    rows = [
+        {
+            "prompt_tokens": row.prompt_tokens,
+            "answer_tokens": row.answer_tokens,
+            "no_store_s": row.turn_off_s,
+            "blocking_s": row.turn_blocking_s,
+            "async_s": row.turn_async_s,
+            "change": -row.async_gain,
+            "paper_change": f"{PAPER_SAVE[0]:.0%} to {PAPER_SAVE[1]:.0%}",
+            "same_tokens": row.same_tokens,
+            "recompiles": row.recompiles,
+        }
+        for row in found
+    ]
     return Findings(rows=rows, notes=[_of(model)])
 
 
@@ -121,7 +96,6 @@ def _preload_rows(
     model: LoadedModel,
     config: GpuBenchConfig,
     progress: Progress,
-    *,
     prompt_tokens: int,
     history_tokens: tuple[int, ...],
     read_buffers: tuple[int, ...],
@@ -132,7 +106,7 @@ def _preload_rows(
         preload_read_buffers=read_buffers,
         load_ratios=(),
         ahead_tokens=min(prompt_tokens, config.chunk_tokens),
-        engine=_engine(config),
+        engine=config.engine,
         repeats=config.repeats,
         seed=config.seed,
     )
@@ -153,10 +127,6 @@ def _preload_rows(
         }
         for row in found
     ]
-
-
-def _engine(config: GpuBenchConfig) -> EngineConfig:
-    return EngineConfig(max_num_batched_tokens=config.chunk_tokens, recompute_if_faster=False, compile_cache_dir=None)
 
 
 def _of(model: LoadedModel) -> str:

@@ -131,20 +131,16 @@ def _plain_rates(config: GpuBenchConfig) -> dict[str, Any]:
     def put() -> list[jax.Array]:
         return [transfer.staging_to_device(part) for part in memory]
 
+    # Fresh arrays each time: jax keeps what it has fetched.
+    to_host_s = [timed("s", jax.device_get, _device_arrays(config))["s"] for _ in range(1 + config.repeats)]
     rates["to_device_pageable_bytes_per_s"] = memory.nbytes / _fastest_s(config.repeats, put)
-    rates["to_host_pageable_bytes_per_s"] = memory.nbytes / _to_host_pageable_s(config)
+    rates["to_host_pageable_bytes_per_s"] = memory.nbytes / min(to_host_s[1:])
     if transfer.pin_host_memory(memory):
         try:
             rates["to_device_mapped_bytes_per_s"] = memory.nbytes / _fastest_s(config.repeats, put)
         finally:
             transfer.unpin_host_memory(memory)
     return rates
-
-
-def _to_host_pageable_s(config: GpuBenchConfig) -> float:
-    # Fresh arrays each time: jax keeps what it has fetched.
-    runs = [timed("s", jax.device_get, _device_arrays(config))["s"] for _ in range(1 + config.repeats)]
-    return min(runs[1:])
 
 
 def _device_arrays(config: GpuBenchConfig) -> list[jax.Array]:

@@ -21,11 +21,7 @@ def make_report(
 ) -> Report:
     """Everything there is to say of a run, whether it has ended or not. Without an accelerator there are no floors.
 
-    Args:
-      config: what was asked for.
-      results: sections so far.
-      probes: of the device; None before they were measured.
-      about: `machine`, `versions`, `command` and `budget_s`.
+    `about` has `machine`, `versions`, `command` and `budget_s`.
     """
     return {
         "suite": "gpu",

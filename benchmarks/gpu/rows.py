@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any, ClassVar, Literal
 
 from benchmarks.harness import Config, require
+from ca_jax.config import EngineConfig
 from ca_jax.models.presets import PRESETS
 
 MATMUL_FLOOR = 0.5
@@ -77,6 +78,11 @@ class GpuBenchConfig(Config):
             value = getattr(self, name)
             require(value in PRESETS, name, f"one of {', '.join(sorted(PRESETS))}", repr(value))
 
+    @property
+    def engine(self) -> EngineConfig:
+        """Of all engines."""
+        return EngineConfig(max_num_batched_tokens=self.chunk_tokens, recompute_if_faster=False, compile_cache_dir=None)
+
     @classmethod
     def small(cls) -> GpuBenchConfig:
         """The same, of a small model and short histories: for a machine without an accelerator."""
@@ -109,9 +115,7 @@ class Floor:
     """One figure and what it is to reach."""
 
     what: str
-    """In words."""
     value: float
-    """What was measured."""
     bound: float
     """What it is to be."""
     is_ceiling: bool = False
@@ -140,13 +144,9 @@ class SectionResult:
     """A section that was run, or was not."""
 
     name: str
-    """Of the section."""
     title: str
-    """What it measures."""
     status: Status
-    """How it ended."""
     seconds: float
-    """What it took."""
     findings: Findings
     """Nothing unless it is done; a note says why."""
 

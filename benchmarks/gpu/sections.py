@@ -17,29 +17,18 @@ from benchmarks.gpu.model import RunnerBench
 from benchmarks.gpu.probes import measure_probes, probe_findings
 from benchmarks.gpu.rows import Findings, GpuBenchConfig, Probes, SectionResult, Status
 from benchmarks.gpu.ttft import measure_ttft
-from ca_jax.errors import CaJaxError
+from benchmarks.harness import BenchError
 from ca_jax.pretrained import LoadedModel, Progress
 
 Clock = Callable[[], float]
 
 
-class MissingResultError(CaJaxError):
-    """A section builds on what another one measures, which has no result."""
-
-
 class GpuBench:
-    """Runs the sections, one after the other, with one model at a time.
-
-    Args:
-      config: what to measure.
-      progress: told of rounds.
-    """
+    """Runs the sections, one after the other, with one model at a time."""
 
     def __init__(self, config: GpuBenchConfig, progress: Progress) -> None:
         self.config = config
-        """What to measure."""
         self.progress = progress
-        """Told of rounds."""
         self.probes: Probes | None = None
         """Of the device, once they are measured."""
         self._model: tuple[str, LoadedModel] | None = None
@@ -50,14 +39,11 @@ class GpuBench:
         self.probes = measure_probes(self.config)
         return probe_findings(self.probes, self.config)
 
+    @property
     def known_probes(self) -> Probes:
-        """What was measured.
-
-        Raises:
-          MissingResultError: the probes failed.
-        """
+        """What was measured; an error where the probes failed."""
         if self.probes is None:
-            raise MissingResultError("the device's own rates must be known to compare with, got none: they failed")
+            raise BenchError("the device's own rates must be known to compare with, got none: they failed")
         return self.probes
 
     def model(self, preset: str) -> LoadedModel:
@@ -72,14 +58,10 @@ class GpuBench:
 
     def runner(self) -> RunnerBench:
         """Prefill and decode of the model."""
+        probes = self.known_probes
         if self._runner is None:
-            self._runner = RunnerBench(self.model(self.config.preset), self.config)
+            self._runner = RunnerBench(self.model(self.config.preset), self.config, probes)
         return self._runner
-
-    def run(self, measure: Callable[[RunnerBench, Probes], Findings]) -> Findings:
-        """Prefill or decode of the model, judged by the device's rates."""
-        probes = self.known_probes()
-        return measure(self.runner(), probes)
 
     def figure(self, measure: Callable[[LoadedModel, GpuBenchConfig, Progress], Findings]) -> Findings:
         """One of the paper's figures."""
@@ -93,23 +75,21 @@ class Section:
     name: str
     """For the command line and the JSON."""
     title: str
-    """For people."""
     needs_s: float
     """Seconds that it takes on an H100 with everything still to be compiled, generously."""
     run: Callable[[GpuBench], Findings]
-    """Measures it."""
 
 
 SECTIONS = (
     Section("probes", "The hardware", 0, GpuBench.measure_probes),
-    Section("prefill", "Prefill against the matmul peak", 40, lambda bench: bench.run(RunnerBench.prefill)),
-    Section("decode", "Decode against the memory's bandwidth", 60, lambda bench: bench.run(RunnerBench.decode)),
+    Section("prefill", "Prefill against the matmul peak", 40, lambda bench: bench.runner().prefill()),
+    Section("decode", "Decode against the memory's bandwidth", 60, lambda bench: bench.runner().decode()),
     Section(
         "ttft",
         "Turns over histories in DRAM",
         90,
         lambda bench: measure_ttft(
-            probes=bench.known_probes(), model=bench.model(bench.config.preset), config=bench.config
+            probes=bench.known_probes, model=bench.model(bench.config.preset), config=bench.config
         ),
     ),
     Section(
@@ -132,14 +112,9 @@ def run_sections(
     after_each: Callable[[Sequence[SectionResult]], None],
     clock: Clock = time.perf_counter,
 ) -> list[SectionResult]:
-    """Runs sections for as long as the time lasts; one that breaks does not end the others.
+    """Runs sections in order for as long as the time lasts; one that breaks does not end the others.
 
-    Args:
-      bench: what they are of.
-      sections: in the order they are run.
-      budget_s: seconds in all; a section that needs more than is left is skipped.
-      after_each: called with all results so far.
-      clock: gives the time, seconds.
+    One that needs more seconds than are left of `budget_s` is skipped. `after_each` is told all results so far.
     """
     begun_s = clock()
     results: list[SectionResult] = []
@@ -165,11 +140,7 @@ def run_sections(
 
 
 def choose_sections(names: Sequence[str]) -> list[Section]:
-    """The sections of those names, in order, and the first; all for none.
-
-    Raises:
-      ValueError: there is no such section.
-    """
+    """The sections of those names, in order, and the first; all for none. ValueError: there is no such section."""
     known = [section.name for section in SECTIONS]
     if unknown := sorted(set(names) - set(known)):
         raise ValueError(f"sections must be some of {', '.join(known)}; got {', '.join(unknown)}")

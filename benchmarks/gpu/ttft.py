@@ -6,6 +6,7 @@ Not here: loads and computes alone (`benchmarks.apart`), what the link gives (`p
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -15,8 +16,8 @@ from benchmarks import harness
 from benchmarks.apart import ApartEngine
 from benchmarks.engines import (
     check_source,
-    engine_and_store,
     engine_for,
+    make_engine,
     random_ids,
     send_turn,
     store_session,
@@ -25,7 +26,6 @@ from benchmarks.engines import (
 from benchmarks.gpu.model import model_note
 from benchmarks.gpu.rows import LINK_FLOOR, TTFT_CEILING, Findings, Floor, GpuBenchConfig, Probes
 from benchmarks.harness import Sample, Ways
-from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.kv.layout import kv_layout
 from ca_jax.pretrained import LoadedModel
@@ -33,22 +33,14 @@ from ca_jax.session import Session
 
 
 def measure_ttft(model: LoadedModel, config: GpuBenchConfig, probes: Probes) -> Findings:
-    """TTFT of turns over histories in DRAM, by history: against its load and its compute, each measured alone.
-
-    Raises:
-      BenchError: the engine cannot be as large as that, or a history did not come from DRAM.
-    """
+    """TTFT of turns over histories in DRAM, by history: against its load and its compute, each measured alone."""
     longest = max(config.history_tokens) + config.new_tokens + 1
-    settings = EngineConfig(
-        max_num_batched_tokens=config.chunk_tokens, read_buffer="all", recompute_if_faster=False, compile_cache_dir=None
-    )
+    settings = dataclasses.replace(config.engine, read_buffer="all")
     engine_config = engine_for(settings, model, [longest], context_window=longest + 1)
     with contextlib.ExitStack() as stack:
-        engine, store = engine_and_store(model, engine_config, suite="ttft")
-        stack.enter_context(engine)
-        apart = ApartEngine(engine, store, max_history_tokens=max(config.history_tokens))
+        engine = stack.enter_context(make_engine(model, engine_config))
+        apart = ApartEngine(engine, max_history_tokens=max(config.history_tokens))
         stack.callback(apart.close)
-        engine.wait_until_ready()  # First touch would share the memory bus with the samples.
         rows = [_ttft_row(engine, apart, num_history, config, probes) for num_history in config.history_tokens]
     return Findings(
         rows=rows,

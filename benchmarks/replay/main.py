@@ -77,21 +77,7 @@ def run(
     json_out: Path | None = None,
     plot_out: Path | None = None,
 ) -> Result:
-    """Replays a trace, shows how it goes on, prints tables and writes what is to be written.
-
-    Args:
-      config: what is replayed, and how.
-      load: gives the model.
-      console: where to print.
-      command: told in the JSON.
-      json_out: file for everything; None for none.
-      plot_out: file for the figure; None for none.
-
-    Raises:
-      CaJaxError: the model cannot be loaded, or what was to be replayed is not there or does not fit.
-      OSError: there is no trace, or a file or directory cannot be used.
-      ValueError: the trace is malformed, or a size does not fit the machine.
-    """
+    """Replays a trace, shows how it goes on, prints tables and writes what is to be written."""
     note(console, repr(config))
     machine = describe_machine()
     with contextlib.ExitStack() as stack:
@@ -111,14 +97,9 @@ def run(
 
 
 def make_report(result: Result, config: ReplayConfig, **told: Any) -> dict[str, Any]:
-    """Everything there is to say of a replay, JSON types only.
+    """Everything there is to say of a replay, JSON types only; `told` are model, dtype, machine, versions and command.
 
     Of each run `turns` are rows of `turn_columns`, and `samples`, some of those that were taken, of `sample_columns`.
-
-    Args:
-      result: of it.
-      config: what was asked for.
-      told: model, dtype, machine, versions, command.
     """
     workload = result.workload
     counts = ("cut_turns", "cut_tokens", "left_out_turns", "skipped_rows", "first_skipped", "stored_tokens")
@@ -143,11 +124,7 @@ def make_report(result: Result, config: ReplayConfig, **told: Any) -> dict[str, 
 
 
 def write_report(report: Mapping[str, Any], path: Path) -> None:
-    """Writes a report, each turn and each sample on a line; makes the directory it goes to.
-
-    Raises:
-      OSError: it cannot be written there.
-    """
+    """Writes a report, each turn and each sample on a line; makes the directory it goes to."""
     path.parent.mkdir(parents=True, exist_ok=True)
     runs = [{**run, **{name: f"@{name} {index}" for name in _LONG}} for index, run in enumerate(report["runs"])]
     text = json.dumps({**report, "runs": runs}, indent=2, allow_nan=False)
@@ -245,14 +222,7 @@ def _rounded(values: tuple[Any, ...]) -> list[Any]:
 
 
 def plot_replay(path: Path, runs: Sequence[Run], *, title: str, caption: str) -> None:
-    """Draws the share of turns by TTFT, and below hit rate and occupancy of the tiers over time.
-
-    Args:
-      path: the PNG to write.
-      runs: with the store first.
-      title: of the figure.
-      caption: what it was measured on, small print below.
-    """
+    """Draws the share of turns by TTFT, and below hit rate and occupancy of the tiers over time, of the first run."""
     figure = new_figure(8, 7)
     cdf, over_time = figure.subplots(2, 1, height_ratios=(3, 2))
     styles = {STORE: (BLUE, "-"), RECOMPUTE: (VERMILION, "--")}
@@ -285,8 +255,7 @@ def plot_replay(path: Path, runs: Sequence[Run], *, title: str, caption: str) ->
 def replay_progress(console: rich.console.Console) -> Iterator[tuple[Progress, OnSample]]:
     """Shows what goes on while the block lasts: bars; where no terminal is, a line of a run now and then.
 
-    Yields:
-      Whom to tell of what comes before a run, and whom, in the thread that serves, of a run.
+    Yields whom to tell of what comes before a run, and whom, in the thread that serves, of a run.
     """
     seen: dict[str, list[tuple[float, int]]] = {}
     last_s: dict[str, float] = {}

@@ -88,19 +88,9 @@ class Result:
 def replay(
     model: LoadedModel, config: ReplayConfig, progress: Progress, on_sample: OnSample = lambda *what: None
 ) -> Result:
-    """Replays a trace. Blocks.
+    """Replays a trace; `on_sample` is told of what goes on.
 
-    Args:
-      model: answers.
-      config: what, and how.
-      progress: told of warm-ups.
-      on_sample: told of what goes on.
-
-    Raises:
-      FileNotFoundError: there is no such trace.
-      ReplayError: the trace has too few conversations, the store is too small for one of them, or it cannot be
-        simulated.
-      ValueError: the trace is malformed, or a size does not fit the machine.
+    ReplayError: the trace has too few conversations, the store is too small for one of them, or it cannot be simulated.
     """
     window = config.engine.context_window or min(model.config.steady_positions, DEFAULT_WINDOW_TOKENS)
     workload = make_workload(model, config.trace, config.workload, window=window, overflow=config.engine.overflow)
@@ -155,11 +145,10 @@ def _check_store(config: EngineConfig, layout: KVLayout, num_tokens: int) -> Non
 
 
 def check_simulable(config: EngineConfig, workload: Workload) -> None:
-    """Refuses what the simulator does not do as the engine does.
+    """Refuses (ReplayError) what the simulator does not do as the engine does.
 
-    Raises:
-      ReplayError: a turn but a first one comes at a time of its own, a full context is cut otherwise, or sessions share
-        what they begin with.
+    A turn but a first one comes at a time of its own, a full context is cut otherwise, or sessions share what they
+    begin with.
     """
     if config.share_prefixes:
         raise ReplayError("share_prefixes must be off with simulate, which knows no tokens to be alike by; got it on")
@@ -177,11 +166,7 @@ def check_simulable(config: EngineConfig, workload: Workload) -> None:
 
 
 def simulate(engine: Engine, workload: Workload, served: Served, *, warmup_turns: int = 0) -> SimCounts:
-    """Serves a workload in simulated time, by a server that is like an engine, as fast as that was in a run.
-
-    Raises:
-      ValueError: there was no turn, or no decode step by itself.
-    """
+    """Serves a workload in simulated time, by a server that is like an engine, as fast as that was in a run."""
     config, model, rates = engine.config, engine.model.config, engine.rates
     layout = kv_layout(engine.model, config)
     link_bytes_per_s = math.inf if rates is None else rates.load.bytes_per_s
@@ -211,11 +196,7 @@ def simulate(engine: Engine, workload: Workload, served: Served, *, warmup_turns
 
 
 def measured_cost(served: Served) -> FittedCost:
-    """Fits what computing took in a run, each kind of it and in all.
-
-    Raises:
-      ValueError: there was no turn, or no decode step by itself.
-    """
+    """Fits what computing took in a run, each kind of it and in all. ValueError: no decode step was by itself."""
     prefills = [
         PrefillSample(
             history_tokens=turn.cached_tokens,

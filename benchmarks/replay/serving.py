@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from benchmarks.engines import answer_of
 from benchmarks.replay.workload import Exchange, Workload
 from ca_jax.engine import Engine
 from ca_jax.session import Job, Session
 from ca_jax.simulate.config import DecodeSample
-from ca_jax.turns.requests import SamplingParams
 
 SAMPLE_S = 0.5
 """Least time between two looks at what the engine is doing."""
@@ -44,19 +44,9 @@ def serve(
 ) -> Served:
     """Serves all conversations to their ends, each in a session of its own, and waits until their KV is stored.
 
-    Blocks, in the thread that runs the engine. Answers are greedy and exactly as long as they are to be.
-
-    Args:
-      engine: idle, with the window that the workload was made for.
-      workload: what is asked.
-      warmup_turns: first turns that are not counted.
-      on_sample: told now and then what goes on.
-      clock: seconds; what the engine measures is of its own clock.
-      sleep: waits so many seconds of that clock.
-
-    Raises:
-      ValueError: the engine has another window.
-      Exception: what broke a turn, if something did.
+    In the thread that runs the engine, which is idle and has the window that the workload was made for. Answers are
+    greedy and exactly as long as they are to be; what broke a turn is raised. The first turns, of the warm-up, are not
+    counted. `clock` and `sleep` are of seconds; what the engine measures is of its own clock.
     """
     if engine.window != workload.window:
         raise ValueError(f"the engine's window must be the workload's {workload.window} tokens, got {engine.window}")
@@ -142,9 +132,8 @@ class _Replay:
                 self._sessions[index] = self._engine.session()
             session = self._sessions[index]
             exchange = self._turns(index)[turn]
-            params = SamplingParams(max_tokens=exchange.answer_tokens, ignore_eos=True)
             submitted_s = self._now_s
-            job = session.submit(exchange.message, sampling=params)
+            job = session.submit(exchange.message, sampling=answer_of(exchange.answer_tokens))
             self._waiting.append(_Running(index, turn, due_s, submitted_s, len(exchange.message), job))
 
     def _step(self) -> None:
@@ -330,7 +319,6 @@ class Served:
     answers: dict[tuple[int, int], tuple[int, ...]]
     """What was generated, by conversation and turn."""
     samples: tuple[Sample, ...]
-    """Taken now and then."""
     decode_samples: tuple[DecodeSample, ...]
     """Decode steps without a prefill pass in the same engine step."""
     totals: Totals
@@ -390,11 +378,7 @@ class Summary:
 
 
 def summarize(served: Served) -> Summary:
-    """Sums up a run.
-
-    Raises:
-      ValueError: no turn is counted.
-    """
+    """Sums up a run. ValueError: no turn is counted."""
     turns = [turn for turn in served.turns if turn.is_counted]
     if not turns:
         raise ValueError(f"warmup_turns must be fewer than the {len(served.turns)} turns, got as many or more")

@@ -22,9 +22,11 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
+from benchmarks.harness import Checked, require
 from ca_jax.errors import CaJaxError, check
 from ca_jax.models.tokenizer import Tokenizer
 from ca_jax.overflow.config import OverflowConfig
@@ -55,11 +57,7 @@ class ReplayError(CaJaxError, ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplayedTrace(TraceConfig):
-    """Which trace is replayed, and how it is read.
-
-    Raises:
-      ValueError: as `TraceConfig`; a scale that is not positive.
-    """
+    """Which trace is replayed, and how it is read."""
 
     length_scale: float = 1.0
     """What lengths are multiplied by where a trace has no text."""
@@ -92,12 +90,11 @@ Script = tuple[Exchange, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WorkloadConfig:
-    """How much of a trace is replayed, and how fast.
+class WorkloadConfig(Checked):
+    """How much of a trace is replayed, and how fast."""
 
-    Raises:
-      ValueError: a number outside its range.
-    """
+    may_be_zero: ClassVar = frozenset({"arrival_rate", "think_time_s", "warmup_turns", "seed"})
+    choices: ClassVar = {"think_time_distribution": THINK_TIMES}
 
     num_sessions: int = 100
     """Conversations, the first ones of the trace."""
@@ -118,18 +115,8 @@ class WorkloadConfig:
     """Of arrivals, think times and random tokens."""
 
     def __post_init__(self) -> None:
-        for name, least in (("num_sessions", 1), ("max_turns", 1), ("max_answer_tokens", 2), ("warmup_turns", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        for name in ("arrival_rate", "think_time_s"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be a number of at least 0, got {getattr(self, name)}")
-        if self.seed < 0:
-            raise ValueError(f"seed must be at least 0, got {self.seed}")
-        if self.think_time_distribution not in THINK_TIMES:
-            raise ValueError(
-                f"think_time_distribution must be one of {', '.join(THINK_TIMES)}; got {self.think_time_distribution!r}"
-            )
+        super().__post_init__()
+        require(self.max_answer_tokens >= 2, "max_answer_tokens", "at least 2", self.max_answer_tokens)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,7 +130,7 @@ class ReplaySession:
     @property
     def num_tokens(self) -> int:
         """Tokens of all that is said in it."""
-        return _num_tokens(self.turns)
+        return num_tokens(self.turns)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -181,17 +168,9 @@ class Workload:
 def make_workload(
     model: LoadedModel, trace: ReplayedTrace, config: WorkloadConfig, *, window: int, overflow: OverflowConfig | None
 ) -> Workload:
-    """Reads a trace and makes of it what is served. The same arguments give the same.
-
-    Args:
-      model: gives tokenizer and chat template.
-      trace: where from.
-      config: how much, and how fast.
-      window: most tokens of a context.
-      overflow: what happens when one is full.
+    """Reads a trace and makes of it what is served, in windows of so many tokens. The same arguments give the same.
 
     Raises:
-      FileNotFoundError: there is no such trace.
       ReplayError: it has too few conversations, or answers leave no room in the window; or it has text, and the model
         no tokenizer.
       ValueError: it is malformed (`TraceError` where rows have lines).
@@ -212,7 +191,7 @@ def make_workload(
         fitted = _fit(script, window, keep_first, may_overflow=overflow is not None)
         kept = script[: len(fitted)]
         cut_turns += sum(turn != whole for turn, whole in zip(fitted, kept, strict=True))
-        cut_tokens += _num_tokens(kept) - _num_tokens(fitted)
+        cut_tokens += num_tokens(kept) - num_tokens(fitted)
         left_out_turns += len(script) - len(fitted)
         if config.arrival_rate:
             now_s += rng.exponential(1 / config.arrival_rate)
@@ -235,15 +214,9 @@ def make_workload(
 
 
 def recorded_script(model: LoadedModel, texts: Sequence[tuple[str, str]], most_answer_tokens: int) -> Script:
-    """Makes a script of a recorded conversation, in the model's template; generates only the beginnings of answers.
+    """Makes a script of a recorded conversation, what was said and answered in each turn, in the model's template.
 
-    Args:
-      model: whose tokenizer and chat template.
-      texts: what the user said and what was answered, of each turn.
-      most_answer_tokens: generated of an answer.
-
-    Raises:
-      ReplayError: the model has no tokenizer.
+    Of an answer the first `most_answer_tokens` are generated.
     """
     tokenizer, turns = _tokenizer(model), []
     answer_ids: list[int] = []  # Of the turn before: stands for the conversation so far, which is not tokenised again.
@@ -343,13 +316,7 @@ def _continuation(last: AgentCall, call: AgentCall) -> str | None:
 
 
 class _MadeTokens:
-    """Prompts of tokens that are made up: a hash stands for the same ones wherever it is met.
-
-    Args:
-      vocab_size: V.
-      scale: what lengths are multiplied by.
-      seed: of the tokens of prompts without hashes.
-    """
+    """Prompts of tokens that are made up: a hash stands for the same ones wherever it is met; others are random."""
 
     def __init__(self, vocab_size: int, scale: float, seed: int) -> None:
         self._vocab_size = vocab_size
@@ -391,7 +358,8 @@ def _fit(script: Script, window: int, keep_first: int, *, may_overflow: bool) ->
     return tuple(turn for turn, total in zip(fitted, totals, strict=True) if may_overflow or total <= window)
 
 
-def _num_tokens(script: Script) -> int:
+def num_tokens(script: Iterable[Exchange]) -> int:
+    """Of all its messages and answers."""
     return sum(turn.num_tokens for turn in script)
 
 

@@ -14,7 +14,7 @@ chunks, which are in another order each round, so that no two rounds begin alike
 Each turn is a new session's, of one answer token, that is forgotten then. A turn whose KV came from anywhere else than
 it should is an error, not a number.
 
-Not here: loads and computes alone (`apart`), what chunks say (`contexts`), many turns at once
+Not here: loads and computes alone (`apart`), what chunks say (`conversations`), many turns at once
 (`suites.blend_throughput`), quality (`ca_jax.launch.evaluate`).
 """
 
@@ -30,17 +30,15 @@ from typing import Any, ClassVar
 
 from benchmarks import harness
 from benchmarks.apart import ApartEngine
-from benchmarks.contexts import make_contexts
+from benchmarks.conversations import make_contexts
 from benchmarks.disk import scratch_directory, scratch_on_disk
-from benchmarks.engines import check_source, cool_down_files, engine_and_store, send_turn, sized_config, warm_up_files
+from benchmarks.engines import check_source, cool_down_files, make_engine, send_turn, sized_config, warm_up_files
 from benchmarks.figures import Panel
 from benchmarks.harness import Row, Run, Sample, Ways
-from ca_jax.config import BlendConfig, EngineConfig
+from ca_jax.config import BlendConfig
 from ca_jax.engine import Engine
 from ca_jax.kv.layout import kv_layout
-from ca_jax.pretrained import LoadedModel
 from ca_jax.storage.config import StoreConfig
-from ca_jax.storage.store import AttentionStore
 
 TIERS = ("dram", "ssd_warm", "ssd")
 """Where the chunks' KV comes from: DRAM; SSD, with the files in the page cache; SSD, without."""
@@ -99,11 +97,8 @@ class BlendRow(Row):
     check_layers: int | None
     """See `BlendConfig.check_layers`; None likewise."""
     num_chunks: int
-    """Of the context."""
     chunk_tokens: int
-    """Of each."""
     question_tokens: int
-    """Behind them."""
     cached_tokens: int
     """Tokens whose KV was loaded."""
     recomputed_tokens: int
@@ -132,7 +127,6 @@ class BlendRow(Row):
     same_token_share: float
     """Of the rounds, those whose first token is that of recompute."""
     repeats: int
-    """Rounds."""
 
 
 def summarize(rows: Sequence[BlendRow]) -> dict[str, Any]:
@@ -162,43 +156,15 @@ _FIGURE = Panel(
 def blend(run: Run[BlendBenchConfig]) -> Iterator[BlendRow]:
     """TTFT of a question behind stored chunks, by how much of them is computed anew and where they are."""
     config = run.config
-    cells = list(itertools.product(config.num_chunks, config.chunk_tokens))
-    step = run.steps(len(cells) * (1 + config.repeats), "blend")
-    for num_chunks, chunk_tokens in cells:
+    for num_chunks, chunk_tokens in itertools.product(config.num_chunks, config.chunk_tokens):
         contexts = make_contexts(run.model, num_chunks, chunk_tokens, data=config.data, seed=config.seed)
         run.facts.setdefault("texts", contexts.source)
         chunks, question = [list(chunk) for chunk in contexts.chunks], list(contexts.questions[0])
         with contextlib.ExitStack() as stack:
             scratch = scratch_on_disk if "ssd" in config.blend_tiers else scratch_directory
             directory = stack.enter_context(scratch(config.ssd_dir))
-            ways = stack.enter_context(_opened(run.model, config, chunks, question, directory))
-            yield from _Bench(run, ways, chunks, question).rows(step)
-
-
-def engine_config(
-    config: BlendBenchConfig, model: LoadedModel, blend: BlendConfig, directory: Path | None, *, num_tokens: int
-) -> EngineConfig:
-    """The engine of one way, with room for the chunks and for the sessions that are made of them.
-
-    Args:
-      config: what else it is.
-      model: what it serves.
-      blend: the way.
-      directory: of its SSD tier; None: it has none.
-      num_tokens: of a session.
-    """
-    # Chunks begin a block each: as many more than their tokens take as there are chunks.
-    num_blocks = kv_layout(model, config.engine).num_blocks(num_tokens) + max(config.num_chunks)
-    num_blocks *= 1 + _SESSIONS
-    sized = dataclasses.replace(
-        config.engine,
-        context_window=num_tokens + 1,
-        max_batch_size=1,
-        recompute_if_faster=False,
-        blend=blend,
-        store=dataclasses.replace(config.engine.store, ssd_driver=config.ssd_driver),
-    )
-    return sized_config(sized, model, num_blocks, directory=directory, ssd_blocks=2 * num_blocks)
+            ways = _ways(stack, run, chunks, question, directory)
+            yield from _Bench(run, ways, chunks, question).rows()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,53 +172,54 @@ class Way:
     """An engine and how it uses what is stored."""
 
     blend: BlendConfig
-    """How."""
     engine: Engine
-    """Its own."""
-    store: AttentionStore
-    """The engine's."""
     apart: ApartEngine | None
     """Its loads and computes alone, where it blends."""
-    directory: Path
-    """Of its SSD tier."""
 
     def push_out(self, chunks: Sequence[list[int]]) -> None:
         """Has the chunks on SSD alone."""
         with self.engine._lock:
             for chunk in chunks:
-                self.store.leave_dram(self.engine._kv.chunks.key(chunk, ""))
+                self.engine._kv.store.leave_dram(self.engine._kv.chunks.key(chunk, ""))
 
 
-@contextlib.contextmanager
-def _opened(
-    model: LoadedModel, config: BlendBenchConfig, chunks: list[list[int]], question: list[int], directory: Path
-) -> Iterator[list[Way]]:
+def _ways(
+    stack: contextlib.ExitStack,
+    run: Run[BlendBenchConfig],
+    chunks: list[list[int]],
+    question: list[int],
+    directory: Path,
+) -> list[Way]:
     """Engines of all ways, with the chunks in their stores: `BASELINES`, then blends by ascending ratio, from 0 on."""
-    num_context = sum(map(len, chunks))
+    config, model, num_context = run.config, run.model, sum(map(len, chunks))
+    num_tokens = num_context + len(question) + 1
+    # Chunks begin a block each: as many more than their tokens take as there are chunks.
+    num_blocks = (1 + _SESSIONS) * (kv_layout(model, config.engine).num_blocks(num_tokens) + max(config.num_chunks))
+    sized = dataclasses.replace(
+        config.engine,
+        context_window=num_tokens + 1,
+        max_batch_size=1,
+        recompute_if_faster=False,
+        store=dataclasses.replace(config.engine.store, ssd_driver=config.ssd_driver),
+    )
     blends = [BlendConfig(mode=mode) for mode in BASELINES]
     for ratio in sorted({0.0, *config.recompute_ratios}):
         mode = "blend" if ratio else "reuse"
         blends.append(dataclasses.replace(config.engine.blend, mode=mode, recompute_ratio=ratio))
-    with contextlib.ExitStack() as stack:
-        ways = []
-        for number, blend in enumerate(blends):
-            place = directory / str(number)
-            has_ssd = blend.mode != "recompute"
-            own = engine_config(
-                config, model, blend, place if has_ssd else None, num_tokens=num_context + len(question) + 1
-            )
-            engine, store = engine_and_store(model, own, suite="blend")
-            stack.enter_context(engine)
-            engine.wait_until_ready()  # First touch would share the memory bus with the samples.
-            apart = None
-            if blend.mode not in BASELINES:
-                apart = ApartEngine(engine, store, max_history_tokens=num_context)
-                stack.callback(apart.close)
-            if has_ssd:
-                engine.precompute(chunks)
-                engine.wait_for_saves()
-            ways.append(Way(blend, engine, store, apart, place))
-        yield ways
+    ways = []
+    for number, blend in enumerate(blends):
+        place = None if blend.mode == "recompute" else directory / str(number)
+        own = dataclasses.replace(sized, blend=blend)
+        own = sized_config(own, model, num_blocks, directory=place, ssd_blocks=2 * num_blocks)
+        engine, apart = stack.enter_context(make_engine(model, own)), None
+        if blend.mode not in BASELINES:
+            apart = ApartEngine(engine, max_history_tokens=num_context)
+            stack.callback(apart.close)
+        if place is not None:
+            engine.precompute(chunks)
+            engine.wait_for_saves()
+        ways.append(Way(blend, engine, apart))
+    return ways
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,7 +229,7 @@ class _Bench:
     chunks: list[list[int]]
     question: list[int]
 
-    def rows(self, step: Callable[[], None]) -> Iterator[BlendRow]:
+    def rows(self) -> Iterator[BlendRow]:
         """A row for each way and tier; ratios are of the rounds."""
         rng, block_tokens = self.run.rng(), self.run.config.engine.store.block_tokens
         recompute, prefix, *blends = self.ways
@@ -280,7 +247,7 @@ class _Bench:
             }
             return turns | {name: partial(self._blended, *cells[name], chunks) for name in list(cells)[2:]}
 
-        rounds = harness.interleave(ways, self.run.config.repeats, step=step)
+        rounds = self.run.rounds(ways)
         for each in rounds:
             for name, sample in each.items():
                 way, tier = cells[name]
@@ -300,9 +267,8 @@ class _Bench:
             _, ideal_s = way.apart.blend(context, self.question, way.blend.recompute_ratio or 0.0)
         if tier != "dram":
             way.push_out(chunks)
-            block_bytes = kv_layout(way.engine.model, way.engine.config).block_bytes
             bring = warm_up_files if tier == "ssd_warm" else cool_down_files
-            bring(way.directory, block_bytes)
+            bring(way.engine)
         wanted = {"dram" if tier == "dram" else "ssd": sum(map(len, chunks))}
         sample = self._turn(way, tier, chunks, wanted)
         alone = {"ideal_s": ideal_s, "over_ideal": sample["ttft_s"] / ideal_s, "load_alone_s": context.load_s}

@@ -8,7 +8,7 @@ fills the stores.
 The store is smaller than all chunks. Sessions are forgotten as they end where chunks are what is used again, and stay
 where other sessions begin with a copy of their KV: with `prefix`. That is what gives each mode most of its store.
 
-Not here: what chunks say (`contexts`), one turn (`suites.blend`), what each mode is worth in quality
+Not here: what chunks say (`conversations`), one turn (`suites.blend`), what each mode is worth in quality
 (`ca_jax.launch.evaluate`).
 """
 
@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from benchmarks import harness
-from benchmarks.contexts import Contexts, make_contexts
+from benchmarks.conversations import Contexts, make_contexts
 from benchmarks.disk import scratch_directory
 from benchmarks.engines import answer_of, make_engine, sized_config
 from benchmarks.figures import Panel
@@ -91,7 +91,6 @@ class BlendThroughputRow(Row):
     recompute_ratio: float | None
     """Of `blend`; None of others."""
     selection: str | None
-    """Likewise."""
     dram_share: float
     """Size of DRAM, a share of what all chunks take."""
     ssd_share: float
@@ -127,7 +126,6 @@ class StreamTurn:
     chunks: tuple[tuple[int, ...], ...]
     """Of its context, in order."""
     question: tuple[int, ...]
-    """Behind them."""
 
 
 def summarize(rows: Sequence[BlendThroughputRow]) -> dict[str, Any]:
@@ -154,7 +152,6 @@ def blend_throughput(run: Run[BlendThroughputConfig]) -> Iterator[BlendThroughpu
     )
     run.facts["texts"] = contexts.source
     turns = stream_turns(config, contexts)
-    step = run.steps(len(config.ssd_shares) * (1 + config.repeats), "blend_throughput")
     longest = max(map(len, contexts.questions))
     for ssd_share in config.ssd_shares:
         with contextlib.ExitStack() as stack:
@@ -162,13 +159,12 @@ def blend_throughput(run: Run[BlendThroughputConfig]) -> Iterator[BlendThroughpu
             engines = {}
             for mode in config.stream_modes:
                 sized = engine_config(config, model, mode, ssd_share, longest, directory / mode)
-                engine = stack.enter_context(make_engine(model, sized, suite="blend_throughput"))
+                engine = stack.enter_context(make_engine(model, sized))
                 engine.warmup(
                     max_new_tokens=config.context_chunk_tokens,
                     contexts=[[config.context_chunk_tokens] * config.context_chunks],
                     progress=run.progress,
                 )
-                engine.wait_until_ready()  # First touch would share the memory bus with the rounds.
                 engines[mode] = engine
             parts = iter(_parts(config, turns))
 
@@ -176,7 +172,7 @@ def blend_throughput(run: Run[BlendThroughputConfig]) -> Iterator[BlendThroughpu
                 part = next(parts)
                 return {mode: partial(serve, engine, part, config) for mode, engine in engines.items()}
 
-            rounds = harness.interleave(ways, config.repeats, step=step)
+            rounds = run.rounds(ways)
             blends = {mode: engine.config.blend for mode, engine in engines.items()}
         for each in rounds:
             for name, other in (("speedup", "recompute"), ("speedup_over_prefix", "prefix")):
@@ -247,13 +243,7 @@ def engine_config(
 def serve(engine: Engine, turns: Sequence[StreamTurn], config: BlendThroughputConfig) -> dict[str, float]:
     """Serves turns, some at once, and says what that took: the fields of a row that are medians of rounds.
 
-    Args:
-      engine: idle; it is idle again afterwards.
-      turns: in order.
-      config: how many at once, and how long answers are.
-
-    Raises:
-      Exception: what broke a turn, if something did.
+    The engine is idle before and afterwards. What broke a turn is raised.
     """
     params = answer_of(config.context_answer_tokens)
     keeps_sessions = engine.config.blend.mode == "prefix"
@@ -292,13 +282,11 @@ def _measured(
         hit_share = max(1 - (num_alone + num_missed) / num_chunks, 0.0)
     computed_tokens = num_alone * config.context_chunk_tokens
     computed_tokens += sum(usage.new_tokens + usage.repaired_tokens for usage in usages)
-    p50_s, p95_s = np.percentile([usage.ttft_s for usage in usages], [50, 95]).tolist()
     return {
         "turns_per_s": len(jobs) / elapsed_s,
         "tokens_per_s": (prompt_tokens + sum(usage.completion_tokens for usage in usages)) / elapsed_s,
         "hit_share": hit_share,
         "computed_share": computed_tokens / prompt_tokens,
         "ssd_turn_share": sum(usage.cached_tokens.get("ssd", 0) > 0 for usage in usages) / len(usages),
-        "ttft_p50_s": p50_s,
-        "ttft_p95_s": p95_s,
+        **harness.percentiles("ttft_p{}_s", [usage.ttft_s for usage in usages], 50, 95),
     }

@@ -86,11 +86,7 @@ class DraftsRow(Row):
 
 
 def prompts_of(task: str, model: LoadedModel, config: DraftsConfig) -> list[str | list[int]]:
-    """What is asked; of a model without a tokenizer random tokens, which come twice but in chats.
-
-    Raises:
-      BenchError: ShareGPT is not installed, or there are too few pieces to choose from.
-    """
+    """What is asked; of a model without a tokenizer random tokens, which come twice but in chats."""
     rng = np.random.default_rng((config.seed, list(TASKS).index(task)))
     if model.tokenizer is None:
         num_tokens = config.context_window // 8
@@ -135,14 +131,11 @@ def drafts(run: Run[DraftsConfig]) -> Iterator[DraftsRow]:
         for way in WAYS:
             most = config.engine.max_draft_tokens if way == "drafts" else 0
             sized = dataclasses.replace(config.engine, context_window=config.context_window, max_draft_tokens=most)
-            engines[way] = stack.enter_context(make_engine(model, sized, suite="drafts"))
+            engines[way] = stack.enter_context(make_engine(model, sized))
             engines[way].warmup(progress=run.progress)
-        for engine in engines.values():
-            engine.wait_until_ready()
-        step = run.steps(len(TASKS) * (1 + config.repeats), "drafts")
         for task in TASKS:
             ways = {way: partial(_answered, engine, config, prompts[task]) for way, engine in engines.items()}
-            rounds = harness.interleave(lambda ways=ways: ways, config.repeats, step=step)  # type: ignore[misc]
+            rounds = run.rounds(lambda ways=ways: ways)  # type: ignore[misc]
             same, taken = harness.same(rounds, "answers"), {way: harness.of_way(rounds, way) for way in WAYS}
             pairs = zip(*taken.values(), strict=True)
             speedups = [one["tokens_per_s"] / other["tokens_per_s"] for one, other in pairs]

@@ -23,9 +23,17 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.disk import drop_cached, is_dropped, scratch_on_disk
-from benchmarks.engines import OneSessionEngine, check_source, make_engine, one_session_config, send_turn, take_back
-from benchmarks.harness import BenchError, Row, Run, Sample, Steps, Ways
-from benchmarks.suites.reuse import HistoryConfig
+from benchmarks.engines import (
+    OneSessionEngine,
+    check_source,
+    cool_down_files,
+    make_engine,
+    one_session_config,
+    send_turn,
+    take_back,
+)
+from benchmarks.harness import BenchError, Run, Sample, Ways
+from benchmarks.suites.reuse import DiskHistoryConfig, HistoryRow
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.kv.shared_sessions import SharedSessions
@@ -36,23 +44,15 @@ _PATIENCE_S = 60.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ObjectsConfig(HistoryConfig):
+class ObjectsConfig(DiskHistoryConfig):
     """One turn over a history that another replica published."""
-
-    ssd_dir: str | None = None
-    """Directory on the disk to measure; by default where temporary files are."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ObjectsRow(Row):
+class ObjectsRow(HistoryRow):
     """Time to the first token (TTFT) of the same turn by where its history is."""
 
-    history_tokens: int
-    """Tokens whose KV is stored, exactly."""
-    new_tokens: int
-    """Tokens of the turn."""
     kv_bytes: int
-    """Of the history."""
     ttft_ssd_s: float
     """From sending to the first token, with the history on the local SSD alone, out of the page cache."""
     ttft_objects_s: float
@@ -65,8 +65,6 @@ class ObjectsRow(Row):
     """From a turn's end until it is published: the new tokens' KV and the manifest."""
     bookkeeping_s: float
     """Of the engine's thread for that: all that it did for the shared tier, from the turn's end to the publish's."""
-    same_tokens: bool
-    """Whether both ways gave the same first token in every round."""
 
 
 def _summary(rows: Sequence[ObjectsRow]) -> dict[str, Any]:
@@ -82,23 +80,23 @@ def _summary(rows: Sequence[ObjectsRow]) -> dict[str, Any]:
 def objects(run: Run[ObjectsConfig]) -> Iterator[ObjectsRow]:
     """A turn's TTFT at a replica that takes a session over, against a local SSD's."""
     config = run.config
-    step = run.steps(len(config.cells) * (1 + config.repeats), "objects")
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(scratch_on_disk(config.ssd_dir))
         sized = one_session_config(config.engine_config(), run.model, directory / "ssd", max_tokens=config.max_tokens)
         sized = _with_objects(sized, directory / "objects")
         (directory / "ssd").mkdir()
-        owner = make_engine(run.model, sized, suite="objects")
-        other = make_engine(run.model, _with_objects(sized, directory / "objects", ssd_dir=None), suite="objects")
-        served = OneSessionEngine(owner, suite="objects", max_tokens=config.max_tokens, seed=config.seed)
+        served = OneSessionEngine(run.model, sized, max_tokens=config.max_tokens, seed=config.seed)
         stack.callback(served.close)
+        other = make_engine(run.model, _with_objects(sized, directory / "objects", ssd_dir=None))
         stack.callback(other.close)
-        for engine in (owner, other):
+        shared, elsewhere = served.engine._kv.shared, other.elsewhere
+        if shared is None or elsewhere is None:
+            raise BenchError("objects must have engines with an objects_url, got one without")
+        for engine in (served.engine, other):
             engine.warmup(max_history_tokens=max(config.history_tokens), max_new_tokens=max(config.new_tokens))
-        served.begin()
         for num_history, num_new in config.cells:
-            bench = _Bench(served, other, directory / "objects", shared_of(owner), elsewhere_of(other))
-            yield bench.row(num_history, num_new, config.repeats, step)
+            bench = _Bench(run, served, other, directory / "objects", shared, elsewhere)
+            yield bench.row(num_history, num_new)
 
 
 def _with_objects(config: EngineConfig, directory: Path, **changes: Any) -> EngineConfig:
@@ -107,29 +105,16 @@ def _with_objects(config: EngineConfig, directory: Path, **changes: Any) -> Engi
     return dataclasses.replace(config, store=store)
 
 
-def shared_of(engine: Engine) -> SharedSessions:
-    """What an engine shares with other replicas."""
-    if engine._kv.shared is None:
-        raise BenchError("objects must have engines with an objects_url, got one without")
-    return engine._kv.shared
-
-
-def elsewhere_of(engine: Engine) -> Elsewhere:
-    """What other replicas share with an engine."""
-    if engine.elsewhere is None:
-        raise BenchError("objects must have engines with an objects_url, got one without")
-    return engine.elsewhere
-
-
 @dataclasses.dataclass(frozen=True)
 class _Bench:
+    run: Run[ObjectsConfig]
     served: OneSessionEngine
     other: Engine
     directory: Path
     shared: SharedSessions  # Of the first.
     elsewhere: Elsewhere  # Of the other.
 
-    def row(self, num_history: int, num_new: int, repeats: int, step: Steps) -> ObjectsRow:
+    def row(self, num_history: int, num_new: int) -> ObjectsRow:
         session = self.served.store_session(num_history)
         self._publish(session)
         new_ids = self.served.random_ids(num_new)
@@ -140,10 +125,10 @@ class _Bench:
                 "objects": partial(self._from_objects, session, new_ids),
             }
 
-        rounds = harness.interleave(ways, repeats, step=step)
+        rounds = self.run.rounds(ways)
         for each in rounds:
             each["objects"]["ratio"] = each["objects"]["ttft_objects_s"] / each["ssd"]["ttft_ssd_s"]
-        published = harness.interleave(lambda: {"turn": partial(self._publish_turn, num_history, num_new)}, repeats)
+        published = self.run.rounds(lambda: {"turn": partial(self._publish_turn, num_history, num_new)})
         return harness.make_row(
             ObjectsRow,
             [*harness.samples(rounds), *harness.samples(published)],
@@ -156,7 +141,7 @@ class _Bench:
     def _from_ssd(self, session: Session, new_ids: list[int]) -> Sample:
         num_history, engine = len(session.token_ids), self.served.engine
         self.served.push_out()
-        self.served.cool_down_files()
+        cool_down_files(engine)
         token, ttft_s = send_turn(engine, session, new_ids)
         check_source("ssd", session, len(new_ids), {"ssd": num_history})
         take_back(engine, session, num_history)

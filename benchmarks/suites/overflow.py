@@ -35,7 +35,7 @@ from benchmarks.overflow_rows import (
     OverflowRow,
 )
 from benchmarks.overflow_store import measure_bookkeeping
-from benchmarks.replay.workload import Exchange, Script, recorded_script
+from benchmarks.replay.workload import Exchange, Script, num_tokens, recorded_script
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.kv.layout import kv_layout
@@ -100,7 +100,7 @@ def overflowing_scripts(
             if room < 0 or turn.num_tokens > config.context_window:
                 break
             taken.append(turn)
-        if conversations.num_tokens(tuple(taken)) > config.context_window:
+        if num_tokens(taken) > config.context_window:
             yield tuple(taken)
 
 
@@ -108,27 +108,20 @@ def _random_script(model: LoadedModel, config: OverflowBenchConfig, rng: np.rand
     answer_tokens = config.max_answer_tokens
     most = 2 * config.context_window // _RANDOM_TURNS_PER_WINDOW - answer_tokens
     script: list[Exchange] = []
-    while (held := conversations.num_tokens(tuple(script))) <= config.context_window:
+    while (held := num_tokens(script)) <= config.context_window:
         size = min(int(rng.integers(1, most, endpoint=True)), config.conversation_tokens - held - answer_tokens)
         script.append(Exchange(tuple(rng.integers(model.config.vocab_size, size=size).tolist()), answer_tokens))
     return tuple(script)
 
 
 def engine_config(config: OverflowBenchConfig, model: LoadedModel, method: str) -> EngineConfig:
-    """The engine of one method; its DRAM holds all conversations that go on together.
-
-    Raises:
-      ValueError: the config allows no overflow.
-    """
-    overflow = config.engine.overflow
-    if overflow is None:
-        raise ValueError("engine.overflow must be an OverflowConfig, got None")
+    """The engine of one method; its DRAM holds all conversations that go on together."""
     num_sessions = max((config.concurrent_sessions, *config.gap_sessions))
     num_blocks = num_sessions * (kv_layout(model, config.engine).num_blocks(config.context_window) + _SPARE_BLOCKS)
     sized = dataclasses.replace(
         config.engine,
         context_window=config.context_window,
-        overflow=dataclasses.replace(overflow, method=method),
+        overflow=dataclasses.replace(config.overflow, method=method),
         recompute_if_faster=False,
     )
     return sized_config(sized, model, num_blocks)
@@ -197,11 +190,9 @@ def overflow(run: Run[OverflowBenchConfig]) -> Iterator[OverflowRow]:
     with contextlib.ExitStack() as stack:
         engines: dict[str, Engine] = {}
         for method in config.methods:
-            engine = make_engine(model, engine_config(config, model, method), suite="overflow")
+            engine = make_engine(model, engine_config(config, model, method))
             engines[method] = stack.enter_context(engine)
             engine.warmup(progress=run.progress)
-        for engine in engines.values():
-            engine.wait_until_ready()  # First touch would share the memory bus with the samples.
         rng = run.rng()
         compiles = {method: first_truncations(engine, config, rng) for method, engine in engines.items()}
         run.facts["first_truncation_compiles"] = compiles
@@ -233,11 +224,9 @@ def conversation_rows(
     config, size = run.config, run.config.concurrent_sessions
     groups = [scripts[start : start + size] for start in range(0, len(scripts), size)]
     served = {method: _Served() for method in config.overflow_methods}
-    step = run.steps(len(groups) * len(served), "conversations")
-    for index, group in enumerate(groups):
+    for index, group in enumerate(harness.ticked(run.progress, "conversations", groups)):
         for method in harness.in_turn(config.overflow_methods, index):
             _serve_group(engines[method], group, served[method])
-            step()
     for method, each in served.items():
         yield _row(method, each, config, len(scripts))
 
@@ -259,8 +248,6 @@ def _counts(engine: Engine) -> dict[str, int]:
 
 
 def _row(method: str, served: _Served, config: OverflowBenchConfig, num_sessions: int) -> ConversationsRow:
-    overflow = config.engine.overflow
-    keep_first = 0 if overflow is None else overflow.keep_first_tokens
     totals: collections.Counter[str] = collections.Counter()
     overflow_ttft_s = []
     for turn, num_new in served.turns:
@@ -271,7 +258,7 @@ def _row(method: str, served: _Served, config: OverflowBenchConfig, num_sessions
         # The context is full then, and its last token was not computed yet; an answer is too short to overflow twice.
         anew = config.context_window - 1 - answer_dropped if answer_dropped and method in ("tt", "of") else 0
         totals["history_turns"] += turn.history_tokens > 0
-        totals["hits"] += turn.history_tokens > 0 and usage.num_cached_tokens > keep_first
+        totals["hits"] += turn.history_tokens > 0 and usage.num_cached_tokens > config.overflow.keep_first_tokens
         totals["history_tokens"] += history_tokens
         totals["loaded_tokens"] += min(usage.num_cached_tokens, history_tokens)
         totals["answer_overflows"] += answer_dropped > 0
@@ -284,7 +271,7 @@ def _row(method: str, served: _Served, config: OverflowBenchConfig, num_sessions
     if totals["overflows"] != served.metrics["truncations"]:
         raise BenchError(f"{method} must truncate {totals['overflows']} times, got {served.metrics['truncations']}")
     usages = [turn.usage for turn, _ in served.turns]
-    p50_s, p99_s = np.percentile([usage.ttft_s for usage in usages], [50, 99]).tolist()
+    ttft_s = [usage.ttft_s for usage in usages]
     loaded_tokens = totals.pop("loaded_tokens")
     return ConversationsRow(
         method=method,
@@ -294,9 +281,8 @@ def _row(method: str, served: _Served, config: OverflowBenchConfig, num_sessions
         hit_rate=totals["hits"] / max(totals["history_turns"], 1),
         loaded_share=loaded_tokens / max(totals["history_tokens"], 1),
         prefill_s=sum(usage.ttft_s - usage.queued_s for usage in usages),
-        ttft_mean_s=float(np.mean([usage.ttft_s for usage in usages])),
-        ttft_p50_s=p50_s,
-        ttft_p99_s=p99_s,
+        ttft_mean_s=float(np.mean(ttft_s)),
+        **harness.percentiles("ttft_p{}_s", ttft_s, 50, 99),
         overflow_ttft_p50_s=float(np.median(overflow_ttft_s)) if overflow_ttft_s else None,
         total_s=sum(served.group_s),
         group_s=tuple(served.group_s),

@@ -101,11 +101,9 @@ class DecisionRow:
     num_jobs: int
     """Waiting."""
     p50_ms: float
-    """Median of the steps."""
     p99_ms: float
     """Of a hundred steps one is slower."""
     max_ms: float
-    """The slowest step."""
     fetches_per_plan: float
     """Mean of the steps: how much there was to plan."""
     p50_ms_of: dict[str, float]
@@ -119,11 +117,8 @@ class StartupRow:
 
     measured: str = "startup"
     num_sessions: int
-    """In the catalog."""
     num_blocks: int
-    """That they hold."""
     catalog_bytes: int
-    """Size of the catalog's file."""
     startup_s: float
     """With the catalog in the page cache, as after a restart of the process."""
     cold_startup_s: float | None
@@ -132,7 +127,6 @@ class StartupRow:
     """How much larger the process is with the store open, but for freed memory that it had; None where that is not
     told."""
     spread: Spread
-    """See `Spread`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,7 +145,6 @@ class PrefixRow:
     p99_ms: float
     """Of a hundred searches one is slower."""
     max_ms: float
-    """The slowest search."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,7 +155,6 @@ class LoopRow:
     policy: str
     """Of eviction; `belady` knows the future."""
     num_sessions: int
-    """In the loop."""
     over_capacity: float
     """By how much they exceed the room, as a share of it."""
     queue_depth: float | None
@@ -170,7 +162,6 @@ class LoopRow:
     hit_rate: float
     """Of the jobs behind the first round, in which nobody can hit."""
     vs_belady: float
-    """`hit_rate` over Belady's."""
 
 
 PolicyRow = DecisionRow | StartupRow | PrefixRow | TurnRow | LoopRow
@@ -211,16 +202,9 @@ def policy(run: Run[PolicyBenchConfig]) -> Iterator[PolicyRow]:
             yield from measure_turns(config.repeats, config.seed, directory)
         except (OSError, ValueError, CatalogError) as error:
             raise BenchError(f"no start-up of {config.num_sessions} sessions in {directory.parent}: {error}") from error
-    step = run.steps(len(EVICTION_POLICIES), "decisions")
-    for name in EVICTION_POLICIES:
+    for name in harness.ticked(run.progress, "decisions", EVICTION_POLICIES):
         yield _measure_decisions(config, name)
-        step()
     yield from _measure_loop(run)
-
-
-def _percentiles_ms(taken: Sequence[float] | np.ndarray) -> dict[str, Any]:
-    p50_ms, p99_ms, max_ms = np.percentile(taken, [50, 99, 100]).tolist()
-    return {"p50_ms": p50_ms, "p99_ms": p99_ms, "max_ms": max_ms}
 
 
 def _measure_decisions(config: PolicyBenchConfig, name: str) -> DecisionRow:
@@ -238,24 +222,18 @@ def _measure_decisions(config: PolicyBenchConfig, name: str) -> DecisionRow:
         policy=name,
         num_sessions=config.num_sessions,
         num_jobs=config.num_jobs,
-        **_percentiles_ms(samples.sum(axis=1)),
+        **harness.percentiles("p{}_ms", samples.sum(axis=1), 50, 99),
+        max_ms=float(samples.sum(axis=1).max()),
         fetches_per_plan=(books.num_planned - fetches_before) / config.num_steps,
         p50_ms_of=dict(zip(_PARTS, np.percentile(samples, 50, axis=0).tolist(), strict=True)),
     )
 
 
 class _Books:
-    """The books of a store without bytes: sessions on SSD, a part of them in DRAM, and a queue of jobs.
-
-    Args:
-      config: how many.
-      policy: who is evicted.
-      rng: draws sizes and jobs.
-    """
+    """The books of a store without bytes: sessions on SSD, a part of them in DRAM, and a queue of jobs."""
 
     def __init__(self, config: PolicyBenchConfig, policy: EvictionPolicy, rng: np.random.Generator) -> None:
         self.num_planned = 0
-        """Fetches planned, by all steps."""
         self._look_ahead = LookAhead()
         sizes = rng.integers(1, _MAX_BLOCKS, size=config.num_sessions, endpoint=True)
         in_dram = rng.permutation(config.num_sessions) % _DRAM_SHARE == 0
@@ -353,14 +331,12 @@ def _measure_startup(run: Run[PolicyBenchConfig], directory: Path) -> Iterator[P
     memory = [_resident_bytes()]
     can_be_cold = can_drop(directory)
     taken: list[dict[str, float]] = []
-    step = run.steps(1 + config.repeats, "start-up")
-    for _ in range(1 + config.repeats):
+    for _ in harness.ticked(run.progress, "start-up", range(1 + config.repeats)):
         sample = {}
         if can_be_cold:
             drop_cached(path for path in directory.glob(f"{CATALOG_NAME}*") if path.is_file())
             sample["cold_startup_s"] = open_store()
         taken.append({**sample, "startup_s": open_store()})
-        step()
     before, after = memory[:2]
     yield harness.make_row(
         StartupRow,
@@ -389,7 +365,8 @@ def _measure_prefixes(config: PolicyBenchConfig, store: AttentionStore) -> Prefi
         num_sessions=config.num_sessions,
         shared_tokens=len(_SHARED),
         prompt_tokens=_PROMPT_TOKENS,
-        **_percentiles_ms(searches_ms),
+        **harness.percentiles("p{}_ms", searches_ms, 50, 99),
+        max_ms=max(searches_ms),
     )
 
 
@@ -411,8 +388,7 @@ def _write_catalog(run: Run[PolicyBenchConfig], directory: Path) -> tuple[int, i
     rng = np.random.default_rng(config.seed)
     num_held = next_block = 0
     with Catalog(directory, Namespace(weights=_WEIGHTS, layout=_LAYOUT, location=_BLOCKS_URL)) as catalog:
-        run.progress("catalog", 0, config.num_sessions)
-        for start in range(0, config.num_sessions, _BATCH_SESSIONS):
+        for start in harness.ticked(run.progress, "catalog", range(0, config.num_sessions, _BATCH_SESSIONS)):
             stop = min(start + _BATCH_SESSIONS, config.num_sessions)
             with catalog.batch():
                 for i in range(start, stop):
@@ -431,7 +407,6 @@ def _write_catalog(run: Run[PolicyBenchConfig], directory: Path) -> tuple[int, i
                     )
                     catalog.publish(record, token_ids, np.zeros((size, _LAYOUT.num_layers), np.uint32))
                     num_held, next_block = num_held + size, next_block + size + 1
-            run.progress("catalog", stop, config.num_sessions)
     return num_held, next_block
 
 
@@ -449,14 +424,12 @@ def _measure_loop(run: Run[PolicyBenchConfig]) -> Iterator[LoopRow]:
     cells += [
         (name, config.queue_depth) for name in EVICTION_POLICIES if name not in ("scheduler_aware", "return_aware")
     ]
-    step = run.steps(len(cells), "loop")
     belady = 1.0
-    for name, depth in cells:
+    for name, depth in harness.ticked(run.progress, "loop", cells):
         policy = None if name == "belady" else make_policy(name)
         hits = hits_of_one_tier(trace, sizes, num_blocks, policy, queue_jobs=round(num_sessions * (depth or 0)))
         rate = hits / (num_sessions * (_LOOP_ROUNDS - 1))
         belady = rate if policy is None else belady
-        step()
         yield LoopRow(
             policy=name,
             num_sessions=num_sessions,

@@ -11,7 +11,7 @@ CPU but for the copies, and their pace is set by what the turn computes in this 
 turn by an engine of its own, over an endless link and with room for all layers, so that its history is on the device
 when it begins: no row is compared with itself.
 
-Not here: what times should be (`ca_jax.kv.costs`), links (`links`).
+Not here: what times should be (`ca_jax.kv.costs`), links (`paced`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from benchmarks import harness
-from benchmarks.engines import answer_of, engine_for, random_ids, settle, store_session, take_back
-from benchmarks.harness import NOISE, BenchError, Rounds, Row, Run, Sample, Steps, Ways
-from benchmarks.links import CALIBRATIONS, AdjustableLink, paced_engine
+from benchmarks.engines import answer_of, engine_for, make_engine, random_ids, settle, store_session, take_back
+from benchmarks.harness import NOISE, BenchError, Rounds, Row, Run, Sample, Ways
+from benchmarks.paced import CALIBRATIONS, AdjustableLink
 from ca_jax.engine import Engine
 from ca_jax.kv import costs
 from ca_jax.kv.costs import Rates
@@ -89,7 +89,6 @@ class PreloadRow(Row):
     load_ratio: float | None
     """`paced`: the load over the compute, as asked for."""
     history_tokens: int
-    """Tokens whose KV is stored."""
     new_tokens: int
     """Tokens of the turn over them."""
     read_buffer: str
@@ -123,7 +122,6 @@ class DepthRow:
 
     measured: str = "read_buffer"
     load_ratio: float
-    """See `PreloadRow`."""
     by_rates: int
     """Layers by `costs.read_buffer_layers`, at least 1, from rates of the engine's warm-up and its turns since."""
     best: int
@@ -135,11 +133,9 @@ class DepthRow:
     rates_load_s: float
     """The load that the engine's rates predict; `load_s` is what it is."""
     load_s: float
-    """See `PreloadRow`."""
     rates_compute_s: float
     """The prefill that the engine's rates predict; `compute_s` is what it took, all around it included."""
     compute_s: float
-    """See `PreloadRow`."""
 
 
 def summarize(rows: Sequence[PreloadRow | DepthRow]) -> dict[str, Any]:
@@ -179,11 +175,7 @@ def summarize(rows: Sequence[PreloadRow | DepthRow]) -> dict[str, Any]:
 @harness.suite(PreloadConfig, summary=summarize)
 def preload(run: Run[PreloadConfig]) -> Iterator[PreloadRow | DepthRow]:
     """How much of a load is hidden, by every depth of the read buffer."""
-    config = run.config
-    rounds = len(config.preload_history_tokens) * (1 + config.repeats)
-    if config.load_ratios:
-        rounds += 1 + len(config.load_ratios) * (1 + config.repeats)
-    bench = _Bench(run, run.rng(), run.steps(rounds, "preload"))
+    config, bench = run.config, _Bench(run, run.rng())
     if config.preload_history_tokens:
         yield from bench.real_rows()
     if config.load_ratios:
@@ -204,11 +196,11 @@ class _Way:
 class _Bench:
     run: Run[PreloadConfig]
     rng: np.random.Generator
-    step: Steps
 
     def real_rows(self) -> Iterator[PreloadRow]:
         """Every history length at real speed, by each way and recomputed."""
-        config, num_tokens = self.run.config, self.run.config.preload_prompt_tokens
+        config, num_layers = self.run.config, self.run.model.config.num_layers
+        num_tokens = config.preload_prompt_tokens
         with contextlib.ExitStack() as stack:
             engines = self._engines(stack, num_tokens, config.preload_read_buffers)
             link = stack.enter_context(AdjustableLink())
@@ -220,7 +212,8 @@ class _Bench:
                 ways["recompute"] = dataclasses.replace(off, prepare=drop, is_stored=False)
                 rounds = self._measure(ways | {COMPUTE: compute}, num_tokens - num_history, config.repeats, 1)
                 load_s = harness.must_median(harness.of_way(rounds, "off"), "load_s")
-                yield from self._cell(num_history, num_tokens - num_history, load_s, None).rows(rounds)
+                cell = PreloadCell(num_layers, num_history, num_tokens - num_history, load_s, None)
+                yield from cell.rows(rounds)
                 for way in (*ways.values(), compute):
                     way.session.close()
 
@@ -237,25 +230,21 @@ class _Bench:
             padded = auto._runner.padded(num_history, num_new)
             self._measure(endless, num_new, 1, 0)
             for load_ratio in config.load_ratios:
-                calibrated = self._measure(compute, num_new, CALIBRATIONS, 0, tell=False)
+                calibrated = self._measure(compute, num_new, CALIBRATIONS, 0)
                 load_s = load_ratio * harness.must_median(harness.samples(calibrated), "ttft_s")
                 set_pace = functools.partial(
                     link.set_pace, num_history * kv_layout(model, auto.config).token_bytes / load_s
                 )
                 set_pace()
                 auto.warmup(max_history_tokens=num_history, max_new_tokens=num_new)
-                self.step()
                 paced = {name: dataclasses.replace(way, prepare=set_pace) for name, way in endless.items()}
                 rounds = self._measure(paced | compute, num_new, config.repeats, 0)
                 if auto.rates is None:
                     raise BenchError("an engine that has warmed up must know its rates, got none")
-                cell = self._cell(num_history, num_new, load_s, load_ratio)
+                cell = PreloadCell(model.config.num_layers, num_history, num_new, load_s, load_ratio)
                 turns = cell.rows(rounds)
                 yield from turns
                 yield cell.depth_row(turns, auto.rates, padded)
-
-    def _cell(self, num_history: int, num_new: int, load_s: float, load_ratio: float | None) -> PreloadCell:
-        return PreloadCell(self.run.model.config.num_layers, num_history, num_new, load_s, load_ratio)
 
     def _engines(
         self, stack: contextlib.ExitStack, num_tokens: int, depths: Sequence[int], link: AdjustableLink | None = None
@@ -273,23 +262,20 @@ class _Bench:
         stored = [num_tokens, config.ahead_tokens, _WARM_UP_TOKENS]
         sized = engine_for(config.engine, model, stored, context_window=longest)
         sized = dataclasses.replace(sized, read_buffer=read_buffer, recompute_if_faster=False)
-        return stack.enter_context(paced_engine(model, sized, suite="preload", loads=link))
+        return stack.enter_context(make_engine(model, sized, loads=link))
 
     def _store_history(self, engines: Mapping[str, Engine], num_history: int) -> dict[str, _Way]:
         """Has each engine store the same history."""
         history_ids = random_ids(self.rng, self.run.model, num_history)
         return {name: _Way(engine, store_session(engine, history_ids)) for name, engine in engines.items()}
 
-    def _measure(
-        self, ways: Mapping[str, _Way], num_new: int, repeats: int, warm_up: int, *, tell: bool = True
-    ) -> Rounds:
+    def _measure(self, ways: Mapping[str, _Way], num_new: int, repeats: int, warm_up: int) -> Rounds:
         def round_of_ways() -> Ways:
             ahead_ids = random_ids(self.rng, self.run.model, self.run.config.ahead_tokens)
             new_ids = random_ids(self.rng, self.run.model, num_new)
             return {name: functools.partial(take, name, way, ahead_ids, new_ids) for name, way in ways.items()}
 
-        step = self.step if tell else lambda: None
-        return harness.interleave(round_of_ways, repeats, step=step, warm_up=warm_up)
+        return harness.interleave(round_of_ways, repeats, warm_up=warm_up, progress=self.run.progress)
 
 
 def take(name: str, way: _Way, ahead_ids: list[int], new_ids: list[int]) -> Sample:
@@ -327,13 +313,9 @@ class PreloadCell:
     """What the rows of one history and one speed have in common."""
 
     num_layers: int
-    """L, of the model."""
     history_tokens: int
-    """Stored."""
     new_tokens: int
-    """Of the turn."""
     load_s: float
-    """Of all layers."""
     load_ratio: float | None
     """Over the compute, as asked for; None at real speed."""
 
@@ -366,12 +348,9 @@ class PreloadCell:
         )
 
     def depth_row(self, rows: Sequence[PreloadRow], rates: Rates, padded: tuple[int, int]) -> DepthRow:
-        """How deep the read buffer should be over a paced link.
+        """How deep the read buffer should be over a paced link, by rows of the cell, none of them `recompute`.
 
-        Args:
-          rows: of the cell, none of them `recompute`.
-          rates: that an engine measured over the same link.
-          padded: the history and new tokens that are computed for the turn's.
+        `rates` were measured by an engine over the same link; `padded` are the history and new tokens that it computes.
         """
         ttft_s = {self._depth(row.read_buffer): row.ttft_s for row in rows if row.read_buffer not in ("off", "auto")}
         as_fast_s = min(ttft_s.values()) * (1 + NOISE)

@@ -21,14 +21,14 @@ from benchmarks.engines import (
     SETTLING_STEPS,
     answer_of,
     check_source,
-    make_engine,
     random_ids,
     send_turn,
     settle,
+    start_engine,
     store_session,
 )
 from benchmarks.harness import BenchError, Row, Run, Sample, ServingConfig, Ways
-from benchmarks.peers import Peer
+from benchmarks.peers import TransformersPeer
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.session import Session
@@ -56,12 +56,12 @@ class OneEngineConfig(ServingConfig):
         )
 
 
-def started(run: Run[OneEngineConfig], suite: str, config: EngineConfig) -> Engine:
+def started(run: Run[OneEngineConfig], config: EngineConfig) -> Engine:
     """The suite's engine, ready, with what its start took told."""
     started_s = time.perf_counter()
-    engine = make_engine(run.model, config, suite=suite)
+    engine = start_engine(run.model, config)
     run.startup["engine_start_s"] = run.model.load_s + time.perf_counter() - started_s
-    engine.wait_until_ready()  # First touch would share the memory bus with the samples.
+    engine.wait_until_ready()
     run.startup["first_touch_s"] = engine.metrics.first_touch_s
     return engine
 
@@ -95,18 +95,33 @@ class HistoryConfig(ServingConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DiskHistoryConfig(HistoryConfig):
+    """A turn over a stored history that may be on SSD."""
+
+    ssd_dir: str | None = None
+    """Directory on the disk to measure; by default where temporary files are."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HistoryRow(Row):
+    """What most rows of a turn over a stored history say."""
+
+    history_tokens: int
+    """Tokens whose KV is stored, exactly."""
+    new_tokens: int
+    same_tokens: bool
+    """Whether all ways gave the same first token in every round."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ReuseConfig(HistoryConfig, OneEngineConfig):
     """A turn over a stored history, and the same turn recomputed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReuseRow(Row):
+class ReuseRow(HistoryRow):
     """Time to the first token (TTFT) of a turn whose history is stored, against computing it all again."""
 
-    history_tokens: int
-    """Tokens whose KV the store holds, exactly."""
-    new_tokens: int
-    """Tokens of the turn."""
     ttft_recompute_s: float
     """Of the same turn with nothing stored, as the caller sees it: from sending to the first token."""
     ttft_reuse_s: float
@@ -121,8 +136,6 @@ class ReuseRow(Row):
     """`load_s` as a share of the reuse TTFT, median of the samples' shares."""
     load_stall_s: float
     """Of the reuse, seconds in which compute waited for KV."""
-    same_tokens: bool
-    """Whether reuse, recompute and the peer drew the same first token in every sample."""
 
 
 def _reuse_summary(rows: Sequence[ReuseRow]) -> dict[str, Any]:
@@ -134,15 +147,12 @@ def _reuse_summary(rows: Sequence[ReuseRow]) -> dict[str, Any]:
 def reuse(run: Run[ReuseConfig]) -> Iterator[ReuseRow]:
     """A turn over a stored history, and the same turn recomputed, by us and by the peer."""
     config, rng = run.config, run.rng()
-    step = run.steps(len(config.cells) * (1 + config.repeats), "reuse")
-    with started(run, "reuse", config.sized(config.max_tokens + 1)) as engine:
+    with started(run, config.sized(config.max_tokens + 1)) as engine:
         for num_history, num_new in config.cells:
-            yield _reuse_row(run, engine, store_session(engine, random_ids(rng, run.model, num_history)), num_new, step)
+            yield _reuse_row(run, engine, store_session(engine, random_ids(rng, run.model, num_history)), num_new)
 
 
-def _reuse_row(
-    run: Run[ReuseConfig], engine: Engine, session: Session, num_new: int, step: Callable[[], None]
-) -> ReuseRow:
+def _reuse_row(run: Run[ReuseConfig], engine: Engine, session: Session, num_new: int) -> ReuseRow:
     history_ids = list(session.token_ids)
     rng = run.rng()
     # Turns that begin with different tokens share the history and no more, whatever else is stored.
@@ -157,6 +167,10 @@ def _reuse_row(
         loads = {"load_s": usage.load_s, "load_stall_s": usage.load_stall_s, "load_share": usage.load_s / ttft_s}
         return {"token": token, name: ttft_s, **(loads if num_stored else {})}
 
+    def peers(peer: TransformersPeer, prompt: list[int]) -> Sample:
+        token, elapsed_s = peer.prefill(prompt)
+        return {"token": token, "ttft_peer_recompute_s": elapsed_s}
+
     def ways() -> Ways:
         new_ids = [next(first_ids), *random_ids(rng, run.model, num_new - 1)]
         found: dict[str, Callable[[], Sample]] = {
@@ -164,10 +178,10 @@ def _reuse_row(
             "recompute": lambda: turn("ttft_recompute_s", 0, new_ids),
         }
         if (peer := run.peer) is not None:
-            found["peer"] = lambda: _named("ttft_peer_recompute_s", *peer.prefill([*history_ids, *new_ids]))
+            found["peer"] = partial(peers, peer, [*history_ids, *new_ids])
         return found
 
-    rounds = harness.interleave(ways, run.config.repeats, step=step)
+    rounds = run.rounds(ways)
     session.close()
     samples = harness.samples(rounds)
     recomputes = [harness.median(samples, name) for name in ("ttft_recompute_s", "ttft_peer_recompute_s")]
@@ -179,10 +193,6 @@ def _reuse_row(
         speedup=min(each for each in recomputes if each is not None) / harness.must_median(samples, "ttft_reuse_s"),
         same_tokens=harness.same(rounds, "token"),
     )
-
-
-def _named(name: str, token: int, seconds: float) -> Sample:
-    return {"token": token, name: seconds}
 
 
 # Prefill.
@@ -201,15 +211,11 @@ class PrefillRow(Row):
     """A prompt computed from scratch, to its first token."""
 
     tokens: int
-    """Of the prompt."""
     prefill_s: float
-    """Until the first token."""
     tokens_per_s: float
-    """Prompt tokens over `prefill_s`."""
     peer_prefill_s: float | None
     """Of the peer; None without one."""
     peer_tokens_per_s: float | None
-    """Of the peer."""
     ratio: float | None
     """Our tokens per second over the peer's."""
     same_tokens: bool
@@ -224,13 +230,12 @@ def _prefill_summary(rows: Sequence[PrefillRow]) -> dict[str, Any]:
 def prefill(run: Run[PrefillConfig]) -> Iterator[PrefillRow]:
     """A session's first turn, of so many tokens."""
     config = run.config
-    step = run.steps(len(config.prefill_tokens) * (1 + config.repeats), "prefill")
-    with started(run, "prefill", config.sized(max(config.prefill_tokens) + 1)) as engine:
+    with started(run, config.sized(max(config.prefill_tokens) + 1)) as engine:
         for num_tokens in config.prefill_tokens:
-            yield _prefill_row(run, engine, num_tokens, step)
+            yield _prefill_row(run, engine, num_tokens)
 
 
-def _prefill_row(run: Run[PrefillConfig], engine: Engine, num_tokens: int, step: Callable[[], None]) -> PrefillRow:
+def _prefill_row(run: Run[PrefillConfig], engine: Engine, num_tokens: int) -> PrefillRow:
     rng = run.rng()
 
     def ours(prompt: list[int]) -> Sample:
@@ -238,7 +243,7 @@ def _prefill_row(run: Run[PrefillConfig], engine: Engine, num_tokens: int, step:
             token, elapsed_s = send_turn(engine, session, prompt)
         return {"token": token, "prefill_s": elapsed_s, "tokens_per_s": num_tokens / elapsed_s}
 
-    def peers(peer: Peer, prompt: list[int]) -> Sample:
+    def peers(peer: TransformersPeer, prompt: list[int]) -> Sample:
         token, elapsed_s = peer.prefill(prompt)
         return {"token": token, "peer_prefill_s": elapsed_s, "peer_tokens_per_s": num_tokens / elapsed_s}
 
@@ -247,7 +252,7 @@ def _prefill_row(run: Run[PrefillConfig], engine: Engine, num_tokens: int, step:
         beside = {} if run.peer is None else {"peer": partial(peers, run.peer, prompt)}
         return {"ours": partial(ours, prompt), **beside}
 
-    rounds = harness.interleave(ways, run.config.repeats, step=step)
+    rounds = run.rounds(ways)
     samples = harness.samples(rounds)
     ratio = harness.ratio(samples, "tokens_per_s", "peer_tokens_per_s")
     same_tokens = harness.same(rounds, "token")
@@ -281,13 +286,10 @@ class DecodeRow(Row):
     """Sessions that all decode, their KV being saved as they do."""
 
     batch_size: int
-    """How many."""
     context_tokens: int
     """Of each when it begins to decode; samples follow one another, so that contexts grow by their steps."""
     tokens_per_s: float
-    """Of all sessions together."""
     tokens_per_s_per_slot: float
-    """Of one session."""
     peer_tokens_per_s: float | None
     """Of the peer with the same batch and contexts; None without one."""
     speedup_vs_peer: float | None
@@ -311,17 +313,13 @@ def _decode_summary(rows: Sequence[DecodeRow]) -> dict[str, Any]:
 def decode(run: Run[DecodeConfig]) -> Iterator[DecodeRow]:
     """Answers of a full batch, each behind a context of so many tokens."""
     config = run.config
-    cells = list(itertools.product(config.batch_sizes, config.context_tokens))
-    step = run.steps(len(cells) * (1 + config.repeats), "decode")
     window = max(config.context_tokens) + config.max_answer_tokens + 1
-    with started(run, "decode", config.sized(window, max(config.batch_sizes))) as engine:
-        for batch_size, num_context in cells:
-            yield _decode_row(run, engine, batch_size, num_context, step)
+    with started(run, config.sized(window, max(config.batch_sizes))) as engine:
+        for batch_size, num_context in itertools.product(config.batch_sizes, config.context_tokens):
+            yield _decode_row(run, engine, batch_size, num_context)
 
 
-def _decode_row(
-    run: Run[DecodeConfig], engine: Engine, batch_size: int, num_context: int, step: Callable[[], None]
-) -> DecodeRow:
+def _decode_row(run: Run[DecodeConfig], engine: Engine, batch_size: int, num_context: int) -> DecodeRow:
     rng, num_steps = run.rng(), run.config.decode_steps
     params = answer_of(run.config.max_answer_tokens)
     prompts = [random_ids(rng, run.model, num_context) for _ in range(batch_size)]
@@ -344,13 +342,13 @@ def _decode_row(
             raise BenchError(f"all {batch_size} sessions must decode to the end, got some that ended early")
         return {"tokens_per_s": batch_size * (engine.metrics.decode_steps - steps_before) / elapsed_s}
 
-    def peers(peer: Peer) -> Sample:
+    def peers(peer: TransformersPeer) -> Sample:
         return {"peer_tokens_per_s": batch_size * num_steps / peer.decode(num_steps)}
 
     def ways() -> Ways:
         return {"ours": ours, **({} if run.peer is None else {"peer": partial(peers, run.peer)})}
 
-    samples = harness.samples(harness.interleave(ways, run.config.repeats, step=step))
+    samples = harness.samples(run.rounds(ways))
     for answer, session in zip(answers, sessions, strict=True):
         answer.close()
         session.close()

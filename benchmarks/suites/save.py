@@ -8,7 +8,7 @@ saved when a turn has ended is waited for before the next sample, and is not par
 
 The stream is of single turns one behind the other, where what one leaves to save falls to those behind it.
 
-Not here: links (`links`).
+Not here: links (`paced`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from benchmarks import harness
-from benchmarks.engines import answer_of, engine_for, random_ids, settle
-from benchmarks.harness import NOISE, BenchError, Rounds, Row, Run, Sample, Steps, Ways
-from benchmarks.links import CALIBRATIONS, AdjustableLink, paced_engine
+from benchmarks.engines import answer_of, engine_for, make_engine, random_ids, settle
+from benchmarks.harness import NOISE, BenchError, Rounds, Row, Run, Sample, Ways
+from benchmarks.paced import CALIBRATIONS, AdjustableLink
 from ca_jax.engine import Engine
 from ca_jax.kv.layout import kv_layout
 from ca_jax.session import Session
@@ -78,7 +78,6 @@ class SaveRow(Row):
     """Without a store: from sending to the end of the answer, as the caller sees it. What is put off until after that
     does not count, of none of the three."""
     turn_async_s: float
-    """With saves beside it."""
     turn_blocking_s: float
     """With a save at its end."""
     async_overhead: float
@@ -102,11 +101,8 @@ class StreamRow(Row):
 
     measured: str = "stream"
     prompt_tokens: int
-    """Of each turn."""
     answer_tokens: int
-    """Of each turn."""
     num_turns: int
-    """In one sample."""
     stream_off_s: float
     """Of all turns, without a store."""
     stream_on_s: float
@@ -143,10 +139,7 @@ def summarize(rows: Sequence[SaveRow | StreamRow]) -> dict[str, Any]:
 def save(run: Run[SaveConfig]) -> Iterator[SaveRow | StreamRow]:
     """What saving adds to a turn: beside it, at its end, and not at all; and to a stream of turns."""
     config = run.config
-    num_rounds = len(config.save_prompt_tokens) * (1 + config.repeats)
-    num_rounds += (1 + len(config.save_ratios) * (1 + config.repeats)) * bool(config.save_ratios)
-    num_rounds += (1 + config.repeats) * bool(config.stream_turns)
-    bench = _Bench(run, run.rng(), run.steps(num_rounds, "save"))
+    bench = _Bench(run, run.rng())
     if config.save_prompt_tokens:
         yield from bench.real_rows()
     if config.save_ratios:
@@ -159,7 +152,6 @@ def save(run: Run[SaveConfig]) -> Iterator[SaveRow | StreamRow]:
 class _Bench:
     run: Run[SaveConfig]
     rng: np.random.Generator
-    step: Steps
 
     def real_rows(self) -> Iterator[SaveRow]:
         """Every prompt length at real speed."""
@@ -167,7 +159,7 @@ class _Bench:
             engines = self._engines(stack, max(self.run.config.save_prompt_tokens))
             for num_prompt in self.run.config.save_prompt_tokens:
                 rounds = self._measure(engines, num_prompt, self.run.config.repeats, warm_up=1)
-                yield self._row(rounds, num_prompt, None, None)
+                yield save_row(rounds, prompt_tokens=num_prompt, answer_tokens=self.run.config.save_answer_tokens)
 
     def paced_rows(self) -> Iterator[SaveRow]:
         """Every ratio of save to turn."""
@@ -178,12 +170,13 @@ class _Bench:
             token_bytes = kv_layout(self.run.model, engines["off"].config).token_bytes
             self._measure(engines, num_prompt, 1)
             for save_ratio in config.save_ratios:
-                alone = self._measure({"off": engines["off"]}, num_prompt, CALIBRATIONS, tell=False)
+                alone = self._measure({"off": engines["off"]}, num_prompt, CALIBRATIONS)
                 prompt_save_s = save_ratio * harness.must_median(harness.samples(alone), "seconds")
                 link.set_pace(num_prompt * token_bytes / prompt_save_s)
-                self.step()
                 save_s = prompt_save_s * self._saved_tokens(num_prompt) / num_prompt
-                yield self._row(self._measure(engines, num_prompt, config.repeats), num_prompt, save_ratio, save_s)
+                rounds = self._measure(engines, num_prompt, config.repeats)
+                sizes = {"prompt_tokens": num_prompt, "answer_tokens": config.save_answer_tokens}
+                yield save_row(rounds, **sizes, save_ratio=save_ratio, save_s=save_s)
 
     def stream_row(self) -> StreamRow:
         """The stream; the store has room for one of them, so that it makes room by giving up the one before.
@@ -211,16 +204,6 @@ class _Bench:
             recompiles=harness.recompiles(rounds),
         )
 
-    def _row(self, rounds: Rounds, num_prompt: int, save_ratio: float | None, save_s: float | None) -> SaveRow:
-        return save_row(
-            rounds,
-            link="real" if save_ratio is None else "paced",
-            save_ratio=save_ratio,
-            prompt_tokens=num_prompt,
-            answer_tokens=self.run.config.save_answer_tokens,
-            save_s=save_s,
-        )
-
     def _engines(
         self, stack: contextlib.ExitStack, num_prompt: int, link: AdjustableLink | None = None
     ) -> dict[str, Engine]:
@@ -244,7 +227,7 @@ class _Bench:
         longest = num_prompt + self.run.config.save_answer_tokens
         sized = engine_for(self.run.config.engine, self.run.model, [longest] * num_stored, context_window=longest)
         sized = dataclasses.replace(sized, async_save=async_save)
-        return stack.enter_context(paced_engine(self.run.model, sized, suite="save", saves=link))
+        return stack.enter_context(make_engine(self.run.model, sized, saves=link))
 
     def _measure(
         self,
@@ -254,14 +237,12 @@ class _Bench:
         *,
         warm_up: int = 0,
         num_turns: int = 1,
-        tell: bool = True,
     ) -> Rounds:
         def ways() -> Ways:
             prompts = [random_ids(self.rng, self.run.model, num_prompt) for _ in range(num_turns)]
             return {name: partial(self._answer, name, engine, prompts) for name, engine in engines.items()}
 
-        step = self.step if tell else lambda: None
-        return harness.interleave(ways, repeats, step=step, warm_up=warm_up)
+        return harness.interleave(ways, repeats, warm_up=warm_up, progress=self.run.progress)
 
     def _answer(self, name: str, engine: Engine, prompts: Sequence[list[int]]) -> Sample:
         """A turn of a session of its own for each prompt; the answers, and seconds.
@@ -298,8 +279,8 @@ class _Bench:
         return num_prompt + self.run.config.save_answer_tokens - 1
 
 
-def save_row(rounds: Rounds, **values: Any) -> SaveRow:
-    """A row of rounds of the ways `off`, `async` and `blocking`; its other fields are given."""
+def save_row(rounds: Rounds, save_ratio: float | None = None, **values: Any) -> SaveRow:
+    """A row of rounds of the ways `off`, `async` and `blocking`; without a ratio they were at real speed."""
     taken = []
     for each in rounds:
         off_s, async_s, blocking_s = (each[way]["seconds"] for way in ("off", "async", "blocking"))
@@ -311,6 +292,8 @@ def save_row(rounds: Rounds, **values: Any) -> SaveRow:
     return harness.make_row(
         SaveRow,
         taken,
+        link="real" if save_ratio is None else "paced",
+        save_ratio=save_ratio,
         **values,
         hidden=1 - (async_s - off_s) / added_s if added_s > NOISE * off_s else None,
         same_tokens=harness.same(rounds, "answers"),

@@ -29,7 +29,7 @@ import numpy as np
 
 from benchmarks import conversations, harness
 from benchmarks.harness import BenchError, Config, Row, Run, Sample
-from benchmarks.servers import PACKAGES, Sizes, is_installed
+from benchmarks.servers import PACKAGES, VLLM_NAME, Sizes, is_installed
 from benchmarks.servers import serving as served
 from ca_jax.launch.flags import DEFAULT_MODEL
 from ca_jax.simulate.traces.sharegpt import load_sharegpt
@@ -61,6 +61,8 @@ class ServingBenchConfig(Config):
     """Most tokens of a conversation."""
     dram_gib: float = 2.0
     """KV that ca_jax and vLLM keep in memory, GiB."""
+    vllm_python: str = ""
+    """Interpreter of the environment that vLLM is in; empty for this one."""
     small: bool = False
     """Short conversations of 1 and of 2 clients, once, and nothing is warmed up: shows that it runs."""
 
@@ -76,33 +78,26 @@ class ServingRow(Row):
     """One server with so many clients: medians over rounds, each of as many conversations as clients."""
 
     system: str
-    """Which server."""
     clients: int
-    """That talk at once."""
     turns: int
     """Of a round, all clients'."""
     turns_per_min: float
     """Of all clients, from the first message to the last token."""
     output_tokens_per_s: float
-    """Likewise."""
     ttft_p50_s: float
     """From sending to the first token as the client sees it, over all turns."""
     ttft_p99_s: float
-    """Likewise."""
     later_ttft_p50_s: float
     """Of turns behind a first one: these have a history."""
     later_ttft_p99_s: float
-    """Likewise."""
     tpot_p50_ms: float
     """Between two pieces of an answer, as the client sees them, over all turns; a piece is a token, or few."""
     tpot_p99_ms: float
-    """Likewise."""
     prompt_tokens: int
     """Of all prompts, as the server counts them."""
     cached_tokens: int
     """Of these, whose KV was not computed again, as the server says."""
     cached_share: float
-    """Of the prompts' tokens."""
 
 
 def _summary(rows: Sequence[ServingRow]) -> dict[str, Any]:
@@ -126,7 +121,7 @@ def _summary(rows: Sequence[ServingRow]) -> dict[str, Any]:
 def serving(run: Run[ServingBenchConfig]) -> Iterator[ServingRow]:
     """Chats of several clients with each server, in turn."""
     config = run.config.sized()
-    systems = [system for system in config.systems if is_installed(system)]
+    systems = [system for system in config.systems if is_installed(system, config.vllm_python)]
     run.facts["not_installed"] = [system for system in config.systems if system not in systems]
     if not systems:
         raise BenchError(f"one of {', '.join(config.systems)} must be installed, got none")
@@ -136,17 +131,16 @@ def serving(run: Run[ServingBenchConfig]) -> Iterator[ServingRow]:
         threads=run.cores,
         dram_gib=config.dram_gib,
         warmup=not config.small,
+        vllm_python=config.vllm_python,
     )
     said, run.facts["conversations"] = _messages(config)
     nonce = itertools.count()
-    step = run.steps(len(config.clients) * config.repeats + len(systems), "serving")
     with contextlib.ExitStack() as stack:
         urls = {}
-        for system in systems:
+        for system in harness.ticked(run.progress, "servers", systems):
             urls[system] = stack.enter_context(served(system, config.model, sizes))
             load = _Load(system, urls[system], config)
             load.talk(next(said), f"warm-up {system}")  # Each step compiles, or first touches.
-            step()
         for clients in config.clients:
 
             def ways(clients: int = clients) -> dict[str, Any]:
@@ -154,7 +148,7 @@ def serving(run: Run[ServingBenchConfig]) -> Iterator[ServingRow]:
                 name = f"round {next(nonce)}"  # In front of all: nothing of an earlier round is cached.
                 return {system: partial(_Load(system, url, config).round, chats, name) for system, url in urls.items()}
 
-            rounds = harness.interleave(ways, config.repeats, step=step, warm_up=0)
+            rounds = harness.interleave(ways, config.repeats, warm_up=0, progress=run.progress)
             for system in systems:
                 yield harness.make_row(ServingRow, harness.of_way(rounds, system), system=system, clients=clients)
 
@@ -187,27 +181,23 @@ class _Load:
         ttft_s = np.array([turn.ttft_s for turn in turns])
         later_s = np.array([turn.ttft_s for turn in turns if turn.number] or ttft_s)
         gaps_s = np.concatenate([turn.gaps_s for turn in turns])
-        prompt_tokens, cached_tokens = (
-            sum(count(turn.usage) for turn in turns) for count in (lambda usage: usage["prompt_tokens"], _cached)
-        )
+        prompt_tokens = sum(turn.usage["prompt_tokens"] for turn in turns)
+        details = [turn.usage.get("prompt_tokens_details") or {} for turn in turns]
+        cached_tokens = sum(int(each.get("cached_tokens") or 0) for each in details)
         return {
             "turns": len(turns),
             "turns_per_min": 60 * len(turns) / elapsed_s,
             "output_tokens_per_s": sum(turn.usage["completion_tokens"] for turn in turns) / elapsed_s,
-            **{f"ttft_p{at}_s": float(np.percentile(ttft_s, at)) for at in (50, 99)},
-            **{f"later_ttft_p{at}_s": float(np.percentile(later_s, at)) for at in (50, 99)},
-            **{f"tpot_p{at}_ms": 1e3 * float(np.percentile(gaps_s, at)) for at in (50, 99)},
+            **harness.percentiles("ttft_p{}_s", ttft_s, 50, 99),
+            **harness.percentiles("later_ttft_p{}_s", later_s, 50, 99),
+            **harness.percentiles("tpot_p{}_ms", 1e3 * gaps_s, 50, 99),
             "prompt_tokens": prompt_tokens,
             "cached_tokens": cached_tokens,
             "cached_share": cached_tokens / prompt_tokens,
         }
 
     def talk(self, messages: Sequence[str], name: str) -> list[_Turn]:
-        """A conversation, turn by turn.
-
-        Raises:
-          BenchError: a turn failed.
-        """
+        """A conversation, turn by turn. BenchError: a turn failed."""
         history = [{"role": "system", "content": f"You are a helpful assistant ({name})."}]
         turns = []
         for number, message in enumerate(messages):
@@ -237,6 +227,8 @@ class _Load:
             body["generation_config"] = json.dumps({"eos_token_id": None, "do_sample": False})
         else:
             body["ignore_eos"] = True
+        if self.system == "vllm":
+            body["model"] = VLLM_NAME
         request = urllib.request.Request(
             f"{self.url}/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
@@ -254,10 +246,6 @@ class _Load:
         if usage is None or not times_s:
             raise ValueError("a stream without text or usage")
         return _Turn(number, times_s[0] - began_s, [*np.diff(times_s)], usage), answer
-
-
-def _cached(usage: dict[str, Any]) -> int:
-    return int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
 
 
 def _messages(config: ServingBenchConfig) -> tuple[Iterator[list[str]], str]:

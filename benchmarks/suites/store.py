@@ -18,14 +18,14 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import crc32c
 import numpy as np
 
 from benchmarks import harness
 from benchmarks.disk import Extent, PlainDisk, block_extents, drop_cached, is_dropped, scratch_on_disk
-from benchmarks.harness import BenchError, Rounds, Run, Sample, Spread, Steps
+from benchmarks.harness import BenchError, Rounds, Run, Sample, Spread
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.records import BlockIoError
@@ -99,15 +99,11 @@ class StoreRow:
     plain: str | None
     """What it is compared with: the fastest of `plain_gb_per_s_of`, but a copy by one thread for `dram_load`."""
     plain_gb_per_s: float | None
-    """Of that."""
     plain_cpu_s_per_gb: float | None
-    """Of that."""
     plain_gb_per_s_of: dict[str, float]
     """Of all plain ways that were tried."""
     ratio: float | None
-    """`gb_per_s` over `plain_gb_per_s`."""
     spread: Spread
-    """See `Spread`."""
 
 
 def summarize(rows: Sequence[StoreRow]) -> dict[str, float]:
@@ -145,7 +141,7 @@ def store(run: Run[StoreBenchConfig]) -> Iterator[StoreRow]:
                 yield from _measure_driver(run, driver, directory / driver)
             data = _random(config, (_NUM_SOURCE_BLOCKS, *config.layout.block_shape))
             work = functools.partial(crc32c.crc32c, _as_bytes(data).data)
-            yield _make_row("crc32c", None, data.nbytes, _rounds(run, "crc32c", data.nbytes, {_OURS: work}))
+            yield _make_row("crc32c", None, data.nbytes, _rounds(run, data.nbytes, {_OURS: work}))
         except (OSError, ValueError, MemoryError, BlockIoError) as error:
             raise BenchError(f"no measurement at this size in {directory.parent}: {error}") from error
 
@@ -186,7 +182,7 @@ def _measure_dram(run: Run[StoreBenchConfig]) -> StoreRow:
             ways = {_OURS: load, _COPY: lambda: np.copyto(staging, kv)}
             if run.cores > 1:
                 ways[f"np.copyto, {run.cores} threads"] = copy_parallel
-            rounds = _rounds(run, "dram", kv.nbytes, ways)
+            rounds = _rounds(run, kv.nbytes, ways)
     finally:
         tier.close()
     return _make_row("dram_load", None, kv.nbytes, rounds, plain=_COPY)
@@ -204,13 +200,13 @@ def _measure_driver(run: Run[StoreBenchConfig], driver: str, directory: Path) ->
     try:
         bench = _Disk(tier, driver, directory, into, [source[i % len(source)] for i in range(num_blocks)])
         ways = bench.ways(plain)
-        step = run.steps(1 + run.config.repeats, driver)
         found: dict[str, Rounds] = {measured: [] for measured in ways}
-        for nth in range(1 + run.config.repeats):  # Reads and writes take turns too.
+        for nth in harness.ticked(run.progress, driver, range(1 + run.config.repeats)):  # Reads and writes take turns.
             for measured, each in ways.items():
-                rounds = _sampled(into.nbytes, each, nth, bench.cool_down if measured == "ssd_read_cold" else None)
-                found[measured] += [rounds] if nth else []
-            step()
+                before = bench.cool_down if measured == "ssd_read_cold" else None
+                names = harness.in_turn(list(each), nth)  # What was written before costs what is written next.
+                taken = {name: dict(_sample(into.nbytes, each[name], before)) for name in names}
+                found[measured] += [taken] if nth else []
     finally:
         tier.close()
         shutil.rmtree(directory, ignore_errors=True)
@@ -220,14 +216,9 @@ def _measure_driver(run: Run[StoreBenchConfig], driver: str, directory: Path) ->
 
 
 class _Disk:
-    """Reads and writes of one tier, and of the plain ways.
+    """Reads and writes of one tier, empty at first, and of the plain ways, with the same blocks.
 
-    Args:
-      tier: empty.
-      driver: what it is called.
-      directory: the tier's.
-      into: `[n, L, 2, block_tokens, K, H]`, memory that is read into.
-      blocks: n blocks that are written.
+    Blocks are read into memory `[n, L, 2, block_tokens, K, H]`.
     """
 
     def __init__(
@@ -283,25 +274,14 @@ class _Disk:
         self._tier.write_blocks(range(len(self._blocks)), self._blocks, self._sums)
 
 
-def _rounds(run: Run[StoreBenchConfig], what: str, num_bytes: int, ways: Mapping[str, Callable[[], object]]) -> Rounds:
-    step: Steps = run.steps(1 + run.config.repeats, what)
+def _rounds(run: Run[StoreBenchConfig], num_bytes: int, ways: Mapping[str, Callable[[], object]]) -> Rounds:
     made = {name: functools.partial(_sample, num_bytes, work) for name, work in ways.items()}
-    return harness.interleave(lambda: made, run.config.repeats, step=step)
+    return run.rounds(lambda: made)
 
 
-def _sampled(
-    num_bytes: int, ways: Mapping[str, Callable[[], object]], nth: int, before: Callable[[], None] | None
-) -> dict[str, dict[str, Any]]:
-    """One round: each way has every place in turn, since what was written before costs what is written next."""
-    taken = {}
-    for name in harness.in_turn(list(ways), nth):
-        if before is not None:
-            before()
-        taken[name] = dict(_sample(num_bytes, ways[name]))
-    return taken
-
-
-def _sample(num_bytes: int, work: Callable[[], object]) -> Sample:
+def _sample(num_bytes: int, work: Callable[[], object], before: Callable[[], None] | None = None) -> Sample:
+    if before is not None:
+        before()
     cpu_started_s, started_s = time.process_time(), time.perf_counter()
     work()
     elapsed_s, cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_started_s

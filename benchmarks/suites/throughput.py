@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,10 +20,9 @@ import numpy as np
 from benchmarks import conversations, harness
 from benchmarks.conversations import ServedRound
 from benchmarks.engines import make_engine, sized_config
-from benchmarks.harness import Row, Run, Sample, Ways
+from benchmarks.harness import Row, Run, Sample
 from benchmarks.recording import Recorder
-from benchmarks.replay.workload import LEAST_ANSWER_TOKENS, Exchange, Script, recorded_script
-from ca_jax.config import EngineConfig
+from benchmarks.replay.workload import LEAST_ANSWER_TOKENS, Exchange, Script, num_tokens, recorded_script
 from ca_jax.engine import Engine
 from ca_jax.kv.layout import kv_layout
 from ca_jax.pretrained import LoadedModel
@@ -73,9 +72,7 @@ class ThroughputRow(Row):
     mode: str
     """One of `MODES`."""
     concurrent_sessions: int
-    """Conversations."""
     turns: int
-    """Of all of them."""
     turns_per_minute: float
     """Completed, from the first message sent to the last answer ended."""
     prompt_tokens: int
@@ -112,7 +109,7 @@ def fitting_scripts(model: LoadedModel, config: ThroughputConfig, recorded: Iter
     """Scripts of those conversations that have enough turns that were answered, and stay within the window."""
     for each in recorded:
         script = recorded_script(model, each.exchanges[: config.num_turns], config.answer_tokens)
-        if len(script) == config.num_turns and conversations.num_tokens(script) < config.context_window:
+        if len(script) == config.num_turns and num_tokens(script) < config.context_window:
             yield script
 
 
@@ -129,34 +126,24 @@ def _random_script(model: LoadedModel, config: ThroughputConfig, rng: np.random.
     return tuple(script)
 
 
-def engine_config(config: ThroughputConfig, model: LoadedModel, mode: str) -> EngineConfig:
-    """The engine of one of `MODES`: its DRAM holds all conversations, or none."""
-    num_blocks = config.concurrent_sessions * kv_layout(model, config.engine).num_blocks(config.context_window)
-    sized = dataclasses.replace(config.engine, context_window=config.context_window)
-    return sized_config(sized, model, num_blocks if mode == "store" else 0)
-
-
 @harness.suite(ThroughputConfig, summary=lambda _: {}, is_recorded=True)
 def throughput(run: Run[ThroughputConfig]) -> Iterator[ThroughputRow]:
     """Turns a minute of a continuous batch of conversations, with stored KV and with none."""
     config, model, recorder = run.config, run.model, run.recorder or Recorder()
     scripts = make_scripts(model, config)
+    sized = dataclasses.replace(config.engine, context_window=config.context_window)
+    num_blocks = config.concurrent_sessions * kv_layout(model, sized).num_blocks(config.context_window)
     with contextlib.ExitStack() as stack:
         engines = {}
         for mode in MODES:
-            sized = engine_config(config, model, mode)
-            engine = make_engine(model, sized, suite="throughput", timeline=recorder.timeline)
+            own = sized_config(sized, model, num_blocks if mode == "store" else 0)
+            engine = make_engine(model, own, timeline=recorder.timeline)
             engines[mode] = stack.enter_context(engine)
             engine.warmup(progress=run.progress)
         for engine in engines.values():
-            engine.wait_until_ready()  # First touch would share the memory bus with the rounds.
-        step = run.steps(1 + config.repeats, "throughput")
-        for engine in engines.values():
             conversations.serve(engine, [script[:1] for script in scripts.each])
-        step()
-        rounds = harness.interleave(
-            lambda: _ways(engines, scripts.each), config.repeats, step=step, warm_up=0
-        )  # What they compile is compiled by then.
+        ways = {mode: partial(_sample, engine, scripts.each) for mode, engine in engines.items()}
+        rounds = run.rounds(lambda: ways, warm_up=0)  # All is compiled by then.
         if recorder.is_wanted:
             with recorder.round():
                 for mode, engine in engines.items():
@@ -170,12 +157,9 @@ def throughput(run: Run[ThroughputConfig]) -> Iterator[ThroughputRow]:
         yield harness.make_row(ThroughputRow, taken, mode=mode, concurrent_sessions=sessions, turns=num_turns)
 
 
-def _ways(engines: Mapping[str, Engine], scripts: Sequence[Script]) -> Ways:
-    def sample(engine: Engine) -> Sample:
-        served = conversations.serve(engine, scripts)
-        return {**measure(served), "answers": [turn.answer_ids for turn in served.turns]}
-
-    return {mode: partial(sample, engine) for mode, engine in engines.items()}
+def _sample(engine: Engine, scripts: Sequence[Script]) -> Sample:
+    served = conversations.serve(engine, scripts)
+    return {**measure(served), "answers": [turn.answer_ids for turn in served.turns]}
 
 
 def _facts(rounds: harness.Rounds) -> dict[str, Any]:
@@ -195,8 +179,7 @@ def _facts(rounds: harness.Rounds) -> dict[str, Any]:
 def measure(served: ServedRound) -> dict[str, float]:
     """What a row says of a round: the fields of `ThroughputRow` that are medians. Answers have two tokens or more."""
     usages = [turn.usage for turn in served.turns]
-    ttft_s = np.percentile([usage.ttft_s for usage in usages], [50, 99]).tolist()
-    tpot_s = np.percentile(np.concatenate([np.diff(usage.token_times_s) for usage in usages]), [50, 99]).tolist()
+    tpot_s = np.concatenate([np.diff(usage.token_times_s) for usage in usages])
     history_tokens = sum(turn.history_tokens for turn in served.turns)
     hit_tokens = sum(min(turn.usage.num_cached_tokens, turn.history_tokens) for turn in served.turns)
     return {
@@ -204,6 +187,6 @@ def measure(served: ServedRound) -> dict[str, float]:
         "prompt_tokens": sum(usage.prompt_tokens for usage in usages),
         "prefill_tokens": sum(usage.new_tokens for usage in usages),
         "hit_share": hit_tokens / max(history_tokens, 1),
-        **dict(zip(("ttft_p50_s", "ttft_p99_s"), ttft_s, strict=True)),
-        **dict(zip(("tpot_p50_s", "tpot_p99_s"), tpot_s, strict=True)),
+        **harness.percentiles("ttft_p{}_s", [usage.ttft_s for usage in usages], 50, 99),
+        **harness.percentiles("tpot_p{}_s", tpot_s, 50, 99),
     }

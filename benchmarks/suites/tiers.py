@@ -26,9 +26,17 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.disk import scratch_on_disk
-from benchmarks.engines import OneSessionEngine, check_source, make_engine, one_session_config, send_turn, take_back
+from benchmarks.engines import (
+    OneSessionEngine,
+    check_source,
+    cool_down_files,
+    one_session_config,
+    send_turn,
+    take_back,
+    warm_up_files,
+)
 from benchmarks.harness import BenchError, Run, Sample, Spread
-from benchmarks.suites.reuse import HistoryConfig
+from benchmarks.suites.reuse import DiskHistoryConfig
 from ca_jax.config import EngineConfig
 from ca_jax.session import Session
 from ca_jax.storage.config import StoreConfig
@@ -39,11 +47,9 @@ engine over the same directory; nowhere."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TiersConfig(HistoryConfig):
+class TiersConfig(DiskHistoryConfig):
     """One turn over a history, by where that is; DRAM holds the longest and no more."""
 
-    ssd_dir: str | None = None
-    """Directory on the disk to measure; by default where temporary files are."""
     ssd_driver: str = StoreConfig.ssd_driver
     """How KV is kept on SSD."""
 
@@ -69,7 +75,6 @@ class SourceTimes:
     cached_tokens: dict[str, int]
     """History tokens whose KV was loaded, by the tier they were in: the same in every sample."""
     spread: Spread
-    """See `Spread`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,7 +84,6 @@ class TiersRow:
     history_tokens: int
     """Tokens whose KV is stored, exactly."""
     new_tokens: int
-    """Tokens of the turn."""
     ssd_driver: str
     """See `StoreConfig`. `raw` reads past the page cache, where the disk allows it: warm and cold are one then."""
     kv_bytes: int
@@ -102,26 +106,17 @@ def _summary(rows: Sequence[TiersRow]) -> dict[str, Any]:
 def tiers(run: Run[TiersConfig]) -> Iterator[TiersRow]:
     """A turn's TTFT by where its history is: DRAM, SSD, SSD after a restart, nowhere."""
     config = run.config
-    step = run.steps(len(config.cells) * (1 + config.repeats), "tiers")
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(scratch_on_disk(config.ssd_dir))
         sized = one_session_config(config.engine_config(), run.model, directory, max_tokens=config.max_tokens)
-        engine = make_engine(run.model, sized, suite="tiers")
-        served = OneSessionEngine(engine, suite="tiers", max_tokens=config.max_tokens, seed=config.seed)
+        served = OneSessionEngine(run.model, sized, max_tokens=config.max_tokens, seed=config.seed)
         stack.callback(served.close)
-        yield from rows_of(served, config.cells, config.repeats, step)
+        yield from rows_of(run, served)
 
 
-def rows_of(
-    served: OneSessionEngine, cells: Sequence[tuple[int, int]], repeats: int, step: Callable[[], None]
-) -> Iterator[TiersRow]:
-    """The rows of an engine with an SSD tier, one for each pair of history and new tokens.
-
-    Raises:
-      BenchError: a sample's history did not come from where it should have.
-    """
-    served.begin()
-    for num_history, num_new in cells:
+def rows_of(run: Run[TiersConfig], served: OneSessionEngine) -> Iterator[TiersRow]:
+    """The rows of an engine with an SSD tier, one for each pair of history and new tokens."""
+    for num_history, num_new in run.config.cells:
         history = served.store_session(num_history)
         session_id, history_ids = history.session_id, list(history.token_ids)
 
@@ -131,7 +126,7 @@ def rows_of(
             new_ids = served.random_ids(num_new)
             return {source: partial(_sample, served, source, session_id, history_ids, new_ids) for source in SOURCES}
 
-        rounds = harness.interleave(ways, repeats, step=step)
+        rounds = run.rounds(ways)
         served.engine.session(session_id=session_id).close()
         recompute_s = harness.must_median(harness.of_way(rounds, "recompute"), "ttft_s")
         yield TiersRow(
@@ -178,7 +173,7 @@ def _bring(served: OneSessionEngine, source: str, session_id: str, history_ids: 
         served.engine.drop_stored(session)
         served.engine.wait_for_saves()
     elif source == "ssd_warm":
-        served.warm_up_files()
+        warm_up_files(served.engine)
     elif source != "dram":
-        served.cool_down_files()
+        cool_down_files(served.engine)
     return session

@@ -28,35 +28,27 @@ from benchmarks.disk import scratch_directory
 from benchmarks.engines import (
     OneSessionEngine,
     check_source,
-    engine_and_store,
     one_session_config,
     send_turn,
     take_back,
+    warm_up_files,
 )
-from benchmarks.harness import Row, Run, Sample, Steps, Ways
+from benchmarks.harness import Run, Sample, Ways
 from benchmarks.recording import Recorder
-from benchmarks.suites.reuse import HistoryConfig
+from benchmarks.suites.reuse import DiskHistoryConfig, HistoryRow
 from ca_jax.session import Session
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TtftConfig(HistoryConfig):
+class TtftConfig(DiskHistoryConfig):
     """One turn over a history, against its compute and its load alone; DRAM holds the longest and no more."""
-
-    ssd_dir: str | None = None
-    """Directory on the disk to measure; by default where temporary files are."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TtftRow(Row):
+class TtftRow(HistoryRow):
     """Time to the first token (TTFT) of the same turn by where its history is, against its load and compute alone."""
 
-    history_tokens: int
-    """Tokens whose KV is stored, exactly."""
-    new_tokens: int
-    """Tokens of the turn."""
     kv_bytes: int
-    """Of the history."""
     ttft_dram_s: float
     """From sending to the first token, as the caller sees it, with the history in DRAM."""
     ttft_ssd_s: float
@@ -72,11 +64,8 @@ class TtftRow(Row):
     ratio_dram: float
     """`ttft_dram_s` over `compute_s`: the median of the rounds' own ratios, as the next two."""
     ratio_ssd: float
-    """`ttft_ssd_s` over `compute_s`."""
     ratio_ideal: float
     """`ttft_dram_s` over the larger of `load_s` and `compute_s`, which no overlap beats."""
-    same_tokens: bool
-    """Whether all ways gave the same first token in every round."""
 
 
 def _summary(rows: Sequence[TtftRow]) -> dict[str, Any]:
@@ -93,30 +82,28 @@ def ttft(run: Run[TtftConfig]) -> Iterator[TtftRow]:
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(scratch_directory(config.ssd_dir))
         sized = one_session_config(config.engine_config(), run.model, directory, max_tokens=max_tokens)
-        engine, store = engine_and_store(run.model, sized, suite="ttft", timeline=recorder.timeline)
-        served = OneSessionEngine(engine, suite="ttft", max_tokens=max_tokens, seed=config.seed)
+        seed, timeline = config.seed, recorder.timeline
+        served = OneSessionEngine(run.model, sized, max_tokens=max_tokens, seed=seed, timeline=timeline)
         stack.callback(served.close)
-        engine.warmup(
-            max_history_tokens=max(config.history_tokens), max_new_tokens=max(config.new_tokens), progress=run.progress
-        )
-        apart = ApartEngine(engine, store, max_history_tokens=max(config.history_tokens))
+        longest = max(config.history_tokens)
+        served.engine.warmup(max_history_tokens=longest, max_new_tokens=max(config.new_tokens), progress=run.progress)
+        apart = ApartEngine(served.engine, max_history_tokens=longest)
         stack.callback(apart.close)
-        served.begin()
-        step = run.steps(len(config.cells) * (1 + config.repeats), "ttft")
         for nth, (num_history, num_new) in enumerate(config.cells):
-            yield _Bench(served, apart, recorder).row(num_history, num_new, config.repeats, step, may_record=not nth)
+            yield _Bench(run, served, apart, recorder).row(num_history, num_new, may_record=not nth)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Bench:
+    run: Run[TtftConfig]
     served: OneSessionEngine
     apart: ApartEngine
     recorder: Recorder
 
-    def row(self, num_history: int, num_new: int, repeats: int, step: Steps, *, may_record: bool) -> TtftRow:
+    def row(self, num_history: int, num_new: int, *, may_record: bool) -> TtftRow:
         session = self.served.store_session(num_history)
         ways = partial(self._ways, session, num_new)
-        rounds = harness.interleave(ways, repeats, step=step)
+        rounds = self.run.rounds(ways)
         if may_record and self.recorder.is_wanted:
             with self.recorder.round():
                 harness.interleave(ways, 1, warm_up=0)
@@ -149,7 +136,7 @@ class _Bench:
         tier = source.partition("_")[0]
         if tier == "ssd":
             self.served.push_out()
-            self.served.warm_up_files()
+            warm_up_files(engine)
         with self.recorder.turn(f"{len(new_ids)} tokens over {num_history:,} from {source}"):
             token, ttft_s = send_turn(engine, session, new_ids)
         usage = check_source(source, session, len(new_ids), {tier: num_history})

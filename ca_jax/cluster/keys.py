@@ -31,6 +31,7 @@ REPLICA_HEADER = "x-ca-jax-replica"
 
 _SESSION_HEADER = b"x-session-id"
 _SESSION_PATH = re.compile(r"/v1/sessions/([^/]+)(?:/.*)?")
+_FORK_PATH = re.compile(r"/v1/sessions/[^/]+/fork")
 _RESPONSE_PATH = re.compile(r"/v1/responses/([^/]+)(?:/.*)?")
 # Paths whose bodies may have a key.
 _READ = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/v1/sessions"})
@@ -100,7 +101,8 @@ def told_name(path: str, body: bytes) -> str | None:
         found = _TOLD_RESPONSE.search(body)
         name = _name_of(found[1].decode()) if found else None
     else:
-        name = _fields(body).get("id") if path == "/v1/sessions" else None
+        begins = path == "/v1/sessions" or _FORK_PATH.fullmatch(path)
+        name = _fields(body).get("id") if begins else None
     return name if isinstance(name, str) else None
 
 

@@ -35,9 +35,9 @@ from ca_jax.config import EngineConfig
 from ca_jax.device.buckets import history_buckets
 from ca_jax.engine import Engine
 from ca_jax.kv.layout import pool_bytes, pool_size, rest_layout, wanted_bytes
-from ca_jax.launch.flags import AUTO, ConfigFlags, define_model
+from ca_jax.launch.flags import ConfigFlags, define_model
 from ca_jax.launch.script import note, run
-from ca_jax.launch.sizes import sized
+from ca_jax.launch.sizes import SIZES, sized, sizes_to_find
 from ca_jax.launch.terminal import progress_bars
 from ca_jax.pretrained import Progress, load_model
 from ca_jax.server.app import make_app
@@ -48,8 +48,7 @@ from ca_jax.serving.core import DEFAULT_WINDOW_TOKENS, enable_compile_cache, lay
 
 FLAGS = flags.FLAGS
 
-_SIZES = ("dram_gib", "ssd_gib")
-_ENGINE = ConfigFlags(EngineConfig(), auto=_SIZES)
+_ENGINE = ConfigFlags(EngineConfig(), auto=SIZES)
 _SERVER = ConfigFlags(ServerConfig())
 _KEEP_ALIVE_S = 75
 
@@ -83,11 +82,6 @@ def read_flags(flag_values: flags.FlagValues = FLAGS) -> tuple[Tenants, ServerCo
     store = dataclasses.replace(engine_config.store, tenant_quotas=quotas)
     config = dataclasses.replace(config, served_model_name=name)
     return tenants, config, dataclasses.replace(engine_config, store=store)
-
-
-def sizes_to_find(flag_values: flags.FlagValues = FLAGS) -> list[str]:
-    """Flags of sizes that are `auto`."""
-    return [name for name in _SIZES if flag_values[name].value == AUTO]
 
 
 def warn_if_open(console: rich.console.Console, tenants: Tenants, host: str) -> None:
@@ -128,7 +122,8 @@ def make_sized(model: str, config: EngineConfig, auto: Sequence[str], progress: 
             pool_bytes=pool_bytes(loaded.config, loaded.dtype, size, None),
         )
         needed_bytes = sum(wanted.values())
-    return Engine(loaded, dataclasses.replace(config, store=sized(config.store, auto, needed_bytes)))
+    store = sized(config.store, auto, needed_bytes, weights=loaded.fingerprint)
+    return Engine(loaded, dataclasses.replace(config, store=store))
 
 
 class _Server(uvicorn.Server):
@@ -153,11 +148,11 @@ def main(_: Sequence[str]) -> None:
     def make_engine() -> Engine:
         with progress_bars(console) as progress:
             engine = make_sized(FLAGS.model, engine_config, auto, progress)
+            if auto:
+                sizes = (f"--{name}={getattr(engine.config.store, name):g}" for name in auto)
+                note(console, f"{engine.config}\nsizes of this machine: {' '.join(sizes)}", None)
             if FLAGS.warmup:
                 engine.warmup(progress=progress)
-        if auto:
-            sizes = (f"--{name}={getattr(engine.config.store, name):g}" for name in auto)
-            note(console, f"sizes of this machine: {' '.join(sizes)}", None)
         note(console, f"ready: {engine.model.name} on {url}", None)
         return engine
 
@@ -167,7 +162,7 @@ def main(_: Sequence[str]) -> None:
         signal.raise_signal(signal.SIGTERM)
 
     url = f"http://{FLAGS.host}:{FLAGS.port}/"
-    note(console, f"{engine_config}\n{config}")
+    note(console, str(config) if auto else f"{engine_config}\n{config}")  # Sizes are known once the weights are there.
     warn_if_open(console, tenants, FLAGS.host)
     try:
         served = make_app(make_engine, config, tenants, on_failure=fail)

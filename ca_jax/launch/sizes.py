@@ -6,14 +6,20 @@ Not here: what an engine takes of each device (`plan`).
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from ca_jax.launch.flags import FlagError
+from absl import flags
+
+from ca_jax.errors import CaJaxError
+from ca_jax.launch.flags import AUTO, FlagError
 from ca_jax.storage.config import GIB, StoreConfig
+from ca_jax.storage.inspector import StoreInspector
+
+SIZES = ("dram_gib", "ssd_gib")
+"""Flags that may be `auto`."""
 
 _CGROUPS = (("memory.max", "memory.current", "inactive_file"), ("memory.limit_in_bytes", "memory.usage_in_bytes", ""))
 _CGROUP_PARENTS = ("/sys/fs/cgroup", "/sys/fs/cgroup/memory")
@@ -69,13 +75,35 @@ def free_disk_bytes(directory: Path) -> int:
     return shutil.disk_usage(directory).free
 
 
-def sized(store: StoreConfig, auto: Collection[str], needed_bytes: int) -> StoreConfig:
+def sizes_to_find(flag_values: flags.FlagValues = flags.FLAGS) -> list[str]:
+    """Flags of sizes that are `auto`."""
+    return [name for name in SIZES if flag_values[name].value == AUTO]
+
+
+def block_disk_bytes(directory: Path, weights: str | None = None) -> int:
+    """What blocks that a store has in its directory take of the disk; 0 where there is none that can be read.
+
+    Args:
+      directory: the store's.
+      weights: fingerprint of those whose blocks count; None: blocks of all.
+    """
+    try:
+        with StoreInspector(directory) as inspector:
+            blocks = inspector.disk_use().blocks
+    except (CaJaxError, OSError):
+        return 0
+    own = (use.num_bytes for each, use in blocks.items() if weights in (None, each.weights.partition(" ")[0]))
+    return sum(own)
+
+
+def sized(store: StoreConfig, auto: Collection[str], needed_bytes: int, *, weights: str | None = None) -> StoreConfig:
     """A store's config with sizes that follow from the machine.
 
     Args:
       store: what else is asked of it.
       auto: which sizes do: `dram_gib`, `ssd_gib`.
       needed_bytes: of memory that the engine will take besides, and does not hold yet.
+      weights: fingerprint of the model's, whose blocks on SSD will be the tier's; None: blocks of any model are.
 
     Raises:
       FlagError: there is too little, the system does not say, or there is no directory.
@@ -89,19 +117,11 @@ def sized(store: StoreConfig, auto: Collection[str], needed_bytes: int) -> Store
     if "ssd_gib" in auto:
         if store.ssd_directory is None:
             raise FlagError("ssd_dir must be given with --ssd_gib=auto, got none")
-        own = sum(_size(each) for each in store.ssd_directory.rglob("*") if each.is_file())
+        own = block_disk_bytes(store.ssd_directory, weights)
         free = free_disk_bytes(store.ssd_directory)
         left = (free + own - store.ssd_free_floor_bytes) * _SHARE
         sizes["ssd_gib"] = _rounded("ssd_gib", left, f"{free / GIB:.2f} GiB of disk")
     return dataclasses.replace(store, **sizes)
-
-
-def _size(path: Path) -> int:
-    """What a file takes of the disk; 0 where it has gone."""
-    try:
-        return os.stat(path).st_blocks * 512
-    except OSError:
-        return 0
 
 
 def _rounded(name: str, num_bytes: float, free: str) -> float:

@@ -449,6 +449,13 @@ class SessionChange(_Body):
     """How long its KV is kept after its last use, seconds; null leaves it as it is."""
 
 
+class Fork(_Body):
+    """Body of `POST /v1/sessions/{session_id}/fork`."""
+
+    at: Annotated[int, Field(ge=0, lt=2**31)]
+    """How many of its messages the fork begins with: as many as there were before one of its turns, or all of them."""
+
+
 class Discard(_Body):
     """Body of `POST /v1/sessions/{session_id}/discard`."""
 

@@ -1,4 +1,5 @@
-"""What is kept with a conversation for clients who know it as OpenAI's: metadata, and items that no turn has taken yet.
+"""What is kept with a conversation for clients: metadata and items that no turn has taken yet, for those who know it as
+OpenAI's, and what it was forked from.
 
     conversation    turn, turn, turn | item, item       items are said with the next turn, in front of what that says
 
@@ -29,6 +30,10 @@ class Notes:
     """Items, as messages, that are said with the next turn."""
     behind: str = ""
     """The chain that they were said behind: once the conversation has another one, they are part of it."""
+    forked_from: str = ""
+    """The client's name of the conversation that it began as a fork of; empty: none that a client asked for."""
+    forked_at: int = 0
+    """How many messages it had in common with that."""
 
     @classmethod
     def of(cls, conversation: Conversation) -> Notes:

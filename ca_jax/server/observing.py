@@ -195,15 +195,18 @@ class Recorder:
         while not is_last:
             is_last = self._closing  # Once more after nothing comes, and whatever has not ended is told as it is.
             running += self._take(0.0 if is_last else _LOOK_S if running or saving else None)
-            ended = [each for each in running if is_last or each.done or _is_late(each, _TURN_S)]
-            running = [each for each in running if each not in ended]
-            for each in ended:
-                if (begun := self._told(each)) is not None:
-                    saving.append((each, begun))
-            saved = [pair for pair in saving if is_last or pair[0].saved or _is_late(pair[0], _SAVE_S)]
-            saving = [pair for pair in saving if pair not in saved]
-            for observed, span in saved:
-                self._trace(observed, span)
+            held, running = running, []
+            for observed in held:
+                if not (is_last or observed.done or _is_late(observed, _TURN_S)):
+                    running.append(observed)
+                elif (begun := self._told(observed)) is not None:
+                    saving.append((observed, begun))
+            begun_spans, saving = saving, []
+            for observed, span in begun_spans:
+                if is_last or observed.saved or _is_late(observed, _SAVE_S):
+                    self._trace(observed, span)
+                else:
+                    saving.append((observed, span))
 
     def _take(self, wait_s: float | None) -> list[Observed]:
         """Requests that have come; waits for the first."""

@@ -13,17 +13,21 @@ from fastapi.responses import JSONResponse
 from pydantic import Field
 
 from ca_jax.engine import Engine
-from ca_jax.server.bodies import Discard, NewChunks, NewSession, SessionChange
-from ca_jax.server.errors import OBJECT, ApiError, responses
+from ca_jax.errors import SessionBusyError
+from ca_jax.server.bodies import Discard, Fork, NewChunks, NewSession, SessionChange
+from ca_jax.server.conversation_notes import Notes
+from ca_jax.server.errors import OBJECT, ApiError, invalid, responses
 from ca_jax.server.router import client_name, engine_name, unknown_session
 from ca_jax.server.service import Service
 from ca_jax.server.state import KeyedRoute, TheService, TheTenant, while_connected
 from ca_jax.server.tenants import Tenant
+from ca_jax.session import Session
 from ca_jax.turns.conversations import Conversation
 
 ROUTES = fastapi.APIRouter(prefix="/v1", tags=["sessions"], route_class=KeyedRoute)
 _MOST_LISTED = 100
 _SPARSE: dict[str, Any] = {"response_model_exclude_unset": True}  # Fields that nothing is known of are left out.
+_CHANGED = responses(400, 401, 404, 408, 409, 413, 429, 503)
 _TITLE_CHARS = 80  # Of an open conversation's first message of the user, which a list shows it by.
 
 
@@ -44,6 +48,13 @@ class StoredAnswer(pydantic.BaseModel):
     ttl_s: float | None
 
 
+class ForkedFrom(pydantic.BaseModel):
+    """Where a session left another one."""
+
+    id: str = Field(description="The other one's; it may be gone by now.")
+    at: int = Field(description="How many messages they had in common.")
+
+
 class ListedSession(pydantic.BaseModel):
     """A session as a list shows it."""
 
@@ -55,6 +66,7 @@ class ListedSession(pydantic.BaseModel):
     num_dropped: int = Field(0, description="Tokens that a truncation has dropped; of open ones.")
     session_state: str = Field("", description="Where it stands, as its latest answer said; of open ones.")
     title: str = Field("", description="How its first message of the user begins; of open ones.")
+    forked_from: ForkedFrom | None = Field(None, description="What it is a fork of; of open ones that are any.")
 
 
 class ShownSession(ListedSession):
@@ -135,7 +147,29 @@ async def change_session(session_id: str, body: SessionChange, service: TheServi
     return await service.ask(tenant, change)
 
 
-@ROUTES.post("/sessions/{session_id}/discard", **_SPARSE, responses=responses(400, 401, 404, 408, 409, 413, 429, 503))
+@ROUTES.post(
+    "/sessions/{session_id}/fork",
+    status_code=201,
+    **_SPARSE,
+    responses=responses(400, 401, 404, 408, 409, 413, 429, 503),
+)
+async def fork_session(session_id: str, body: Fork, service: TheService, tenant: TheTenant) -> ShownSession:
+    """Begins another conversation with the first messages of one, which stays as it is; their KV is shared."""
+
+    def fork(engine: Engine) -> ShownSession:
+        session = service.router.find(tenant.domain, session_id)
+        if session.is_busy:
+            raise SessionBusyError(f"session {session_id!r} still answers; it must have ended before it is forked")
+        forked = _forked(service, session, body.at)
+        notes = Notes(forked_from=session_id, forked_at=body.at)
+        left = notes.kept_with(forked.conversation)
+        engine.truncate_stored(forked, len(left.token_ids), left)  # Kept from now on, also without a turn of its own.
+        return _shown(service, engine, tenant, client_name(tenant.domain, forked.session_id))
+
+    return await service.ask(tenant, fork)
+
+
+@ROUTES.post("/sessions/{session_id}/discard", **_SPARSE, responses=_CHANGED)
 async def discard_tokens(session_id: str, body: Discard, service: TheService, tenant: TheTenant) -> ShownSession:
     """Forgets tokens of a conversation, from `start` to before `stop`; the others stay as they are."""
 
@@ -165,6 +199,26 @@ async def precompute_chunks(
     return JSONResponse({"object": "chunks", "num_chunks": len(body.chunks), "num_computed": num_computed})
 
 
+def _forked(service: Service, session: Session, at: int) -> Session:
+    """A conversation that begins with the first `at` messages of another; raises `ApiError` where no turn begins there.
+
+    A system message in front of the first turn is a beginning too.
+    """
+    conversation = session.conversation
+    ends = {num_messages: num_tokens for num_tokens, num_messages in reversed(conversation.turn_starts)}
+    ends[len(conversation.messages)] = len(conversation.token_ids)
+    if at in ends:
+        forked = service.router.sibling(session, ends[at])
+        service.router.use(forked)
+        return forked
+    roles = [message["role"] for message in conversation.messages[:at]]
+    if roles == ["system"] and not conversation.num_dropped:
+        system = conversation.messages[0]["content"]
+        return service.router.begin(session.tenant, system=system, ttl_s=session.ttl_s, adapter=session.adapter)
+    wanted = f"as many messages as before a turn, or as all of them: one of {sorted(ends)}"
+    raise invalid("at", f"at must be {wanted}; got {at}")
+
+
 def _shown(service: Service, engine: Engine, tenant: Tenant, session_id: str) -> ShownSession:
     conversation = service.router.look(tenant.domain, session_id)
     if conversation is None:
@@ -187,4 +241,6 @@ def _fields(engine: Engine, tenant: Tenant, name: str, conversation: Conversatio
         said = next((message["content"] for message in conversation.messages if message["role"] == "user"), "")
         fields |= {"num_tokens": len(conversation.token_ids), "num_dropped": conversation.num_dropped}
         fields |= {"title": said[:_TITLE_CHARS], "session_state": conversation.chain}
+        if (notes := Notes.of(conversation)).forked_from:
+            fields["forked_from"] = ForkedFrom(id=notes.forked_from, at=notes.forked_at)
     return fields

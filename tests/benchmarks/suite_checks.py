@@ -8,10 +8,17 @@ import numpy as np
 import pytest
 
 from benchmarks.replay.workload import Exchange
+from ca_jax.config import EngineConfig
+from ca_jax.storage.config import StoreConfig
 
 Report = dict[str, Any]
 TOKEN_BYTES = 3 * 2 * 2 * 16 * 4
 """Of the tiny model."""
+
+ENGINE = EngineConfig(
+    max_num_batched_tokens=64, max_batch_size=2, compile_cache_dir=None, store=StoreConfig(block_tokens=16)
+)
+"""What engines are that are small."""
 
 QUOTIENTS = {
     "ttft": {"ratio_dram": ("ttft_dram_s", "compute_s"), "ratio_ssd": ("ttft_ssd_s", "compute_s")},

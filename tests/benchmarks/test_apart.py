@@ -8,30 +8,26 @@ import pytest
 from benchmarks.apart import ApartEngine
 from benchmarks.engines import send_turn
 from benchmarks.harness import BenchError
-from ca_jax.config import BlendConfig, EngineConfig
+from ca_jax.config import BlendConfig
 from ca_jax.engine import Engine
 from ca_jax.storage.config import StoreConfig
+from tests.benchmarks.suite_checks import ENGINE
 
-CONFIG = EngineConfig(
-    compile_cache_dir=None,
-    max_num_batched_tokens=64,
-    context_window=256,
-    max_batch_size=1,
-    store=StoreConfig(dram_gib=0.01, block_tokens=16),
-)
+STORE = StoreConfig(dram_gib=0.01, block_tokens=16)
+CONFIG = dataclasses.replace(ENGINE, context_window=256, max_batch_size=1, store=STORE)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.6, 1.0])
 def test_a_blend_over_what_was_loaded_is_the_engines(wordless, ratio):
     """Of a prefill over a whole history the suite `ttft` shows it: all ways draw the same token."""
-    rng, stores = np.random.default_rng(1), []
+    rng = np.random.default_rng(1)
     chunks = [rng.integers(wordless.config.vocab_size, size=40).tolist() for _ in range(3)]
     question = chunks.pop()
     config = dataclasses.replace(CONFIG, blend=BlendConfig(recompute_ratio=ratio))
-    with Engine(wordless, config, store_wrapper=lambda store: stores.append(store) or store) as engine:
+    with Engine(wordless, config) as engine:
         engine.precompute(chunks)
         engine.wait_for_saves()
-        alone = ApartEngine(engine, stores[0], max_history_tokens=80)
+        alone = ApartEngine(engine, max_history_tokens=80)
         with alone.loaded_context(chunks) as context:
             token, elapsed_s = alone.blend(context, question, ratio)
         assert (context.num_tokens, elapsed_s > 0 < context.load_s) == (80, True)
@@ -45,7 +41,7 @@ def test_a_blend_over_what_was_loaded_is_the_engines(wordless, ratio):
         with refused, alone.loaded(session):
             pytest.fail("there must be no history")
         for chunk in chunks:
-            assert stores[0].drop(engine._kv.chunks.key(chunk, "")), "it is there, and not in use"
+            assert engine._kv.store.drop(engine._kv.chunks.key(chunk, "")), "it is there, and not in use"
         alone.close()
     assert token == answer
     if ratio == 1:

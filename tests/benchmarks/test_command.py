@@ -12,7 +12,7 @@ REFUSED = [
     ("bench", "--suite=tiers --ssd_dir=/dev/null/below", "ssd_dir must be a directory"),
     ("bench", "--suite=tiers --peer=transformers", "peer must go with one of the suites reuse, prefill, decode, got"),
     ("bench", "--suite=reuse --peer=vllm", "value should be one of <transformers>"),
-    ("bench", "--suite=reuse --history_tokens=9000", "no engine for reuse at this size"),
+    ("bench", "--suite=reuse --history_tokens=9000", "no engine at this size"),
     ("bench", "--suite=reuse --trace_out=t.json", "trace_out must go with one of the suites throughput, ttft, got"),
     ("bench", "--suite=ttft --model_preset=llama2-7b", "model and model_preset must not both be given"),
     ("bench", "--suite=overflow --num_sessions=0 --plot_out=o.png", "plot_out must have num_sessions"),

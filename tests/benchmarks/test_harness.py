@@ -93,10 +93,10 @@ OVERFLOW = {"engine": EngineConfig(overflow=OverflowConfig(), max_batch_size=2),
         (AgreementConfig, {"comparison": Comparison(methods=(TT,))}, "got tt, keep 4"),
         (AgreementConfig, {"every": 40}, "every must be a multiple of step_tokens, 128; got 40"),
         (PerplexityConfig, {"max_tokens": 1}, "max_tokens must be at least 2"),
-        (LongevalConfig, {"form": "talk"}, "form must be one of continue, chat, got 'talk'"),
+        (LongevalConfig, {"form": "talk"}, "form must be one of continue, chat; got talk"),
         (LongevalConfig, {"max_items": 0}, "max_items must be at least 1, got 0"),
-        (MmluConfig, {"num_shots": -1}, "num_shots must be at least 0, got -1"),
-        (GateConfig, {"max_kl": 0}, "max_kl must be a bound above 0, got 0"),
+        (MmluConfig, {"num_shots": -1}, "num_shots must be a number of at least 0, got -1"),
+        (GateConfig, {"max_kl": 0.0}, "max_kl must be a positive number, got 0.0"),
         (GateConfig, {"blends": Blends(selections=("hkvd", "first"))}, "selections must be one, got hkvd, first"),
     ],
 )
@@ -143,11 +143,11 @@ def test_rounds_are_interleaved_and_the_first_is_for_nothing():
         return lambda: order.append(name) or {"n": len(order)}
 
     ways = {name: way(name) for name in "abc"}
-    rounds = harness.interleave(lambda: ways, 3, step=lambda: told.append(1))
+    rounds = harness.interleave(lambda: ways, 3, progress=lambda *call: told.append(call))
     assert "".join(order) == "abcbcacababc"
     assert [list(each) for each in rounds] == [["a", "b", "c"]] * 3
     assert [each["n"] for each in harness.of_way(rounds, "a")] == [6, 8, 10]
-    assert (len(told), harness.recompiles(rounds)) == (4, 0)
+    assert (told, harness.recompiles(rounds)) == ([("rounds", done, 4) for done in range(5)], 0)
     assert not harness.same(rounds, "n")
 
 

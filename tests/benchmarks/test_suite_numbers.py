@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from benchmarks import conversations, overflow_costs
-from benchmarks.contexts import make_contexts
-from benchmarks.conversations import ServedRound, ServedTurn
+from benchmarks.conversations import ServedRound, ServedTurn, make_contexts
 from benchmarks.harness import NOISE, BenchError
 from benchmarks.overflow_rows import OverflowBenchConfig
-from benchmarks.peers import make_peer
-from benchmarks.servers import Sizes, serving
+from benchmarks.peers import TransformersPeer
+from benchmarks.servers import Sizes, is_installed, serving
 from benchmarks.suites import overflow, throughput
 from benchmarks.suites import preload as preloads
 from benchmarks.suites.blend_throughput import BlendThroughputConfig, stream_turns
@@ -23,7 +22,6 @@ from benchmarks.suites.preload import COMPUTE, PreloadCell
 from benchmarks.suites.save import save_row
 from benchmarks.suites.throughput import ThroughputConfig, fitting_scripts, make_scripts
 from ca_jax import session
-from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.kv import costs
 from ca_jax.kv.costs import PrefillRate, Rates, TransferRate
@@ -31,8 +29,8 @@ from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import load_model
 from ca_jax.serving import batch
 from ca_jax.simulate.traces.sharegpt import Conversation, Turn
-from ca_jax.storage.config import StoreConfig
 from ca_jax.testing import tiny
+from tests.benchmarks.suite_checks import ENGINE
 from tests.launch.conftest import usage
 
 # Loads beside computing, and saves.
@@ -121,7 +119,7 @@ def test_preload_summary_by_hand():
     assert (found["same_tokens"], found["recompiles"]) == (True, 2), "of a cell, not of each of its rows"
 
 
-def saved(*rounds, link="paced", save_ratio=1.0, answers=("a", "a", "a")):
+def saved(*rounds, answers=("a", "a", "a")):
     """A row of rounds of seconds without a store, with saves beside the turn, and at its end."""
     ways = ("off", "async", "blocking")
     made = [
@@ -131,7 +129,7 @@ def saved(*rounds, link="paced", save_ratio=1.0, answers=("a", "a", "a")):
         }
         for each in rounds
     ]
-    return save_row(made, link=link, save_ratio=save_ratio, prompt_tokens=40, answer_tokens=4, save_s=None)
+    return save_row(made, save_ratio=1.0, prompt_tokens=40, answer_tokens=4)
 
 
 def test_what_saving_adds_by_hand():
@@ -152,7 +150,7 @@ CONFIG = ThroughputConfig(
     num_turns=3,
     answer_tokens=4,
     context_window=200,
-    engine=EngineConfig(compile_cache_dir=None, max_batch_size=2, max_num_batched_tokens=64, recompute_if_faster=False),
+    engine=dataclasses.replace(ENGINE, recompute_if_faster=False),
 )
 OVERFLOW = OverflowBenchConfig(
     num_sessions=3,
@@ -162,13 +160,7 @@ OVERFLOW = OverflowBenchConfig(
     max_answer_tokens=6,
     gap_sessions=(1, 2),
     next_turn_tokens=20,
-    engine=EngineConfig(
-        compile_cache_dir=None,
-        max_batch_size=2,
-        max_num_batched_tokens=64,
-        overflow=OverflowConfig(keep_first_tokens=4),
-        store=StoreConfig(block_tokens=16),
-    ),
+    engine=dataclasses.replace(ENGINE, overflow=OverflowConfig(keep_first_tokens=4)),
 )
 
 
@@ -309,7 +301,7 @@ def test_transformers_peer_is_the_same_model(tmp_path, overrides):
     config = tiny.tiny_config(**overrides)
     tiny.write_tiny_hf(tmp_path, config, tiny.tiny_params(config, seed=3))
     model = load_model(str(tmp_path), dtype="float32")
-    peer = make_peer("transformers", model)
+    peer = TransformersPeer(model)
     rng = np.random.default_rng(0)
     for length in (1, 30, 90):
         prompt = rng.integers(config.vocab_size, size=length).tolist()
@@ -331,3 +323,18 @@ def test_a_server_that_does_not_start_says_why():
     ):
         with pytest.raises(BenchError, match=message), serving(system, "nonesuch", sizes):
             pytest.fail("there must be no server")
+
+
+def test_vllm_may_be_in_an_environment_of_its_own(tmp_path):
+    """Where it is asked for and is not there, that is an error: it is not left out like what was not asked for."""
+    python = tmp_path / "python"
+    with pytest.raises(BenchError, match=rf"vllm_python must be an interpreter, got {python}"):
+        is_installed("vllm", str(python))
+    for code, has_vllm in ((1, False), (0, True)):
+        python.write_text(f"#!/bin/sh\nexit {code}\n")
+        python.chmod(0o755)
+        if has_vllm:
+            assert is_installed("vllm", str(python))
+        else:
+            with pytest.raises(BenchError, match=rf"of an environment with vllm, got {python}"):
+                is_installed("vllm", str(python))

@@ -23,26 +23,21 @@ from benchmarks.conversations import Scripts
 from benchmarks.disk import can_drop, drop_cached, fill_cached
 from benchmarks.engines import OneSessionEngine, one_session_config
 from benchmarks.harness import SUITES
-from benchmarks.links import AdjustableLink
+from benchmarks.paced import AdjustableLink
+from benchmarks.peers import PEERS
 from benchmarks.servers import is_installed
 from benchmarks.suites import blend, overflow, tiers
 from ca_jax.config import BLEND_MODES, EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.launch.flags import DEFAULT_MODEL
 from ca_jax.models.presets import PRESETS
-from ca_jax.storage.config import GIB, StoreConfig
+from ca_jax.storage.config import GIB
 from ca_jax.storage.tiers.formats import RawTier
 from ca_jax.testing import tiny
 from tests.benchmarks import suite_checks as checks
 from tests.scripts_kit import run_script
 
-ENGINE = EngineConfig(
-    max_num_batched_tokens=64,
-    save_group_tokens=8,
-    max_batch_size=2,
-    compile_cache_dir=None,
-    store=StoreConfig(block_tokens=16),
-)
+ENGINE = dataclasses.replace(checks.ENGINE, save_group_tokens=8)
 BLOCK_BYTES = 32 * checks.TOKEN_BYTES
 DISK = {"blend", "objects", "store", "tiers"}
 """Suites that want a disk whose page cache can be emptied."""
@@ -164,7 +159,7 @@ SMALL: dict[str, tuple[str, str, list[tuple[object, ...]]]] = {
 class KnownPeer:
     """A peer of known speed that draws what the real model would."""
 
-    def __init__(self, name, model):
+    def __init__(self, model):
         self._model = model
         self._batch = 0
 
@@ -188,7 +183,8 @@ def bench(tiny_model, tmp_path, monkeypatch):
     """Runs a suite by its command, small; its report, or what it says is wrong."""
     monkeypatch.setitem(PRESETS, "tiny", tiny.tiny_config())
     monkeypatch.setattr(bench_flags, "_ENGINE", dataclasses.replace(bench_flags._ENGINE, default=ENGINE))
-    monkeypatch.setattr(benchmarks.main, "make_peer", KnownPeer)
+    monkeypatch.setitem(PEERS, "transformers", KnownPeer)
+    monkeypatch.setattr(benchmarks.main, "_IDLE_CHECK_S", 0.01)  # Nothing is judged by it here.
 
     def run(suite: str, *arguments: object, repeats: int = 1) -> checks.Report | str:
         own = {field.name for field in dataclasses.fields(SUITES[suite].config)}

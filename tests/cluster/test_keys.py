@@ -133,6 +133,8 @@ def test_a_body_nested_beyond_all_measure_has_a_key():
         (SESSIONS, b'{"id": "abc", "object": "session"}', "abc"),
         (SESSIONS, b'{"error": {}}', None),
         (SESSIONS, b'{"id": 7}', None),
+        (f"{SESSIONS}/abc/fork", b'{"id": "def", "forked_from": {"id": "abc", "at": 2}}', "def"),
+        (f"{SESSIONS}/abc/discard", b'{"id": "abc"}', None),
         (COMPLETIONS, b'{"session_id": "abc"}', None),
     ],
 )

@@ -71,8 +71,8 @@ def test_rows_are_of_what_streams_lose(text):
         assert row.ratio_to_tt == pytest.approx(row.perplexity_after_overflow / tt.perplexity_after_overflow, rel=1e-6)
         assert row.gap_to_tt == pytest.approx(row.ratio_to_tt - 1)
         assert row.gap_stderr > 0
-    assert told[:3] == [("tt, keep 4", 0, 80), ("tt, keep 4", 16, 80), ("tt, keep 4", 32, 80)]
-    assert told[-1] == ("nkvt, keep 4", 80, 80)
+    assert told[:3] == [("tt, keep 4", 0, 5), ("tt, keep 4", 1, 5), ("tt, keep 4", 2, 5)]
+    assert told[-1] == ("nkvt, keep 4", 5, 5)
 
 
 def test_what_is_recomputed_is_told(text):

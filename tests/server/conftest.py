@@ -7,6 +7,7 @@ import threading
 import jsonschema
 import pytest
 
+from tests import page_kit
 from tests import server_kit as sk
 
 
@@ -52,3 +53,22 @@ def stops_behind(monkeypatch):
 
     yield stop
     let_go.set()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with page_kit.chromium() as launched:
+        yield launched
+
+
+@pytest.fixture
+def open_page(browser):
+    with page_kit.pages_of(browser) as opened:
+        yield opened
+
+
+@pytest.fixture
+def page(server, open_page):
+    page = open_page(server.url)
+    page_kit.is_live(page)
+    return page

@@ -50,6 +50,7 @@ def test_sessions_and_errors_are_as_the_server_describes_them(server):
         assert shown.json()["stored"] is not None
         check("ShownSession", shown)
         check("ShownSession", http.post("/v1/sessions/described", json={"pinned": True, "ttl_s": 3}))
+        check("ShownSession", http.post("/v1/sessions/described/fork", json={"at": 1}))
         check("SessionList", http.get("/v1/sessions"))
         for answer in (http.delete("/v1/sessions/nobody"), http.get("/v1/sessions?limit=x")):
             check("ErrorAnswer", answer)

@@ -1,30 +1,16 @@
 """The page, in a browser: it chats with the real server and shows what that says of itself."""
 
-import contextlib
-import importlib
 import json
-import os
 import re
-import shutil
-from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 
 from ca_jax.server.tenants import Tenants
 from tests import engine_kit, server_kit
+from tests.page_kit import SAID, is_live, say
 from tests.server_kit import MODEL, chat, ssd_store, text_of, user
 
-IS_REQUIRED = os.environ.get("REQUIRE_CHROMIUM") == "1"  # As CI says: without a browser these tests fail.
-sync_api = (importlib.import_module if IS_REQUIRED else pytest.importorskip)("playwright.sync_api")
-NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-CHROMIUM = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
-ARGS = [
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
-    *("--disable-background-networking", "--disable-component-update"),
-]
-WAIT_MS = 30_000
 MARKUP = '<img src=x onerror="document.title=1"><b>bold</b>&amp;<script>document.title=1</script>'
 CONTRASTS = """() => {
   const parse = (text) => (text.match(/[\\d.]+/g) ?? []).map(Number);
@@ -50,74 +36,11 @@ CONTRASTS = """() => {
 }"""
 
 
-SAID = "(each) => each.said"
-"""What an answer is, under what is shown of its Markdown."""
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     store = ssd_store(tmp_path_factory.mktemp("ssd"), dram_gib=0.02, ssd_gib=0.1)
     with server_kit.running(store=store) as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with sync_api.sync_playwright() as playwright:
-        path = CHROMIUM or playwright.chromium.executable_path  # That of `playwright install chromium`.
-        if not Path(path).exists() and not IS_REQUIRED:
-            pytest.skip(
-                f"needs chromium: on the path, named by CHROMIUM or installed by playwright, got none at {path}"
-            )
-        launched = playwright.chromium.launch(executable_path=path, args=ARGS)
-        yield launched
-        launched.close()
-
-
-@pytest.fixture
-def open_page(browser):
-    """Opens pages; says afterwards that none of them asked elsewhere or complained of anything but `expected`."""
-    asked, complaints, expected = [], [], []
-    with contextlib.ExitStack() as stack:
-
-        def opened(url, *, may_complain=(), **options):
-            expected.extend(may_complain)
-            context = browser.new_context(**options)
-            stack.callback(context.close)
-            page = context.new_page()
-            page.set_default_timeout(WAIT_MS)
-            page.on("request", lambda request: asked.append((urlsplit(url).netloc, request.url)))
-            page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
-            page.on("pageerror", lambda error: complaints.append(str(error)))
-            page.goto(url)
-            return page
-
-        yield opened
-    assert [wanted for host, wanted in asked if urlsplit(wanted).netloc != host] == []
-    assert [text for text in complaints if not any(part in text for part in expected)] == []
-
-
-@pytest.fixture
-def page(server, open_page):
-    page = open_page(server.url)
-    is_live(page)
-    return page
-
-
-def is_live(page):
-    page.locator("#status[data-state=live]").wait_for()
-    page.locator("#model", has_text=MODEL).wait_for()
-
-
-def say(page, text, max_tokens=None):
-    """Sends a message by the keyboard alone and waits for the answer to end."""
-    if max_tokens is not None:
-        page.evaluate("(count) => (document.getElementById('max-tokens').value = count)", max_tokens)
-    page.locator("#message").focus()
-    page.keyboard.insert_text(text)
-    page.keyboard.press("Enter")
-    page.locator("#messages > .assistant:last-child:not(.typing)").wait_for()
-    return page.locator("#messages > .assistant:last-child .text").evaluate(SAID)
 
 
 def axe(page):
@@ -237,51 +160,6 @@ def test_what_is_said_is_shown_as_text_never_read_as_html(server, open_page):
     assert page.title() == f"ca_jax · {MODEL}"
 
 
-MARKDOWN = """# Tides
-
-They are **strong** and *slow*, `x < 1`, ~~old~~, [here](https://example.org/a) and [not here](javascript:alert(1)).
-
-- one
-- two
-
-```py
-print("<b>")
-```
-
-| a | b |
-|---|---|
-| 1 | 2 |
-
-> said <i>so</i>
-"""
-
-
-def test_an_answer_s_markdown_is_shown_and_what_is_not_markdown_stays_text(server, open_page):
-    page = open_page(server.url, permissions=["clipboard-read", "clipboard-write"])
-    is_live(page)
-    deltas = [{"choices": [{"index": 0, "delta": {"content": each}}], "session_id": "s"} for each in MARKDOWN]
-    stream = "".join(f"data: {json.dumps(each)}\n\n" for each in deltas) + "data: [DONE]\n\n"
-    page.route("**/completions", lambda route: route.fulfill(body=stream, content_type="text/event-stream"))
-    assert say(page, "What are tides?") == MARKDOWN  # It came a character at a time.
-    answer = page.locator("#messages > .assistant .text")
-    found = {
-        tag: answer.locator(tag).all_text_contents() for tag in ("strong", "em", "del", "li", "pre", "th", "td", "i")
-    }
-    assert found == {
-        **{"strong": ["strong"], "em": ["slow"], "del": ["old"], "li": ["one", "two"], "pre": ['print("<b>")']},
-        **{"th": ["a", "b"], "td": ["1", "2"], "i": []},
-    }
-    assert answer.get_by_role("heading").text_content() == "Tides"
-    assert answer.locator("blockquote").text_content() == "said <i>so</i>"
-    assert answer.locator("a").evaluate_all("(all) => all.map((each) => [each.href, each.rel])") == [
-        ["https://example.org/a", "noopener noreferrer"]
-    ]
-    assert "[not here](javascript:alert(1))" in answer.text_content()
-    for name, wanted in (("Copy code", 'print("<b>")'), ("Copy answer", MARKDOWN)):
-        page.get_by_role("button", name=name).click()
-        assert page.evaluate("navigator.clipboard.readText()") == wanted
-
-
 def test_a_turn_is_asked_again_edited_found_and_deleted(server, page):
     first, second = say(page, "Name a harbour.", 6), say(page, "Name another.", 6)
     session_id = page.evaluate("decodeURIComponent(location.hash.slice(1))")
@@ -317,6 +195,59 @@ def test_a_turn_is_asked_again_edited_found_and_deleted(server, page):
         assert http.get(f"/v1/sessions/{session_id}").status_code == 200
 
 
+def test_a_branch_is_one_in_another_tab_and_after_a_restart(tmp_path, open_page):
+    store = ssd_store(tmp_path)
+    with server_kit.running(store=store) as server:
+        page = open_page(server.url)
+        is_live(page)
+        page.locator("#settings summary").click()
+        page.locator("#system").fill("Be brief.")
+        say(page, "Name a harbour.", 6)
+        say(page, "Name another.", 6)
+        source = page.url.partition("#")[2]
+        addresses = []
+        for number, at in ((1, 3), (0, 1)):  # Behind a turn, and behind the system message alone.
+            page.get_by_role("button", name="Edit").nth(number).click()
+            page.locator("#message").fill("")
+            say(page, "Name one of the north.", 6)
+            addresses.append((page.url.partition("#")[2], at))
+            page.locator("#messages > .branch button").click()
+            page.locator("#messages .user .text", has_text="Name another.").wait_for()
+        server.engine.wait_for_saves()
+        page.close()
+    with server_kit.running(store=store) as server:
+        for session_id, at in addresses:
+            with server.http() as http:
+                shown = http.get(f"/v1/sessions/{session_id}").json()
+            assert shown["forked_from"] == {"id": source, "at": at}
+            page = open_page(f"{server.url}/#{session_id}")  # A tab that has seen nothing.
+            page.locator("#messages > .branch button").wait_for()
+            roles = page.locator("#messages > li").evaluate_all("(all) => all.map((each) => each.className)")
+            assert roles.index("branch") == at
+            assert say(page, "And its depth?", 6)
+            page.locator(f"[data-session='{session_id}'] .about", has_text="branch").wait_for()  # It is open by now.
+            assert "0 of" not in page.locator("#messages > .assistant:last-child .about").text_content()
+            page.locator("#messages > .branch button").click()
+            page.locator("#messages .user .text", has_text="Name another.").wait_for()
+            page.close()
+
+
+def test_a_branch_of_a_conversation_that_is_gone_begins_with_what_was_said(server, open_page):
+    page = open_page(server.url, may_complain=["404"])
+    is_live(page)
+    say(page, "Name a harbour.", 6)
+    say(page, "Name another.", 6)
+    with server.http() as http:
+        assert http.delete(f"/v1/sessions/{page.url.partition('#')[2]}").status_code == 200
+    page.get_by_role("button", name="Edit").nth(1).click()
+    page.locator("#message").fill("")
+    assert say(page, "Name one of the north.", 6)
+    with server.http() as http:
+        shown = http.get(f"/v1/sessions/{page.url.partition('#')[2]}").json()
+    said = [message["content"] for message in shown["messages"] if message["role"] == "user"]
+    assert said == ["Name a harbour.", "Name one of the north."]
+
+
 def test_documents_stand_in_front_of_a_question(server, page):
     page.locator("#attached summary").click()
     page.locator("#attach").click()
@@ -344,6 +275,8 @@ def test_the_last_hour_is_drawn_as_the_server_kept_it(server, page):
     assert page.locator("#main").is_hidden()
     running = page.locator("#charts path").nth(3).get_attribute("d")
     assert len(re.findall("[ML]", running)) == len(told["samples"])
+    generated = page.locator("#charts path").nth(1).get_attribute("d")  # A step for each time between two samples.
+    assert len(re.findall("[ML]", generated)) == 2 * (len(told["samples"]) - 1)
     shares = ", ".join(
         f"{name} {100 * used:.1f}%"
         for name, used in zip(("DRAM", "SSD"), told["samples"][-1]["used_shares"].values(), strict=True)
@@ -352,6 +285,37 @@ def test_the_last_hour_is_drawn_as_the_server_kept_it(server, page):
     assert page.locator("#slowest tr").count() == len(told["slowest"])
     page.keyboard.press("h")
     page.locator("#main").wait_for()
+
+
+def test_the_last_hour_of_a_young_server_fills_the_charts(server, page):
+    with server.http() as http:
+        told = http.get("/live/history").json()
+    first = told["samples"][0]
+    for oldest_s, named in ((124.0, "2 min ago"), (42.0, "42 s ago"), (3598.0, "an hour ago")):
+        samples = [{**first, "age_s": age_s} for age_s in (oldest_s, oldest_s / 2, 0.0)]
+        body = json.dumps({**told, "samples": samples})
+        page.route("**/live/history", lambda route, _, body=body: route.fulfill(body=body))
+        page.locator("#operate-open").click()
+        page.locator("#charts .hours", has_text=named).first.wait_for()
+        running = page.locator("#charts path").nth(3).get_attribute("d")
+        assert re.findall(r"[ML]([\d.]+) ", running) == ["0.0", "280.0", "560.0"]
+        page.locator("#operate-open").click()
+
+
+def test_an_error_of_the_last_hour_is_shown_there(server, open_page):
+    page = open_page(server.url, may_complain=["503"])
+    is_live(page)
+    error = {"error": {"message": "the server is not ready", "type": "server_error", "param": None, "code": None}}
+    page.route("**/live/history", lambda route: route.fulfill(status=503, body=json.dumps(error)))
+    page.locator("#operate-open").click()
+    page.get_by_role("alert").filter(has_text="The server is not ready").wait_for()
+    page.locator("#operate-open").click()
+    page.locator("#main").wait_for()
+    assert page.get_by_role("alert").count() == 0
+    page.unroute("**/live/history")
+    page.locator("#operate-open").click()
+    page.locator("#charts figure").first.wait_for()
+    assert page.get_by_role("alert").count() == 0
 
 
 def test_keys_and_the_theme(page):

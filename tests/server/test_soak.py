@@ -16,7 +16,8 @@ import pytest
 
 from tests import engine_kit as kit
 from tests import server_kit as sk
-from tests.server import soak
+from tests.server import mixed_clients, soak
+from tests.server.test_tools import model_with
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_TURNS = 6  # Of a client of a server that is killed.
@@ -43,6 +44,27 @@ def test_answers_are_those_of_each_client_alone(num_clients, num_turns, max_queu
     assert report.num_refused
     assert 0 < sum(report.refusals) <= 5 * len(report.refusals), "each waits as it was told"
     assert report.cached_tokens > 0.3 * report.prompt_tokens, "conversations were found again"
+
+
+@pytest.mark.parametrize(
+    ("num_clients", "num_turns"), [(10, 3), pytest.param(40, 50, marks=pytest.mark.slow)], ids=["short", "long"]
+)
+def test_tools_schemas_responses_and_messages_at_once_are_those_of_each_alone(num_clients, num_turns, tmp_path):
+    def engine(**changes):
+        return kit.small_engine(model_with(), **changes)
+
+    with sk.running(make_engine=engine, **soak.limits(tmp_path)) as server:
+        report = mixed_clients.talk(server.url, num_clients, num_turns)
+        sk.wait_until_idle(server)
+    with sk.running(make_engine=engine, store=kit.STORE_OFF) as alone:
+        mixed_clients.check_all(report, alone.url)
+    assert not report.failures
+    assert not report.wrong
+    assert report.num_ties <= len(report.asked) // 100
+    assert min(report.num_by_kind.values()) == num_clients // 5 * num_turns
+    assert len(report.num_by_kind) == 5
+    assert report.num_left
+    assert report.cached_tokens > 0
 
 
 class ServerProcess:

@@ -111,6 +111,7 @@ def test_tenants_do_not_meet(server):
             lambda: other.get(f"/sessions/{first.session_id}", cast_to=object),
             lambda: other.post(f"/sessions/{first.session_id}", body={"pinned": True}, cast_to=object),
             lambda: other.post(f"/sessions/{first.session_id}/discard", body={"start": 0, "stop": 1}, cast_to=object),
+            lambda: other.post(f"/sessions/{first.session_id}/fork", body={"at": 0}, cast_to=object),
             lambda: other.delete(f"/sessions/{first.session_id}", cast_to=object),
         ):
             with pytest.raises(openai.NotFoundError) as told:

@@ -2,11 +2,10 @@
 
 import { Failure, ask, askJson, events } from "./api.js";
 import { byId, make } from "./dom.js";
-import { TIERS, many, milliseconds } from "./format.js";
+import { TIERS, many, milliseconds, shortName } from "./format.js";
 import { Markdown, copier } from "./markdown.js";
 
 const NAMES = { user: "You", assistant: "Model", system: "System" };
-const BRANCHES = "ca_jax.branches";
 const BUSY_TRIES = 10; // While a turn that was stopped still ends.
 const BUSY_PAUSE_MS = 150;
 const SPOKEN = /[.!?:\n]\s*$/; // Readers of the screen are told whole sentences.
@@ -17,8 +16,9 @@ export class Chat {
   #state = null; // Where the session stands as this page knows it; null where it does not.
   #messages = []; // What was said, in full: what a session that is gone is begun anew with.
   #asking = null; // The AbortController of the answer that comes.
-  #branch = null; // Where this conversation left another: { from, at }, before it has a name of its own.
-  #branches = JSON.parse(sessionStorage.getItem(BRANCHES) ?? "{}"); // The same of others, by their names.
+  #frame = null; // In which that will be drawn.
+  #branch = null; // Where this conversation left another: { id, at }, its name and the messages that both have.
+  #fork = null; // While the server was not asked for it yet: { id, behind }, how many messages of that are left out.
   #on;
 
   // on: { session(id), ended(), unauthorized() }
@@ -43,11 +43,6 @@ export class Chat {
     });
   }
 
-  // Whose branch a conversation is: { from, at }, the messages that both have.
-  branchOf(sessionId) {
-    return this.#branches[sessionId];
-  }
-
   set model(name) {
     this.#model = name;
   }
@@ -64,7 +59,8 @@ export class Chat {
     this.sessionId = sessionId;
     this.#state = shown?.session_state || null;
     this.#messages = shown?.messages ?? [];
-    this.#branch = this.#branches[sessionId] ?? null;
+    this.#branch = shown?.forked_from ?? null;
+    this.#fork = null;
     this.#showAll();
     byId("system").disabled = sessionId !== null;
     this.#scroll(true);
@@ -95,7 +91,9 @@ export class Chat {
 
   // Takes the conversation back to before a message, as one of its own.
   #leave(at) {
-    this.#branch = this.sessionId ? { from: this.sessionId, at, title: this.title } : null;
+    const id = this.sessionId ?? this.#fork?.id;
+    const behind = this.#messages.length - at + (this.sessionId ? 0 : (this.#fork?.behind ?? 0));
+    [this.#branch, this.#fork] = id ? [{ id, at }, { id, behind }] : [null, null];
     this.sessionId = this.#state = null;
     this.#messages = this.#messages.slice(0, at);
     this.#showAll();
@@ -124,9 +122,11 @@ export class Chat {
   #markBranch() {
     for (const mark of byId("messages").querySelectorAll(".branch")) mark.remove();
     if (!this.#branch) return;
-    const { from, at, title } = this.#branch;
-    const back = make("button", { type: "button", className: "quiet" }, title || from);
-    back.addEventListener("click", () => this.open(from).catch((error) => this.#fail(error)));
+    const { id, at } = this.#branch;
+    const has = (message) => message.role === "user";
+    const title = this.#messages.slice(0, at).some(has) ? this.title : shortName(id); // They begin alike.
+    const back = make("button", { type: "button", className: "quiet" }, title);
+    back.addEventListener("click", () => this.open(id).catch((error) => this.#fail(error)));
     const mark = make("li", { className: "branch" }, "Branched from ", back);
     byId("messages").insertBefore(mark, byId("messages").children[at] ?? null);
   }
@@ -174,6 +174,7 @@ export class Chat {
     } catch (error) {
       failure = error;
     }
+    this.#draw(answer, (text) => answer.markdown.show(text));
     if (this.#asking === asking) this.#asking = null;
     this.#setBusy(false);
     answer.item.classList.remove("typing");
@@ -208,7 +209,6 @@ export class Chat {
   async #ask(added, signal, drawn) {
     const body = {
       model: this.#model,
-      messages: this.sessionId ? added : [...this.#messages, ...added],
       stream: true,
       stream_options: { include_usage: true },
       temperature: byId("temperature").valueAsNumber || 0,
@@ -216,22 +216,38 @@ export class Chat {
       ...drawn,
     };
     for (let attempt = 1; ; attempt++) {
-      if (this.sessionId) body.session_id = this.sessionId;
-      if (this.sessionId && this.#state) body.session_state = this.#state;
       try {
+        if (this.#fork) await this.#begin(signal);
+        body.messages = this.sessionId ? added : [...this.#messages, ...added];
+        body.session_id = this.sessionId ?? undefined;
+        body.session_state = (this.sessionId && this.#state) ?? undefined;
         return await ask("/v1/chat/completions", { method: "POST", body, signal });
       } catch (error) {
         if (!(error instanceof Failure)) throw error;
-        if (error.code === "session_not_found" && body.session_id) {
+        if (error.code === "session_not_found" && this.sessionId) {
           this.sessionId = this.#state = null;
-          delete body.session_id;
-          delete body.session_state;
-          body.messages = [...this.#messages, ...added];
         } else if (error.code === "session_busy" && attempt < BUSY_TRIES) {
           await new Promise((done) => setTimeout(done, BUSY_PAUSE_MS));
         } else throw error;
       }
     }
+  }
+
+  // Has the server begin this branch as a fork. Where it cannot, all that was said begins it.
+  async #begin(signal) {
+    const { id, behind } = this.#fork;
+    const path = `/v1/sessions/${encodeURIComponent(id)}`;
+    try {
+      const { messages } = await askJson(path, { signal }); // Fewer than here, where some have left the window.
+      const at = messages.length - behind;
+      const forked = await askJson(`${path}/fork`, { method: "POST", body: { at }, signal });
+      this.#state = forked.session_state || null;
+      this.#branch = forked.forked_from;
+      this.#named(forked.id);
+    } catch (error) {
+      if (!(error instanceof Failure) || ![400, 404].includes(error.status)) throw error;
+    }
+    this.#fork = null;
   }
 
   async #read(response, answer) {
@@ -247,19 +263,15 @@ export class Chat {
       if (chunk.error)
         throw new Failure(chunk.error.type === "server_error" ? 500 : 400, chunk.error.message, chunk.error.code);
       if (chunk.session_id && chunk.session_id !== this.sessionId) {
-        this.sessionId = chunk.session_id;
-        byId("system").disabled = true;
         this.#named(chunk.session_id);
       }
       if (chunk.session_state) this.#state = chunk.session_state;
       const piece = chunk.choices[0]?.delta.content;
       if (piece) {
-        const follows = this.#isAtEnd();
         answer.said += piece;
-        answer.markdown.show(answer.said);
+        this.#drawSoon(answer);
         unspoken += piece;
         if (unspoken.length > 60 && SPOKEN.test(unspoken)) speak();
-        if (follows) this.#scroll(true);
       }
       if (chunk.usage) {
         answer.about.replaceChildren(...aboutUsage(chunk.usage));
@@ -270,11 +282,22 @@ export class Chat {
     speak();
   }
 
+  // An answer that grows is drawn once a frame, however many pieces of it come.
+  #drawSoon(answer) {
+    this.#frame ??= requestAnimationFrame(() => this.#draw(answer, (text) => answer.markdown.grow(text)));
+  }
+
+  #draw(answer, show) {
+    cancelAnimationFrame(this.#frame);
+    this.#frame = null;
+    const follows = this.#isAtEnd();
+    show(answer.said);
+    if (follows) this.#scroll(true);
+  }
+
   #named(sessionId) {
-    if (this.#branch) {
-      this.#branches[sessionId] = this.#branch;
-      sessionStorage.setItem(BRANCHES, JSON.stringify(this.#branches));
-    }
+    this.sessionId = sessionId;
+    byId("system").disabled = true;
     this.#on.session(sessionId);
   }
 

@@ -2,31 +2,96 @@
 // model says is ever HTML: its tags are shown as they are written, and links go where they say or nowhere.
 
 import { make } from "./dom.js";
-import { lexer } from "./marked.esm.js";
+import { Lexer } from "./marked.esm.js";
 
 const LINKS = /^(https?:|mailto:)/i;
+const OPTIONS = { gfm: true, breaks: true };
+const FAR_REACHING = /\]:|<(a|pre|code|kbd|script)[\s>]/i; // Definitions of links and open tags change blocks far away.
 
-// Shows a text that grows in an element: what has not changed since stays, so that a long answer is not made anew.
+const LEAST_GROWTH = 1 / 256; // Of what is read again: so that it is no more than 257 times the text, in one long list too.
+
+// Shows a text that grows in an element. Only what may still change is read again: all from the last block on that stands
+// behind an empty line, or is a heading, as far as its first line is complete. No later text changes blocks before that
+// one: it cannot be part of a list or of code before it any more.
 export class Markdown {
   #element;
-  #blocks = []; // { raw, node }
+  #settled = 0; // Characters that are not read again.
+  #shown = 0; // Characters that were read at all.
+  #links = {}; // Defined in them.
+  #blocks = []; // { read, node } of the others.
 
   constructor(element) {
     this.#element = element;
   }
 
+  // Shows a text that is complete, as reading it at once gives it.
   show(text) {
+    if (FAR_REACHING.test(text)) {
+      this.#element.replaceChildren();
+      [this.#settled, this.#links, this.#blocks] = [0, {}, []];
+    }
+    this.#read(text);
+  }
+
+  // Shows a text that begins with the one that was shown last, once it has grown enough.
+  grow(text) {
     this.#element.said = text;
-    const tokens = lexer(text, { gfm: true, breaks: true }).filter((token) => token.type !== "space");
+    if (text.length - this.#shown >= LEAST_GROWTH * (this.#shown - this.#settled)) this.#read(text);
+  }
+
+  #read(text) {
+    this.#element.said = text;
+    this.#shown = text.length;
+    const rest = text.replace(/\r\n?/g, "\n").slice(this.#settled);
+    const tokens = lexed(rest, this.#links);
+    this.#draw(tokens.filter((token) => token.type !== "space"));
+    this.#settle(tokens, rest);
+  }
+
+  #draw(tokens) {
+    const read = tokens.map((token) => JSON.stringify(token)); // What is behind a block may change it, not its text.
     let same = 0;
-    while (same < this.#blocks.length && same < tokens.length && this.#blocks[same].raw === tokens[same].raw) same++;
+    while (same < this.#blocks.length && this.#blocks[same].read === read[same]) same++;
     for (const { node } of this.#blocks.splice(same)) node.remove();
-    for (const token of tokens.slice(same)) {
+    for (const [i, token] of tokens.slice(same).entries()) {
       const node = block(token);
-      this.#blocks.push({ raw: token.raw, node });
+      this.#blocks.push({ read: read[same + i], node });
       this.#element.append(node);
     }
   }
+
+  #settle(tokens, rest) {
+    let [at, settled, numTokens] = [0, 0, 0];
+    tokens.forEach((token, i) => {
+      const begins = isBehindEmptyLine(rest, at) || (token.type === "heading" && /^ *#/.test(token.raw));
+      if (begins && isFullLine(rest, at)) [settled, numTokens] = [at, i];
+      at += token.raw.length;
+    });
+    if (at !== rest.length) return;
+    const done = tokens.slice(0, numTokens);
+    for (const { tag, href, title } of done.filter((token) => token.type === "def")) this.#links[tag] ??= { href, title };
+    this.#blocks.splice(0, done.filter((token) => token.type !== "space").length);
+    this.#settled += settled;
+  }
+}
+
+function lexed(text, links) {
+  const lexing = new Lexer(OPTIONS);
+  Object.assign(lexing.tokens.links, links);
+  try {
+    return lexing.lex(text);
+  } catch {
+    return [{ type: "text", raw: text, text }]; // marked breaks on some nested lists and quotes.
+  }
+}
+
+function isBehindEmptyLine(text, at) {
+  return at > 1 && /^[ \t]*\n$/.test(text.slice(text.lastIndexOf("\n", at - 2) + 1, at));
+}
+
+function isFullLine(text, at) {
+  const end = text.indexOf("\n", at);
+  return end > at && text.slice(at, end).trim() !== "";
 }
 
 // A button that copies a text.

@@ -7,14 +7,13 @@ import { TIERS, many, milliseconds } from "./format.js";
 const REFRESH_MS = 10_000;
 const WIDTH = 560;
 const HEIGHT = 120;
-const HOUR_S = 3600;
 
 export class Operate {
   #timer = null;
-  #onError;
+  #onUnauthorized;
 
-  constructor(onError) {
-    this.#onError = onError;
+  constructor(onUnauthorized) {
+    this.#onUnauthorized = onUnauthorized;
     byId("operate-open").addEventListener("click", () => this.toggle());
   }
 
@@ -34,33 +33,39 @@ export class Operate {
       const hour = await askJson("/live/history");
       byId("charts").replaceChildren(...charts(hour));
       byId("slowest").replaceChildren(...rows(hour.slowest));
+      byId("operate-error").hidden = true;
     } catch (error) {
-      this.#onError(error);
+      byId("operate-error").hidden = false;
+      byId("operate-error").textContent = error.told ?? error.message;
+      if (error.status === 401) this.#onUnauthorized();
     }
   }
 }
 
-function charts({ samples }) {
+// Charts from the oldest sample on: of a server that runs for two minutes, of these.
+function charts({ samples, sample_s }) {
+  const span = Math.max(samples[0]?.age_s ?? 0, sample_s);
   const at = (each) => -each.age_s;
   const over = (name) => samples.slice(1).map((each, i) => each.done[name] - samples[i].done[name]);
   const seconds = samples.slice(1).map((each, i) => samples[i].age_s - each.age_s);
-  const later = samples.slice(1).map(at);
+  const [earlier, later] = [samples.slice(0, -1).map(at), samples.slice(1).map(at)];
   const [prompts, cached, generated] = ["prompt_tokens", "cached_tokens", "completion_tokens"].map(over);
-  const points = (times, values) => times.map((time, i) => [time, values[i]]).filter(([, value]) => value !== null);
+  const steps = (values) =>
+    values.flatMap((value, i) => (value === null ? [] : [[earlier[i], value], [later[i], value]])); // Of the time between.
   const tiers = Object.keys(samples.at(-1)?.used_shares ?? {});
   return [
-    chart("Cached share of prompts", "%", 100, [
-      { name: "cached", kind: "device", points: points(later, cached.map((count, i) => (prompts[i] ? (100 * count) / prompts[i] : null))) },
+    chart(span, "Cached share of prompts", "%", 100, [
+      { name: "cached", kind: "device", points: steps(cached.map((count, i) => (prompts[i] ? (100 * count) / prompts[i] : null))) },
     ]),
-    chart("Tokens a second", "", null, [
-      { name: "generated", kind: "device", points: points(later, generated.map((count, i) => count / seconds[i])) },
-      { name: "of prompts, computed", kind: "way", points: points(later, prompts.map((count, i) => (count - cached[i]) / seconds[i])) },
+    chart(span, "Tokens a second", "", null, [
+      { name: "generated", kind: "device", points: steps(generated.map((count, i) => count / seconds[i])) },
+      { name: "of prompts, computed", kind: "way", points: steps(prompts.map((count, i) => (count - cached[i]) / seconds[i])) },
     ]),
-    chart("Jobs", "", null, [
+    chart(span, "Jobs", "", null, [
       { name: "running", kind: "device", points: samples.map((each) => [at(each), each.num_running]) },
       { name: "waiting", kind: "ssd", points: samples.map((each) => [at(each), each.num_waiting]) },
     ]),
-    chart("Tiers taken", "%", 100, tiers.map((tier) => ({
+    chart(span, "Tiers taken", "%", 100, tiers.map((tier) => ({
       name: TIERS[tier] ?? tier,
       kind: tier,
       points: samples.map((each) => [at(each), 100 * (each.used_shares[tier] ?? 0)]),
@@ -68,10 +73,10 @@ function charts({ samples }) {
   ];
 }
 
-function chart(title, unit, most, lines) {
+function chart(span, title, unit, most, lines) {
   const values = lines.flatMap((line) => line.points.map(([, value]) => value));
   const top = most ?? Math.max(1, ...values);
-  const x = (time) => WIDTH * (1 + time / HOUR_S);
+  const x = (time) => WIDTH * (1 + time / span);
   const y = (value) => HEIGHT - (HEIGHT * value) / top;
   const path = (points) => points.map(([time, value], i) => `${i ? "L" : "M"}${x(time).toFixed(1)} ${y(value).toFixed(1)}`).join("");
   const last = (line) => line.points.at(-1)?.[1];
@@ -82,12 +87,17 @@ function chart(title, unit, most, lines) {
     make("figcaption", {}, make("b", {}, title), ` now: ${told.join(", ")} · up to ${Math.round(top).toLocaleString("en")}${unit}`),
     draw(
       "svg",
-      { viewBox: `0 -4 ${WIDTH} ${HEIGHT + 8}`, role: "img", "aria-label": `${title} in the last hour; now ${told.join(", ")}` },
+      { viewBox: `0 -4 ${WIDTH} ${HEIGHT + 8}`, role: "img", "aria-label": `${title} from ${ago(span)} on; now ${told.join(", ")}` },
       ...[0, 0.5, 1].map((share) => draw("line", { x1: 0, x2: WIDTH, y1: HEIGHT * share, y2: HEIGHT * share })),
       ...lines.map((line) => draw("path", { class: line.kind, d: path(line.points) })),
     ),
-    make("p", { className: "hours" }, make("span", {}, "an hour ago"), make("span", {}, "now")),
+    make("p", { className: "hours" }, make("span", {}, ago(span)), make("span", {}, "now")),
   );
+}
+
+function ago(seconds) {
+  if (seconds < 90) return `${Math.round(seconds)} s ago`;
+  return seconds < 3570 ? `${Math.round(seconds / 60)} min ago` : "an hour ago";
 }
 
 function rows(turns) {
@@ -97,7 +107,7 @@ function rows(turns) {
       {},
       ...[
         turn.session_id ?? "(no name)",
-        `${Math.round(turn.age_s / 60)} min ago`,
+        ago(turn.age_s),
         milliseconds(turn.ttft_s),
         milliseconds(turn.queued_s),
         milliseconds(turn.total_s),

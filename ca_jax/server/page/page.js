@@ -56,10 +56,9 @@ const sessions = new Sessions({
     if (sessionId === chat.sessionId) await chat.open(null);
     byId("message").focus();
   },
-  branchOf: (sessionId) => chat.branchOf(sessionId),
 });
 
-new Operate((error) => show(error));
+new Operate(() => askForKey());
 themed(byId("theme"));
 byId("help").addEventListener("click", () => byId("help-dialog").showModal());
 byId("help-close").addEventListener("click", () => byId("help-dialog").close());

@@ -17,7 +17,7 @@ export class Sessions {
   #titles = JSON.parse(sessionStorage.getItem(TITLES) ?? "{}");
   #list = painter(byId("sessions"), (...shown) => this.#items(...shown));
 
-  // on: { open(id), error(error), dropped(id), branchOf(id) }
+  // on: { open(id), error(error), dropped(id) }
   constructor(on) {
     this.#on = on;
     byId("find").addEventListener("input", () => this.#paint());
@@ -98,7 +98,7 @@ export class Sessions {
         make(
           "span",
           { className: "about" },
-          `${this.#on.branchOf(session.id) ? "branch · " : ""}${many(session.num_tokens, "token")} · ${where || stored.tier}`,
+          `${session.forked_from ? "branch · " : ""}${many(session.num_tokens, "token")} · ${where || stored.tier}`,
         ),
       );
       button.addEventListener("click", () => this.#on.open(session.id));
