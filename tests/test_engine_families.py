@@ -63,7 +63,10 @@ def overflows_unseen(engine, pair):
     assert session.token_ids == everything[session.num_dropped :]
 
 
-LONG = ("mixtral", "qwen2_moe", "glm4_moe", "deepseek_v2", "mistral4")
+LONG = (
+    *("mixtral", "qwen2_moe", "glm4_moe", "deepseek_v2", "mistral4", "gemma4", "qwen3_moe", "olmo2", "qwen2_sliding"),
+    *("ministral3", "phi3_long"),
+)
 """What is new in these is in others, too."""
 
 

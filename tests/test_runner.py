@@ -183,7 +183,7 @@ def decode(runner: Runner, rows: Sequence[Row]) -> None:
 
 
 @hypothesis.given(ROWS, PASS_SIZES)
-@hypothesis.settings(max_examples=15, deadline=None)
+@hypothesis.settings(max_examples=8, deadline=None)
 def test_whatever_is_packed_into_a_pass_computes_what_each_does_alone_in_one(runner, lengths, sizes):
     slots = (5, 0, 3)
     rows = [Row(runner, *args) for args in zip(slots, *zip(*lengths, strict=True), strict=False)]
