@@ -48,7 +48,9 @@ _SIGNS = (
 )
 _REASONING = {"think": ("<think>", "</think>"), "magistral": ("[THINK]", "[/THINK]")}
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
-_SPACED = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
+# Between two tokens of a call's JSON: as much as one needs that is indented, and no more, or a model that draws blanks
+# would be cut before its call ends.
+_SPACED = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,8}"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
