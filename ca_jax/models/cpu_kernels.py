@@ -31,8 +31,7 @@ from ca_jax.models.kv import LayerKV
 
 _LOG = logging.getLogger(__name__)
 
-MAX_PACKED_ROWS = 32
-"""Rows of a product up to which packed weights are used: of more, reading weights is not what takes long."""
+_MAX_PACKED_ROWS = 32
 
 KINDS = {"q4": 320, "q8": 544, "bf16": 1024}
 """Ways to pack weights, smallest first, and the bytes of 32 inputs times 16 outputs: 4 bits with a scale and an offset
@@ -67,12 +66,20 @@ def library() -> ctypes.CDLL | None:
 
 
 def kind() -> str | None:
-    """What the library's inner loops were compiled for, as the machine takes them: `avx512`, `avx2` or `plain`.
+    """What the library's inner loops were compiled for, as the machine takes them: `amx`, `avx512`, `avx2` or `plain`.
 
     None: everything is computed by XLA.
     """
     lib = library()
     return None if lib is None or backend.here().kernel != "cpu" else lib.ca_kind().decode()
+
+
+def serves_rows(num_rows: int) -> bool:
+    """Whether a product of so many rows is fastest with packed weights.
+
+    Of few, because reading weights is what takes long; of any number where the machine multiplies tiles of bfloat16.
+    """
+    return num_rows <= _MAX_PACKED_ROWS or kind() == "amx"
 
 
 def serves_attention(dtype: Any, head_dim: int) -> bool:

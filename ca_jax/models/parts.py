@@ -39,10 +39,10 @@ def project(x: jax.Array, weights: jax.Array, num_inputs: int = 1) -> jax.Array:
 def packed_product(module: nn.Module, name: str, x: jax.Array, num_outputs: int) -> jax.Array | None:
     """`x [..., inputs]` times weights that lie packed beside a module's parameters; None where it has none for it.
 
-    They are in the collection `packed`, of `cpu_kernels.pack_params`, and serve few rows.
+    They are in the collection `packed`, of `cpu_kernels.pack_params`, and serve as many rows as that says.
     """
     num_rows = math.prod(x.shape[:-1])
-    if num_rows > cpu_kernels.MAX_PACKED_ROWS or not module.has_variable("packed", name):
+    if not cpu_kernels.serves_rows(num_rows) or not module.has_variable("packed", name):
         return None
     packed: jax.Array = module.get_variable("packed", name)
     return cpu_kernels.packed_dot(x.reshape(num_rows, -1), packed, num_outputs).reshape(*x.shape[:-1], num_outputs)

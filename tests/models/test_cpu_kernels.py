@@ -24,7 +24,7 @@ ATOL = 2 * ATTENTION_ATOL["float32"]  # Both sides round.
 def kinds():
     """The kinds of machine that the library was compiled for and this one is, best first."""
     lib = cpu_kernels.library()
-    found = [kind for kind in ("plain", "avx2", "avx512") if lib is not None and lib.ca_use(kind.encode())]
+    found = [kind for kind in ("plain", "avx2", "avx512", "amx") if lib is not None and lib.ca_use(kind.encode())]
     return found[::-1]  # The best was taken last.
 
 
@@ -71,6 +71,20 @@ def test_weights_are_packed_as_their_file_has_them_and_multiply_the_same(packed_
     expected = x.astype(np.float64) @ np.concatenate(matrices, axis=1)
     for product in by_each_kind(partial(cpu_kernels.packed_dot, num_outputs=64), x, jnp.asarray(packed)):
         np.testing.assert_allclose(product, expected, atol=1e-5 * scale, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [name for kinds in TYPES.values() for name in kinds])
+def test_many_rows_are_multiplied_as_exactly_as_few_whatever_their_size_and_outputs(kind):
+    """More rows than are laid out at a time, outputs that end in half a panel, and numbers of very different sizes."""
+    matrix = stored(kind, 304, 448).T
+    packed = cpu_kernels.pack([matrix])
+    x = normal(1, 600, 448) * np.exp2(np.random.default_rng(2).integers(-12, 12, (600, 448))).astype(np.float32)
+    exact = x.astype(np.float64) @ matrix
+    size = np.abs(x).astype(np.float64) @ np.abs(matrix)
+    for product in by_each_kind(partial(cpu_kernels.packed_dot, num_outputs=304), x, jnp.asarray(packed)):
+        assert (np.abs(product - exact) / size).max() < 2e-6
+        alone = np.asarray(cpu_kernels.packed_dot(jnp.asarray(x[517:560]), jnp.asarray(packed), 304))
+        np.testing.assert_array_equal(alone, product[517:560], err_msg="a row's product is of no other's doing")
 
 
 def test_what_is_of_no_such_type_is_not_packed_and_one_number_that_is_off_is_enough():

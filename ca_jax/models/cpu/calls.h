@@ -78,6 +78,21 @@ struct Product {
   int64_t kind, rows, inputs, outputs;
 };
 
+// Of many rows: groups of them are laid out, and each is multiplied with up to PANELS panels of PANEL outputs, PANEL_BLOCKS
+// blocks of inputs of all after the other, so that all of it stays in the caches.
+constexpr int PANEL = 2 * OUTPUTS, PANELS = 8, PANEL_BLOCKS = 6, WIDE_ROWS = 512;
+
+struct Range {
+  int64_t first, last;
+};
+
+struct Wide {
+  int64_t group, scratch_bytes;             // Rows of a group; what a thread needs beside.
+  int64_t (*group_bytes)(int64_t inputs);
+  void (*lay_out)(const Product&, int64_t group, uint8_t* to);
+  void (*multiply)(const Product&, const Range& panels, const Range& groups, const uint8_t* laid_out, uint8_t* scratch);
+};
+
 // The inner loops, as compiled for one kind of machine.
 struct Inner {
   void (*many_rows)(const Call&, const Task&, float* scratch);
@@ -85,6 +100,7 @@ struct Inner {
   void (*tile)(const Product&, int64_t tile);
   int64_t lanes;  // Rows of a task of many.
   const char* name;
+  const Wide* wide;  // None: many rows are multiplied as few are.
 };
 
 // Runs body(0) to body(count - 1) on the threads of XLA's pool and on this one, each as soon as a thread is free.
