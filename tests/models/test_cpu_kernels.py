@@ -81,10 +81,19 @@ def test_many_rows_are_multiplied_as_exactly_as_few_whatever_their_size_and_outp
     x = normal(1, 600, 448) * np.exp2(np.random.default_rng(2).integers(-12, 12, (600, 448))).astype(np.float32)
     exact = x.astype(np.float64) @ matrix
     size = np.abs(x).astype(np.float64) @ np.abs(matrix)
-    for product in by_each_kind(partial(cpu_kernels.packed_dot, num_outputs=304), x, jnp.asarray(packed)):
-        assert (np.abs(product - exact) / size).max() < 2e-6
+    x[3, 5], found = np.uint32(0x7FFFFFFF).view(np.float32), {}
+    others = np.arange(600) != 3
+    products = by_each_kind(partial(cpu_kernels.packed_dot, num_outputs=304), x, packed)
+    for name, product in zip(KINDS, products, strict=True):
+        found[name] = product
+        assert np.isnan(product[3]).all(), "what is not a number stays so, in its own row"
+        assert (np.abs(product - exact) / size)[others].max() < 2e-6
         alone = np.asarray(cpu_kernels.packed_dot(jnp.asarray(x[517:560]), jnp.asarray(packed), 304))
         np.testing.assert_array_equal(alone, product[517:560], err_msg="a row's product is of no other's doing")
+    if "amx" in found:
+        assert (found["amx"][others] != found["avx512"][others]).any(), "it must be another computation"
+    assert cpu_kernels.serves_rows(32)
+    assert cpu_kernels.serves_rows(600) == ("amx" in found)
 
 
 def test_what_is_of_no_such_type_is_not_packed_and_one_number_that_is_off_is_enough():

@@ -26,10 +26,10 @@ inline void lay_out(const Product& p, int64_t group, uint8_t* to) {
       reinterpret_cast<float*>(block + PARTS * 2 * TILE)[r] = avx512::sum(halves[0] + halves[1]);
       for (int part = 0; part < PARTS; part++)
         for (int half = 0; half < 2; half++) {
-          const VU nearest = ((VU)halves[half] + 0x8000u) & 0xffff0000u;
-          halves[half] -= (V)nearest;
-          const VH taken = __builtin_convertvector(nearest >> 16, VH);
-          std::memcpy(line + part * 2 * TILE + half * 32, &taken, 32);
+          const VU taken = (VU)halves[half] & 0xffff0000u;  // Cut off, not rounded: what is not a number stays so.
+          halves[half] -= (V)taken;
+          const VH words = __builtin_convertvector(taken >> 16, VH);
+          std::memcpy(line + part * 2 * TILE + half * 32, &words, 32);
         }
     }
   }
@@ -110,8 +110,8 @@ struct TileConfig {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// The products of groups of rows with panels. Of rows and outputs that are not
-// there something is computed, too, and not taken.
+// The products of groups of rows with panels. Of rows and outputs that are not there something is computed, too, and not
+// taken.
 template <Kind KIND>
 inline void product_of(const Product& p, const Range& panels, const Range& groups, const uint8_t* x, uint8_t* scratch) {
   const TileConfig config;

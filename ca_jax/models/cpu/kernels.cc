@@ -251,17 +251,17 @@ ffi::Error packed_dot(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer
   if (tiles * tile_bytes != static_cast<int64_t>(packed.element_count()) || outputs % OUTPUTS || inputs % BLOCK)
     return ffi::Error(ffi::ErrorCode::kInvalidArgument, "packed weights must be as large as inputs times outputs");
   const float* from = x.typed_data();
+  const Inner& inner = *chosen.load();
+  if (inner.wide && rows > inner.wide->group) {
+    product_of_many(pool, *inner.wide, {packed.typed_data(), from, nullptr, out->typed_data(), kind, rows, inputs, outputs});
+    return ffi::Error::Success();
+  }
   std::vector<float> sums;
   if (kind == Q4) {
     sums.resize(rows * (inputs / BLOCK));
     for (size_t i = 0; i < sums.size(); i++) sums[i] = std::accumulate(from + i * BLOCK, from + (i + 1) * BLOCK, 0.0f);
   }
   const Product product{packed.typed_data(), from, sums.data(), out->typed_data(), kind, rows, inputs, outputs};
-  const Inner& inner = *chosen.load();
-  if (inner.wide && rows > inner.wide->group) {
-    product_of_many(pool, *inner.wide, product);
-    return ffi::Error::Success();
-  }
   const int64_t chunk = std::max<int64_t>(1, tiles / (8 * static_cast<int64_t>(pool.num_threads())));
   in_parallel(pool, (tiles + chunk - 1) / chunk, [&](int64_t i) {
     for (int64_t tile = i * chunk; tile < std::min((i + 1) * chunk, tiles); tile++) inner.tile(product, tile);
