@@ -36,6 +36,9 @@ if shutil.which("nvidia-smi") is None:
         _QUICK += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     os.environ.setdefault("XLA_FLAGS", _QUICK)
 
+# Tracing makes many objects that live long; looking through all of them as often as Python does is 6 % of the time.
+gc.set_threshold(50_000, 20, 20)
+
 # How long an example takes says what else the machine does.
 hypothesis.settings.register_profile("tests", hypothesis.settings(), deadline=None)
 hypothesis.settings.load_profile("tests")

@@ -65,10 +65,15 @@ def reader_of(engine: Engine, directory: Path) -> CatalogReader:
 def wait_until_nothing_moves(engine: Engine) -> None:
     """Returns when all moves have settled, those too that were given up as late, which nobody else waits for."""
     give_up_s = time.monotonic() + _PATIENCE_S
-    while engine._kv.store._placement.busy:
+    while _is_busy(engine):
         assert time.monotonic() < give_up_s, "there must be the SSD tier to come to rest, got it busy"
         engine.wait_for_saves()
         engine._wakeup.wait(engine._wakeup.count, 0.05)
+
+
+def _is_busy(engine: Engine) -> bool:
+    with engine._lock:  # Its keeper steps the store, too.
+        return engine._kv.store._placement.busy
 
 
 def is_whole(engine: Engine, chunk: Sequence[int]) -> bool:
@@ -78,15 +83,16 @@ def is_whole(engine: Engine, chunk: Sequence[int]) -> bool:
     """
     store, key = engine._kv.store, engine._kv.chunks.key(chunk, "")
     give_up_s = time.monotonic() + _PATIENCE_S
-    while store.request(key):
-        assert time.monotonic() < give_up_s, "there must be a chunk to be fetched, or missed, got it on its way"
-        engine._wakeup.wait(engine._wakeup.count, 0.05)
-        store.poll()
-    ticket = store.prepare_load(key, chunk)
-    if ticket is None:
-        return False
-    assert ticket.num_tokens == len(chunk), f"there must be {len(chunk)} tokens of a chunk, got {ticket.num_tokens}"
-    found = kit.loaded(store, ticket)
+    with engine._lock:  # Its keeper steps the store, too.
+        while store.request(key):
+            assert time.monotonic() < give_up_s, "there must be a chunk to be fetched, or missed, got it on its way"
+            engine._wakeup.wait(engine._wakeup.count, 0.05)
+            store.poll()
+        ticket = store.prepare_load(key, chunk)
+        if ticket is None:
+            return False
+        assert ticket.num_tokens == len(chunk), f"there must be {len(chunk)} tokens of a chunk, got {ticket.num_tokens}"
+        found = kit.loaded(store, ticket)
     np.testing.assert_allclose(found, kit.full_pass(list(chunk))[1], atol=1e-4)
     return True
 
