@@ -206,7 +206,8 @@ async def test_a_replica_whose_engine_is_broken_is_replaced(model, monkeypatch):
             raise OSError("no more")
 
         monkeypatch.setattr(replica._state.engine, "step", breaks)
-        assert (await client.post(CHAT, asked()))[0] == 500
+        answered = (await client.post(CHAT, asked()))[0]
+        assert answered in {500, 503}, "the latter where the engine stepped, and broke, before it was asked"
         with pytest.raises(RuntimeError, match="broken"):
             await replica.check_health()
         assert await replica.record_routing_stats() == {}
