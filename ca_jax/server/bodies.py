@@ -263,14 +263,6 @@ class ChatRequest(Sampling):
     """auto, the default: where the history is longer than the window its oldest tokens leave, and
     usage.ca_jax.num_dropped says how many; disabled: that is an error, context_length_exceeded."""
 
-    def ignored(self, path: str = "") -> Iterator[str]:
-        """As of each body, and `strict` of tools where an answer may call none: there no grammar holds its calls."""
-        yield from super().ignored(path)
-        if self.tool_choice in (None, "auto"):
-            yield from (
-                f"tools.{index}.function.strict" for index, each in enumerate(self.tools or ()) if each.function.strict
-            )
-
     def check(self) -> None:
         """Raises ApiError where fields do not go together."""
         super().check()

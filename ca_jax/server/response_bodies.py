@@ -225,12 +225,6 @@ class ResponseRequest(OpenBody):
     timeout_s: Annotated[float, Field(gt=0)] | None = None
     kv_retention_ttl_seconds: Annotated[float, Field(ge=0)] | None = None
 
-    def ignored(self, path: str = "") -> Iterator[str]:
-        """As of each body, and `strict` of tools where an answer may call none: there no grammar holds its calls."""
-        yield from super().ignored(path)
-        if self.tool_choice in (None, "auto"):
-            yield from (f"tools.{index}.strict" for index, each in enumerate(self.tools or ()) if each.strict)
-
     def check(self) -> None:
         """Raises ApiError where fields do not go together."""
         if self.previous_response_id is not None and self.conversation is not None:

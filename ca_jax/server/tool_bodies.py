@@ -32,7 +32,7 @@ class Function(_Body):
     parameters: dict[str, Any] | None = None
     """The JSON schema of its arguments, an object; none: it takes any."""
     strict: bool | None = None
-    """Calls that must come always have arguments as the schema says; others are as the model writes them."""
+    """Whether arguments are as the schema says. Where one tool is strict all are, and where a call must come."""
 
 
 class Tool(_Body):

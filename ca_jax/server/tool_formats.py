@@ -72,6 +72,11 @@ class AskedTools:
         return self.choice == "required" or self.named is not None
 
     @property
+    def is_strict(self) -> bool:
+        """Whether calls that may come have arguments as the schemas say: of all functions, where one is `strict`."""
+        return self.choice == "auto" and any(each.get("strict") for each in self.functions)
+
+    @property
     def schemas(self) -> dict[str, Any]:
         """By name, the schema of its arguments."""
         return {each["name"]: each.get("parameters") or _ANY_OBJECT for each in self.functions}
@@ -140,10 +145,13 @@ class ReplyForm:
           tools: what the request says of them.
           guided: what it says must match, by field. Calls that must come need match nothing else; to
             `response_format`, calls that may come are the alternative; `guided_grammar` is of all of the answer.
+            Where nothing is to match, calls of strict tools may stand behind any text.
         """
         field, grammar = next(iter(guided.items()), ("", None))
         if tools is not None and tools.must_call:
             return self._whole([("called", self._calls(tools))])
+        if tools is not None and tools.is_strict and grammar is None:
+            return self._whole([("free", self._free(tools))])
         if grammar is None or field == "guided_grammar":
             return grammar
         said = ("said", self._said(grammar))
@@ -176,16 +184,39 @@ class ReplyForm:
         head = self._text("<|channel|>final<|message|>") if self._is_harmony else ""
         return f"said: {head} answer\n{_as_rule(grammar)}"
 
-    def _calls(self, tools: AskedTools) -> str:
-        """The rule `called`: one call of a tool, or several."""
+    def _calls(self, tools: AskedTools, skipped: str = "") -> str:
+        """The rule `called`: one call of a tool, or several; without the text `skipped` that it begins with."""
         functions = [each for each in tools.functions if tools.named in (None, each["name"])]
         is_one = tools.named is not None or not tools.is_parallel
         before, between, behind = self._around()
-        names = [f"call_{number}" for number in range(len(functions))]
-        rules = [f"{name}: {self._call(each)}" for name, each in zip(names, functions, strict=True)]
-        more = "" if is_one else f" ({self._text(between)} call)*"
-        called = f"called: {self._text(before)} call{more} {self._text(behind)}"
-        return "\n".join([called, f"call: {' | '.join(names)}", *rules])
+        calls = [self._call(each) for each in functions]
+        firsts = [f"{self._text((before + head).removeprefix(skipped))} {rest}" for head, rest in calls]
+        more = [f"{self._text(between + head)} {rest}" for head, rest in calls]
+        called = f"called: first {self._text(behind)}" if is_one else f"called: first more* {self._text(behind)}"
+        rules = [called, f"first: {' | '.join(firsts)}", *([] if is_one else [f"more: {' | '.join(more)}"])]
+        return "\n".join(rules)
+
+    def _free(self, tools: AskedTools) -> str:
+        """The rule `free`: any text, and calls that may stand behind it, or in its place where they begin like JSON."""
+        family = _FAMILIES[self.family or ""]
+        # A regular expression matches no special token; a marker that is text must be kept out of what is said.
+        spelled = [marker for marker in family.markers if self._special(marker) is None]
+        without = f" & ~/(?s:.*)({'|'.join(_escaped(marker) for marker in spelled)})(?s:.*)/" if spelled else ""
+        if self._is_harmony:
+            said = f"{self._text('<|channel|>final<|message|>')} WORDS?"
+            return f"free: {said} | called\nWORDS: /(?s:.+)/{without}\n{self._calls(tools)}"
+        if self.family == "llama3":
+            tag = family.markers[0]
+            begin = "" if tag in spelled else f"{self._text(tag)}? "
+            blank = r"[ \t\r\n]"
+            words = f"WORDS: /{blank}+|{blank}*[^ \\t\\r\\n{{](?s:.*)/{without}"
+            return f"free: WORDS? | {begin}called\n{words}\n{self._calls(tools)}"
+        opening, words = family.markers[0], f"WORDS: /(?s:.+)/{without}"
+        if opening not in spelled:
+            return f"free: WORDS? called?\n{words}\n{self._calls(tools)}"
+        # What is matched lazily ends with the marker's first place, behind which the call goes on.
+        before = f"before[lazy]: /(?s:.*)/ {lark_text(opening)}"
+        return f"free: WORDS? | before called\n{words}\n{before}\n{self._calls(tools, opening)}"
 
     def _around(self) -> tuple[str, str, str]:
         """What stands before, between and behind calls."""
@@ -195,31 +226,29 @@ class ReplyForm:
             return "<｜tool▁calls▁begin｜>", "", "<｜tool▁calls▁end｜>"
         return "", {"hermes": "\n", "llama3": "; ", "glm": "\n"}.get(self.family or "", ""), ""
 
-    def _call(self, function: Mapping[str, Any]) -> str:
-        """What calls a function, in Lark's notation."""
+    def _call(self, function: Mapping[str, Any]) -> tuple[str, str]:
+        """What calls a function: the text before its arguments, and the rest in Lark's notation."""
         name, schema = function["name"], function.get("parameters") or _ANY_OBJECT
         if self.family == "glm":
-            return self._glm_call(name, schema)
+            return f"<tool_call>{name}", self._glm_arguments(schema)
         arguments, text = _json_rule(schema), self._text
         head = f'{{"name": {json.dumps(name)}, '
         if self.family == "llama3":
-            return f"{text(head + chr(34) + 'parameters' + chr(34) + ': ')} {arguments} {text('}')}"
+            return f'{head}"parameters": ', f"{arguments} {text('}')}"
         if self.family == "mistral" and self._names_arguments:
-            return f"{text(f'[TOOL_CALLS]{name}[ARGS]')} {arguments}"
+            return f"[TOOL_CALLS]{name}[ARGS]", arguments
         if self.family == "mistral":
-            return f"{text(head + chr(34) + 'arguments' + chr(34) + ': ')} {arguments} {text('}')}"
+            return f'{head}"arguments": ', f"{arguments} {text('}')}"
         if self.family == "deepseek":
             is_fenced = "```json" in self._source
             inner = f"function<｜tool▁sep｜>{name}\n```json\n" if is_fenced else f"{name}<｜tool▁sep｜>"
             end = ("\n```" if is_fenced else "") + "<｜tool▁call▁end｜>"
-            return f"{text('<｜tool▁call▁begin｜>' + inner)} {arguments} {text(end)}"
+            return f"<｜tool▁call▁begin｜>{inner}", f"{arguments} {text(end)}"
         if self.family == "harmony":
-            to = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
-            return f"{text(to)} {arguments}"
-        begin = f'<tool_call>\n{head}"arguments": '
-        return f"{text(begin)} {arguments} {text('}' + chr(10) + '</tool_call>')}"
+            return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", arguments
+        return f'<tool_call>\n{head}"arguments": ', f"{arguments} {text('}' + chr(10) + '</tool_call>')}"
 
-    def _glm_call(self, name: str, schema: Any) -> str:
+    def _glm_arguments(self, schema: Any) -> str:
         properties = schema.get("properties") if isinstance(schema, Mapping) else None
         required = schema.get("required", ()) if isinstance(schema, Mapping) else ()
         pairs = []
@@ -231,7 +260,7 @@ class ReplyForm:
             head = self._text(f"\n<arg_key>{key}</arg_key>\n<arg_value>")
             pair = f"{head} {value} {self._text('</arg_value>')}"
             pairs.append(pair if key in required else f"({pair})?")
-        return " ".join([self._text(f"<tool_call>{name}"), *pairs, self._text("\n</tool_call>")])
+        return " ".join([*pairs, self._text("\n</tool_call>")])
 
     @property
     def _names_arguments(self) -> bool:
@@ -278,6 +307,11 @@ def _opens(template: ChatTemplate, opening: str, closing: str) -> bool:
     except InvalidRequestError:
         return False
     return prompt.rfind(opening) > prompt.rfind(closing)
+
+
+def _escaped(text: str) -> str:
+    """A text as part of a regular expression between slashes."""
+    return re.escape(text).replace("/", r"\/")
 
 
 def _json_rule(schema: Any) -> str:

@@ -103,7 +103,7 @@ def test_tools_of_other_kinds_are_left_out_and_named(client):
     told = client.responses.with_raw_response.create(
         model=sk.MODEL, input="Hm.", max_output_tokens=2, tools=[{"type": "web_search"}, *FUNCTIONS]
     )
-    assert told.headers["x-ca-jax-ignored-fields"] == "tools.0, tools.1.strict, tools.2.strict"
+    assert told.headers["x-ca-jax-ignored-fields"] == "tools.0"
     assert [tool.name for tool in told.parse().tools] == ["look", "add"]
 
 

@@ -8,9 +8,7 @@ import numpy as np
 import openai
 import pytest
 
-from ca_jax.server.bodies import ChatRequest
 from ca_jax.server.config import ServerConfig
-from ca_jax.server.response_bodies import ResponseRequest
 from ca_jax.testing import tiny
 from tests import engine_kit as kit
 from tests import server_kit as sk
@@ -193,14 +191,3 @@ def test_log_probabilities_of_a_prompts_end_leave_its_beginning_stored(server, c
     with pytest.raises(openai.BadRequestError, match="prompt_logprobs must come without stream"):
         list(complete(client, stream=True, extra_body={"prompt_logprobs": 1}))
     assert json.dumps(told)
-
-
-@pytest.mark.parametrize("choice", [None, "auto", "required"])
-def test_strict_tools_are_named_where_nothing_holds_their_calls(choice):
-    function = {"name": "add", "parameters": {"type": "object", "properties": {}}, "strict": True}
-    chosen = {} if choice is None else {"tool_choice": choice}
-    tools = [{"type": "function", "function": function | {"strict": None}}, {"type": "function", "function": function}]
-    asked = ChatRequest(model="tiny", messages=[user("Hi")], tools=tools, **chosen)
-    assert list(asked.ignored()) == ([] if choice == "required" else ["tools.1.function.strict"])
-    response = ResponseRequest(model="tiny", input="Hi", tools=[{"type": "function", **function}], **chosen)
-    assert list(response.ignored()) == ([] if choice == "required" else ["tools.0.strict"])

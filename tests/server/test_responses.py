@@ -265,6 +265,17 @@ def test_responses_outlive_the_process(said_by_engine, tmp_path):
         assert cached(third) >= second.usage.total_tokens - 1, "KV came from SSD"
 
 
+def test_a_response_that_has_expired_is_found_no_more(tmp_path):
+    with sk.running(store=ssd_store(tmp_path)) as server, server.client() as client:
+        kept, expired = (
+            respond(client, text, extra_body={"kv_retention_ttl_seconds": ttl_s})
+            for text, ttl_s in (("keep me", 3600), ("forget me", 0))
+        )
+    with sk.running(store=ssd_store(tmp_path)) as server, server.client() as client:
+        assert respond(client, "on", previous_response_id=kept.id).output_text
+        assert_unknown(client, expired.id)
+
+
 def test_no_tenant_finds_another_ones():
     tenants = Tenants([(hashlib.sha256(name.encode()).digest(), Tenant(name=name)) for name in ("a", "b")])
     with sk.running(tenants) as server, server.client("a") as client, server.client("b") as other:

@@ -331,10 +331,12 @@ SIGNS = {
 }
 
 
-@pytest.mark.parametrize("is_special", [False, True], ids=["text", "special tokens"])
-@pytest.mark.parametrize("family", SIGNS)
-def test_calls_that_must_come_are_in_the_models_own_notation(family, is_special):
-    """What a template's family is, what its grammar allows, and what its reader reads are of one kind."""
+IN_FAMILIES = pytest.mark.parametrize("family", SIGNS)
+AS_SPELLED = pytest.mark.parametrize("is_special", [False, True], ids=["text", "special tokens"])
+
+
+def form_of(family, is_special):
+    """A tokenizer whose template is of a family, and its form; whether what the family spells are special tokens."""
     backend = tiny.byte_tokenizer()
     template = ChatTemplate("{{ tools }}{#- " + SIGNS[family] + " #}")
     plain = Tokenizer(backend, chat_template=template)
@@ -345,29 +347,110 @@ def test_calls_that_must_come_are_in_the_models_own_notation(family, is_special)
     tokenizer = Tokenizer(backend, eos_id=tiny.IM_END_ID, chat_template=template)
     form = ReplyForm(tokenizer)
     assert form.family == family.split()[0].rstrip(",")
-    functions = tuple(each["function"] for each in TOOLS)
-    tools = AskedTools(functions=functions, choice="required", is_parallel=family != "harmony")
-    grammar = form.grammar(tools, {})
-    matcher = Grammars(tokenizer, tokenizer.vocab_size).compiled(grammar).begin([tiny.IM_END_ID])
-    rng, mask = np.random.default_rng(3), np.zeros(-(-tokenizer.vocab_size // 32), np.uint32)
-    reader = form.reader(tools, "seed")
-    stream, text = tokenizer.stream(reader.spelled), ""
+    return tokenizer, form
+
+
+def asked(choice, family, *, strict=True):
+    functions = tuple(each["function"] | {"strict": strict} for each in TOOLS)
+    return AskedTools(functions=functions, choice=choice, is_parallel=family != "harmony")
+
+
+def matcher_of(tokenizer, form, tools):
+    return Grammars(tokenizer, tokenizer.vocab_size).compiled(form.grammar(tools, {})).begin([tiny.IM_END_ID])
+
+
+def allowed_by(matcher, tokenizer):
+    mask = np.zeros(-(-tokenizer.vocab_size // 32), np.uint32)
+    matcher.fill(mask)
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: tokenizer.vocab_size])
+
+
+def drawn(tokenizer, form, tools):
+    """Tokens of random calls, and at each of their places, and behind the last, which ones are allowed."""
+    matcher, rng = matcher_of(tokenizer, form, tools), np.random.default_rng(3)
+    tokens, allowed = list[int](), list[np.ndarray]()
     for _ in range(2000):
-        matcher.fill(mask)
-        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: tokenizer.vocab_size])
-        if tiny.IM_END_ID in allowed:
-            break
-        weights = np.where(np.isin(allowed, [*b" \n\t\r"]), 0.01, 1.0)
-        token = int(rng.choice(allowed, p=weights / weights.sum()))
-        matcher.take(token)
-        text += stream.push(token)
-    else:
-        pytest.fail(f"it did not end: {text}")
-    message = reader.message(text, is_whole=True)
+        allowed.append(allowed_by(matcher, tokenizer))
+        if tiny.IM_END_ID in allowed[-1]:
+            return tokens, allowed
+        weights = np.where(np.isin(allowed[-1], [*b" \n\t\r"]), 0.01, 1.0)
+        tokens.append(int(rng.choice(allowed[-1], p=weights / weights.sum())))
+        matcher.take(tokens[-1])
+    pytest.fail(f"it did not end: {tokens}")
+
+
+@AS_SPELLED
+@IN_FAMILIES
+def test_calls_that_must_come_are_in_the_models_own_notation(family, is_special):
+    """What a template's family is, what its grammar allows, and what its reader reads are of one kind."""
+    tokenizer, form = form_of(family, is_special)
+    tools = asked("required", family)
+    tokens, _ = drawn(tokenizer, form, tools)
+    reader = form.reader(tools, "seed")
+    stream = tokenizer.stream(reader.spelled)
+    message = reader.message("".join(map(stream.push, tokens)), is_whole=True)
     assert message["content"] == ""
     for call in message["tool_calls"]:
         expect_call(call["function"]["name"], json.loads(call["function"]["arguments"]))
         assert re.fullmatch("[0-9a-f]{9}" if "mistral" in family else "call_[0-9a-f]{24}", call["id"])
+
+
+@AS_SPELLED
+@IN_FAMILIES
+def test_calls_of_strict_tools_that_may_come_are_held_like_those_that_must(family, is_special):
+    """Behind any text, or at the beginning where the family's calls stand there alone, and from their marker on."""
+    tokenizer, form = form_of(family, is_special)
+    tokens, allowed = drawn(tokenizer, form, asked("required", family))
+    said = [] if form.family in ("llama3", "harmony") else [*b"So. <t {x} [T <"]
+    matcher = matcher_of(tokenizer, form, asked("auto", family))
+    for token in said:
+        assert {token, tiny.IM_END_ID} <= {*allowed_by(matcher, tokenizer)}
+        matcher.take(token)
+    same = list[bool]()
+    for token, those in zip([*tokens, tiny.IM_END_ID], allowed, strict=True):
+        these = allowed_by(matcher, tokenizer)
+        assert token in these
+        same.append(np.array_equal(these, those))
+        matcher.take(token)
+    free = len(same) - same[::-1].index(False)  # Tokens behind which nothing but a call may follow.
+    if form.family == "harmony":  # It may have thought before; `final` would be no call.
+        assert tokenizer.decode(tokens[free:]).startswith("ommentary to=functions.")
+    else:
+        assert free <= (1 if is_special else len("<｜tool▁calls▁begin｜>".encode()))
+
+
+@AS_SPELLED
+@IN_FAMILIES
+def test_text_alone_may_come_where_strict_tools_may_be_called(family, is_special):
+    tokenizer, form = form_of(family, is_special)
+    matcher = matcher_of(tokenizer, form, asked("auto", family))
+    if form.family == "harmony":
+        for token in (
+            tokenizer.encode("<|channel|>final<|message|>") if is_special else [*b"<|channel|>final<|message|>"]
+        ):
+            assert token in allowed_by(matcher, tokenizer)
+            matcher.take(token)
+    for token in [*b" It is <b>5</b> {or} [6]\n"]:
+        assert {token, tiny.IM_END_ID} <= {*allowed_by(matcher, tokenizer)}
+        matcher.take(token)
+    assert tiny.IM_END_ID in allowed_by(matcher, tokenizer)
+
+
+def test_calls_that_may_come_of_tools_that_are_not_strict_are_as_the_model_writes_them():
+    _, form = form_of("hermes", False)
+    assert form.grammar(asked("auto", "hermes", strict=False), {}) is None
+    assert form.grammar(asked("none", "hermes"), {}) is None
+
+
+def test_a_strict_tool_over_http(client):
+    """The model of these tests calls nothing by itself: what it says is as without tools that are strict."""
+    loose = [{"type": "function", "function": each["function"] | {"strict": False}} for each in TOOLS]
+    told = [sk.chat(client, [user("Free?")], 20, tools=tools).choices[0] for tools in (TOOLS, loose)]
+    assert told[0].message.content == told[1].message.content
+    raw = client.chat.completions.with_raw_response.create(
+        model=sk.MODEL, messages=[user("Free?")], max_tokens=2, tools=TOOLS
+    )
+    assert "x-ca-jax-ignored-fields" not in raw.headers
 
 
 def test_what_is_said_of_special_tokens_in_tools_and_calls_is_text(server, client):
