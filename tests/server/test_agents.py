@@ -6,12 +6,14 @@ import functools
 import json
 
 import anthropic
+import pydantic
 import pytest
+from anthropic import types
 
 from tests import engine_kit as kit
 from tests import server_kit as sk
 from tests.server.test_responses import KINDS, cached
-from tests.server.test_tools import ADD, LOOK, THINKS, expect_call, model_with
+from tests.server.test_tools import ADD, LOOK, TEMPLATE, THINKS, expect_call, model_with
 from tests.server_kit import assistant, user
 
 FUNCTIONS = [{"type": "function", **each["function"]} for each in (LOOK, ADD)]
@@ -175,3 +177,28 @@ def test_variables_of_the_template_are_part_of_what_a_conversation_is():
             for each in ("high", "low")
         )
         assert cached(same) >= begun.usage.total_tokens - 1 > cached(other)
+
+
+CALLED = {"tools": TOOLS, "tool_choice": {"type": "tool", "name": "look"}}
+ASKED = {"text": ({"max_tokens": 6}, TEMPLATE), "thinking": (CALLED, THINKS), "tool_use": (CALLED, TEMPLATE)}
+
+
+@pytest.mark.parametrize("kind", ASKED)
+def test_messages_are_as_anthropics_own_models_have_them(kind):
+    changes, template = ASKED[kind]
+    event_of = pydantic.TypeAdapter(types.RawMessageStreamEvent).validate_python
+    asked = {"model": sk.MODEL, "max_tokens": 200, "messages": [user("Look.")], "temperature": 0, **changes}
+    with sk.running(make_engine=lambda: kit.small_engine(model_with(template))) as server, server.http() as http:
+        message = types.Message.model_validate(http.post("/v1/messages", json=asked).json())
+        assert [block.type for block in message.content] == [kind]
+        streamed = http.post("/v1/messages", json=asked | {"stream": True}).text.splitlines()
+        told = [line.removeprefix("data: ") for line in streamed if line.startswith("data: ")]
+        assert {event_of(json.loads(each)).type for each in told} == {
+            *("message_start", "content_block_start", "content_block_delta", "content_block_stop"),
+            *("message_delta", "message_stop"),
+        }
+        counted = http.post("/v1/messages/count_tokens", json={"model": sk.MODEL, "messages": [user("Look.")]})
+        assert types.MessageTokensCount.model_validate(counted.json()).input_tokens
+        refused = http.post("/v1/messages", json=asked | {"messages": []})
+        assert refused.status_code == 400
+        assert types.ErrorResponse.model_validate(refused.json()).error.type == "invalid_request_error"
