@@ -160,6 +160,19 @@ def test_what_is_said_is_shown_as_text_never_read_as_html(server, open_page):
     assert page.title() == f"ca_jax · {MODEL}"
 
 
+def test_a_conversation_is_found_on_any_page_of_the_list(server, page):
+    with server.client() as client:
+        for text in ("Which island?", "Which cape?", "Which bay?"):
+            chat(client, [user(text)], 2)
+    page.route("**/v1/sessions?*", lambda asked: asked.continue_(url=asked.request.url.replace("limit=100", "limit=1")))
+    page.reload()
+    page.locator("#sessions li", has_text="Which bay?").wait_for()
+    assert page.locator("#sessions li", has_text="Which island?").count() == 0
+    page.locator("#find").fill("ISLAND")
+    page.locator("#sessions li", has_text="Which island?").wait_for()
+    assert page.locator("#sessions li").count() == 1
+
+
 def test_a_turn_is_asked_again_edited_found_and_deleted(server, page):
     first, second = say(page, "Name a harbour.", 6), say(page, "Name another.", 6)
     session_id = page.evaluate("decodeURIComponent(location.hash.slice(1))")

@@ -11,6 +11,7 @@ const TITLES = "ca_jax.titles";
 export class Sessions {
   #current = null;
   #listed = [];
+  #hasMore = false;
   #on;
   #askedMs = -Infinity;
   #timer = null;
@@ -20,7 +21,10 @@ export class Sessions {
   // on: { open(id), error(error), dropped(id) }
   constructor(on) {
     this.#on = on;
-    byId("find").addEventListener("input", () => this.#paint());
+    byId("find").addEventListener("input", () => {
+      this.#paint();
+      if (this.#hasMore) this.#refresh().catch(this.#on.error);
+    });
   }
 
   set current(sessionId) {
@@ -49,7 +53,14 @@ export class Sessions {
   }
 
   async #refresh() {
-    const { data } = await askJson(`/v1/sessions?limit=${MOST}`);
+    const data = [];
+    let page;
+    do {
+      const after = page ? `&after=${encodeURIComponent(page.last_id)}` : "";
+      page = await askJson(`/v1/sessions?limit=${MOST}${after}`);
+      data.push(...page.data);
+    } while (page.has_more && byId("find").value.trim()); // What is looked for may be on any page.
+    this.#hasMore = page.has_more;
     this.#listed = data.filter((session) => session.num_tokens || session.id === this.#current);
     this.#paint();
   }
