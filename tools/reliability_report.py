@@ -4,7 +4,7 @@
 
 The words are results/reliability/notes.md.
 
-It takes about forty minutes on 2 CPU cores. To be run from the repository's root, as root or by somebody who may
+It takes twenty to forty minutes on 2 CPU cores. To be run from the repository's root, as root or by somebody who may
 mount if full disks and read-only directories are to be real ones.
 """
 
