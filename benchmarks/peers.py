@@ -13,11 +13,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from ca_jax.device.transfer import to_host
 from ca_jax.errors import CaJaxError
 from ca_jax.launch.machine import describe_machine
 from ca_jax.pretrained import LoadedModel
-from ca_jax.testing.tiny import hf_config, hf_tensors
+from ca_jax.testing.tiny import hf_config, hf_views
 
 
 class PeerUnavailableError(CaJaxError):
@@ -27,8 +26,8 @@ class PeerUnavailableError(CaJaxError):
 class TransformersPeer:
     """Hugging Face `transformers`: `LlamaForCausalLM` with sdpa attention and its default, growing KV cache.
 
-    Weights are copies of the model's. PeerUnavailableError: torch or transformers is not installed, or torch lacks the
-    device our model is on. Every method waits until the work is done.
+    On a GPU it computes with the model's own arrays. PeerUnavailableError: torch or transformers is not installed, or
+    torch lacks the device our model is on, or its dtype. Every method waits until the work is done.
     """
 
     def __init__(self, model: LoadedModel) -> None:
@@ -42,25 +41,31 @@ class TransformersPeer:
         on_gpu = jax.default_backend() == "gpu"
         if on_gpu and not torch.cuda.is_available():
             raise PeerUnavailableError("the model is on a GPU: torch must see one, got none")
+        if model.dtype not in ("float32", "bfloat16"):
+            raise PeerUnavailableError(f"the peer's weights must be float32 or bfloat16, got {model.dtype}")
         self._torch = torch
         self._device = torch.device("cuda" if on_gpu else "cpu")
         torch.set_num_threads(describe_machine()["cores"])
         transformers.utils.logging.disable_progress_bar()
-        tensors = hf_tensors(model.config, jax.tree.map(to_host, model.params))
-        llama: Any = transformers.LlamaForCausalLM.from_pretrained(
-            None,
-            config=transformers.LlamaConfig(**hf_config(model.config)),
-            state_dict={name: _to_torch(torch, tensor) for name, tensor in tensors.items()},
-            dtype=getattr(torch, model.dtype),
-            attn_implementation="sdpa",
-        )
+        fields = {**hf_config(model.config), "attn_implementation": "sdpa", "dtype": model.dtype}
+        config = transformers.LlamaConfig(**fields)
+        with torch.device("meta"):
+            llama: Any = transformers.LlamaForCausalLM(config)
+        params = {"params": jax.tree.map(torch.from_dlpack, jax.block_until_ready(model.params["params"]))}
+        weights = hf_views(model.config, params)
+        if not on_gpu:  # Laid out as a file has them; a GPU has no room for both, and multiplies either as fast.
+            weights = {name: weight.contiguous() for name, weight in weights.items()}
+        llama.load_state_dict(weights, strict=not model.config.tie_embeddings, assign=True)
+        llama.tie_weights()
+        llama.model.rotary_emb = type(llama.model.rotary_emb)(config)  # Its frequencies are no weights.
         self._model = llama.to(self._device).eval()
         self._cache: Any = None
         self._last: Any = None
 
     def save(self, directory: Path) -> None:
         """Writes the model as a directory of Hugging Face's, without a tokenizer."""
-        self._model.save_pretrained(directory)
+        tensors = {name: tensor.contiguous() for name, tensor in self._model.state_dict().items()}
+        self._model.save_pretrained(directory, state_dict=tensors)
 
     def prefill(self, token_ids: Sequence[int]) -> tuple[int, float]:
         """Computes a prompt from scratch; the likeliest next token, and seconds until it is known.
@@ -72,6 +77,12 @@ class TransformersPeer:
             _, token = self._forward(self._torch.tensor([list(token_ids)], device=self._device), None)
             first = int(token.item())
         return first, time.perf_counter() - started_s
+
+    def logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Logits of every token of a text, f32 `[T, V]`."""
+        with self._torch.inference_mode():
+            out = self._model(self._torch.tensor([list(token_ids)], device=self._device), use_cache=False)
+            return out.logits[0].float().cpu().numpy()
 
     def start_decode(self, prompts: Sequence[Sequence[int]]) -> None:
         """Prefills a batch of prompts, all of one length, for `decode` to continue."""
@@ -107,12 +118,3 @@ PEERS = {"transformers": TransformersPeer}
 """By the name of the flag."""
 PEER_PACKAGES = {"transformers": ("torch", "transformers")}
 """The distributions whose versions matter."""
-
-
-def _to_torch(torch: Any, array: np.ndarray) -> Any:
-    """A copy as a torch tensor; numpy's bfloat16 is not one torch knows."""
-    if array.dtype == np.float32:
-        return torch.from_numpy(array.copy())
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
-    raise PeerUnavailableError(f"the peer's weights must be float32 or bfloat16, got {array.dtype}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -65,8 +65,8 @@ class RunnerBench:
     """Prefill and decode of one model, judged by what the device gives."""
 
     def __init__(self, model: LoadedModel, config: GpuBenchConfig, probes: Probes) -> None:
-        self._model, self._probes = model, probes
-        self._config = config
+        self.model, self.config = model, config
+        self._probes = probes
         longest = config.context_tokens + _SETTLING_STEPS + (1 + config.repeats) * config.decode_steps
         window = max(longest, config.prefill_tokens)
         self._runner = Runner(
@@ -77,18 +77,18 @@ class RunnerBench:
                 chunk_tokens=config.chunk_tokens,
             ),
         )
-        self._notes = [model_note(model), f"attention: {paged_attention(self._runner.pool.buffers[0])}"]
-        self._tokens = random_ids(np.random.default_rng(config.seed), model, window)
+        self.notes = [model_note(model), f"attention: {paged_attention(self._runner.pool.buffers[0])}"]
+        self.tokens = random_ids(np.random.default_rng(config.seed), model, window)
 
     def prefill(self) -> Findings:
         """Time of a prefill without history, against the matmul peak."""
-        num_tokens = self._config.prefill_tokens
+        num_tokens = self.config.prefill_tokens
         rounds = harness.interleave(
-            lambda: {"ours": lambda: harness.timed("prefill_s", self._prefill, 0, num_tokens)}, self._config.repeats
+            lambda: {"ours": lambda: harness.timed("prefill_s", self.compute, 0, num_tokens)}, self.config.repeats
         )
         samples = harness.samples(rounds)
         prefill_s = harness.must_median(samples, "prefill_s")
-        flops_per_s = prefill_flops(self._model, num_tokens) / prefill_s
+        flops_per_s = prefill_flops(self.model, num_tokens) / prefill_s
         share = flops_per_s / self._probes.matmul_flops_per_s
         row = {
             "new_tokens": num_tokens,
@@ -100,14 +100,15 @@ class RunnerBench:
         return Findings(
             rows=[row],
             floors=[Floor(what="prefill, share of the matmul peak", value=share, bound=MATMUL_FLOOR)],
-            notes=[*self._notes, *_spread_notes(samples, "prefill_s")],
+            notes=[*self.notes, *_spread_notes(samples, "prefill_s")],
         )
 
-    def decode(self) -> Findings:
-        """Time of a decode step of a full batch, against reading all weights and all KV once."""
-        config, num_rows = self._config, self._config.batch_size
+    def begin_decode(self) -> tuple[Sequence[Sequence[int]], Callable[[], dict[str, float]]]:
+        """Prompts of a full batch, computed already; and what decodes some of its steps, and says how long one took."""
+        config, num_rows = self.config, self.config.batch_size
+        prompt = self.tokens[: config.context_tokens]
         for slot in range(num_rows):
-            self._prefill(slot, config.context_tokens)
+            self.compute(slot, config.context_tokens)
         lengths = np.full(num_rows, config.context_tokens, np.int32)
         tokens = self._steps(_SETTLING_STEPS, jax.numpy.zeros(num_rows, np.int32), lengths)
 
@@ -118,19 +119,25 @@ class RunnerBench:
             elapsed_s = time.perf_counter() - started_s
             return {"step_s": elapsed_s / config.decode_steps, "length": float(lengths[0])}
 
+        return [prompt] * num_rows, step
+
+    def decode(self) -> Findings:
+        """Time of a decode step of a full batch, against reading all weights and all KV once."""
+        config, num_rows = self.config, self.config.batch_size
+        _, step = self.begin_decode()
         rounds = harness.interleave(lambda: {"ours": step}, config.repeats)
         samples = harness.samples(rounds)
         step_s = harness.must_median(samples, "step_s")
         num_context = int(np.mean([sample["length"] for sample in samples]))
-        dtype = self._model.params["params"]["embed"]["embedding"].dtype
-        kv_bytes = self._model.config.kv_bytes_per_token(dtype.itemsize) * num_rows * num_context
-        roofline_s = (compute_bytes(self._model) + kv_bytes) / self._probes.memory_read_bytes_per_s
+        dtype = self.model.params["params"]["embed"]["embedding"].dtype
+        kv_bytes = self.model.config.kv_bytes_per_token(dtype.itemsize) * num_rows * num_context
+        roofline_s = (compute_bytes(self.model) + kv_bytes) / self._probes.memory_read_bytes_per_s
         row = {
             "rows": num_rows,
             "context_tokens": num_context,
             "step_s": step_s,
             "tokens_per_s": num_rows / step_s,
-            "weight_gb": compute_bytes(self._model) / 1e9,
+            "weight_gb": compute_bytes(self.model) / 1e9,
             "kv_gb": kv_bytes / 1e9,
             "roofline_s": roofline_s,
             "share_of_roofline": roofline_s / step_s,
@@ -145,16 +152,16 @@ class RunnerBench:
                     bound=ROOFLINE_FLOOR,
                 )
             ],
-            notes=[*self._notes, *_spread_notes(samples, "step_s")],
+            notes=[*self.notes, *_spread_notes(samples, "step_s")],
         )
 
-    def _prefill(self, slot: int, num_tokens: int) -> None:
+    def compute(self, slot: int, num_tokens: int) -> None:
         """Computes a prompt into the pages of a row, which holds nothing else then, and waits for it."""
-        prefill, pool = Prefill(slot, self._tokens[:num_tokens], 0), self._runner.pool
+        prefill, pool = Prefill(slot, self.tokens[:num_tokens], 0), self._runner.pool
         pool.end(slot)
         pool.begin(slot, self._runner.window)
         while prefill.num_left:
-            part = PassPart(prefill, min(prefill.num_left, self._config.chunk_tokens), draws_behind=num_tokens)
+            part = PassPart(prefill, min(prefill.num_left, self.config.chunk_tokens), draws_behind=num_tokens)
             draw = self._runner.run_pass([part]).draw
         jax.block_until_ready((draw and draw.tokens, prefill.outputs))
 

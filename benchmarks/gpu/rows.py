@@ -20,6 +20,10 @@ LINK_FLOOR = 0.8
 """Least share of the link's measured pinned bandwidth that a load from DRAM reaches."""
 TTFT_CEILING = 1.15
 """Most that TTFT on a DRAM hit is over the larger of load and compute."""
+KERNEL_CEILING = 0.01
+"""Most that attention in 16 bits is off, of its norm."""
+LOGITS_CEILING = 0.05
+"""Most that logits in 16 bits differ from another engine's in 16 bits, of their norm."""
 
 Status = Literal["done", "skipped", "failed"]
 """Of a section. Skipped: the time was spent. Failed: it broke off, and the others went on."""

@@ -5,6 +5,7 @@ Not here: measuring (`probes`, `model`, `ttft`, `paper`), flags and main (`main`
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import time
@@ -12,12 +13,14 @@ from collections.abc import Callable, Sequence
 
 from absl import logging
 
-from benchmarks.gpu import model, paper
+from benchmarks.gpu import model, paper, peer
+from benchmarks.gpu.kernels import measure_kernels
 from benchmarks.gpu.model import RunnerBench
 from benchmarks.gpu.probes import measure_probes, probe_findings
 from benchmarks.gpu.rows import Findings, GpuBenchConfig, Probes, SectionResult, Status
 from benchmarks.gpu.ttft import measure_ttft
 from benchmarks.harness import BenchError
+from benchmarks.peers import PeerUnavailableError, TransformersPeer
 from ca_jax.pretrained import LoadedModel, Progress
 
 Clock = Callable[[], float]
@@ -33,6 +36,7 @@ class GpuBench:
         """Of the device, once they are measured."""
         self._model: tuple[str, LoadedModel] | None = None
         self._runner: RunnerBench | None = None
+        self._peer: TransformersPeer | None = None
 
     def measure_probes(self) -> Findings:
         """What the hardware gives."""
@@ -50,7 +54,7 @@ class GpuBench:
         """The model; of two the device may not have room for, so there is one at a time."""
         self._runner = None  # Its pages of KV are in the way as well.
         if self._model is None or self._model[0] != preset:
-            self._model = None
+            self._model = self._peer = None
             gc.collect()
             num_tokens = max(self.config.history_tokens) + self.config.new_tokens + 2
             self._model = preset, model.shaped_model(preset, self.config, num_tokens)
@@ -62,6 +66,13 @@ class GpuBench:
         if self._runner is None:
             self._runner = RunnerBench(self.model(self.config.preset), self.config, probes)
         return self._runner
+
+    def peer(self) -> TransformersPeer | None:
+        """Another engine on the model of prefill, decode and TTFT, if it is installed."""
+        if self._peer is None:
+            with contextlib.suppress(PeerUnavailableError):
+                self._peer = TransformersPeer(self.model(self.config.preset))
+        return self._peer
 
     def figure(self, measure: Callable[[LoadedModel, GpuBenchConfig, Progress], Findings]) -> Findings:
         """One of the paper's figures."""
@@ -82,14 +93,19 @@ class Section:
 
 SECTIONS = (
     Section("probes", "The hardware", 0, GpuBench.measure_probes),
+    Section("kernels", "Attention over pages", 30, lambda bench: measure_kernels(bench.config, bench.known_probes)),
     Section("prefill", "Prefill against the matmul peak", 40, lambda bench: bench.runner().prefill()),
     Section("decode", "Decode against the memory's bandwidth", 60, lambda bench: bench.runner().decode()),
+    Section("transformers", "Beside transformers", 40, lambda bench: peer.measure_beside(bench.peer(), bench.runner())),
     Section(
         "ttft",
         "Turns over histories in DRAM",
         90,
         lambda bench: measure_ttft(
-            probes=bench.known_probes, model=bench.model(bench.config.preset), config=bench.config
+            probes=bench.known_probes,
+            model=bench.model(bench.config.preset),
+            config=bench.config,
+            peer=bench.peer(),
         ),
     ),
     Section(

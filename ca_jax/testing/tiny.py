@@ -159,12 +159,17 @@ def _hf_rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
 
 def hf_tensors(config: ModelConfig, params: Params) -> dict[str, np.ndarray]:
     """The same parameters under Hugging Face's names; a linear weight is `[out, in]`, heads of Q and K half-split."""
-    names, tensors = FAMILIES["llama"].hf_names(config), {}
+    return {name: np.ascontiguousarray(view) for name, view in hf_views(config, params).items()}
+
+
+def hf_views(config: ModelConfig, params: Params) -> dict[str, Any]:
+    """As `hf_tensors`, but views of the parameters, which may be of any library that has `reshape` and `T`."""
+    names, views = FAMILIES["llama"].hf_names(config), {}
     for slot in parameter_slots(config):
         array = functools.reduce(lambda tree, key: tree[key], slot.path, params["params"])
         stored = array.reshape(slot.stored_shape[::-1]).T if slot.transposed else array
-        tensors[str(names[slot.key]).format(layer=slot.layer)] = np.ascontiguousarray(stored)
-    return tensors
+        views[str(names[slot.key]).format(layer=slot.layer)] = stored
+    return views
 
 
 def write_tiny_hf(

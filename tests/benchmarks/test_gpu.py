@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 
 import jax
@@ -14,6 +15,7 @@ from benchmarks.gpu import paper, sections
 from benchmarks.gpu.model import compute_bytes, prefill_flops
 from benchmarks.gpu.report import make_report, to_markdown
 from benchmarks.gpu.rows import Findings, Floor, GpuBenchConfig, SectionResult
+from benchmarks.peers import PEER_PACKAGES
 from ca_jax.launch.machine import describe_machine
 from tests import engine_kit as kit
 from tests.scripts_kit import run_script
@@ -80,6 +82,22 @@ def test_all_sections_measure_what_was_asked_for_with_one_model_at_a_time(monkey
     read_s = (compute_bytes(kit.tiny_model()) + kv_bytes) / probes.memory_read_bytes_per_s
     assert (row["kv_gb"], row["roofline_s"]) == (kv_bytes / 1e9, pytest.approx(read_s))
 
+    cases = {row["case"]: row for row in rows["kernels"]}
+    assert [*cases][:2] == ["2 x 1 over 40", "8 x 1 over 80"]
+    assert all(row["relative_error"] < 1e-4 and row["attend_s"] > 0 for row in cases.values())
+    row = cases["1 x 10 over 70"]
+    pairs, heads, size = sum(range(71, 81)), (9, 3), 64
+    assert row["tflop_per_s"] * row["attend_s"] * 1e12 == pytest.approx(4 * pairs * heads[0] * size)
+    assert row["read_gb_per_s"] * row["attend_s"] * 1e9 == pytest.approx(2 * 80 * heads[1] * size * 4)
+
+    has_peer = all(map(importlib.util.find_spec, PEER_PACKAGES["transformers"]))
+    assert [row["what"] for row in rows["transformers"]] == has_peer * ["prefill of 64", "decode step, 2 rows of 40"]
+    for row in rows["transformers"]:
+        assert row["ratio"] == pytest.approx(row["transformers_s"] / row["ours_s"])
+    for floor in found["transformers"].floors:
+        assert floor.value < 1e-4, "both compute the same"
+    assert all((row["transformers_recompute_s"] is not None) == has_peer for row in rows["ttft"])
+
     assert all(row["same_tokens"] and not row["recompiles"] for row in rows["ttft"])
     assert [row["kv_gb"] for row in rows["ttft"]] == [num * kit.TOKEN_BYTES / 1e9 for num in (40, 70)]
     link, ttft = found["ttft"].floors
@@ -139,7 +157,7 @@ def test_what_would_not_end_in_time_is_skipped_and_what_breaks_does_not_end_the_
 def test_the_hardware_is_run_in_any_case_and_unknown_sections_are_refused():
     assert [each.name for each in sections.choose_sections(["decode"])] == ["probes", "decode"]
     assert sections.choose_sections([]) == list(sections.SECTIONS)
-    with pytest.raises(ValueError, match=r"sections must be some of probes, prefill, .*; got nothing"):
+    with pytest.raises(ValueError, match=r"sections must be some of probes, kernels, prefill, .*; got nothing"):
         sections.choose_sections(["nothing"])
 
 
