@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import functools
 import math
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import ca_jax
 from ca_jax.models.transformer import Transformer
@@ -95,6 +97,20 @@ _DELTA |= {"head_dim": 16, "num_hidden_layers": 4}
 _NEXT = {**_LLAMA, **_DELTA, **_QWEN_MOE, "shared_expert_intermediate_size": 20}
 _NEXT_MIXED = {"mlp_only_layers": [2], "linear_conv_kernel_dim": 2, "norm_topk_prob": False}
 _NEXT_MIXED |= {"layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"]}
+_MAMBA = {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_d_conv": 4}
+_GRANITE4 = {**_LLAMA, **_MULTIPLIED, **_EXPERTS, **_MAMBA, "num_hidden_layers": 4, "shared_intermediate_size": 20}
+_GRANITE4 |= {"layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"]}
+_GRANITE4_DENSE = {"num_local_experts": 0, "mamba_n_groups": 1, "mamba_conv_bias": False, "attention_bias": True}
+_ATTENTION_ALONE = {"layer_types": ["full_attention"] * 4, "position_embedding_type": "rope"}
+_KIMI = {**_LLAMA, **_MLA, **_EXPERTS, **_GROUPS, "q_lora_rank": None, "num_hidden_layers": 4}
+_KIMI |= {"moe_intermediate_size": 24, "n_shared_experts": 2, "routed_scaling_factor": 1.7}
+_KIMI |= {"layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"]}
+_KIMI |= {
+    "linear_head_dim": 16,
+    "linear_num_heads": 3,
+    "rms_norm_eps": 1e-2,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {**_LLAMA, "num_key_value_heads": 4}),
@@ -150,6 +166,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3Next", _NEXT),
     "qwen3_next_mixed": ("Qwen3Next", {**_NEXT, **_NEXT_MIXED}),
     "qwen3_5": ("Qwen3_5", {**_LLAMA, **_DELTA}),
+    "qwen3_5_moe": ("Qwen3_5Moe", {**_LLAMA, **_DELTA, **_QWEN_MOE, "shared_expert_intermediate_size": 20}),
+    "granite4": ("GraniteMoeHybrid", _GRANITE4),
+    "granite4_dense": ("GraniteMoeHybrid", {**_GRANITE4, **_GRANITE4_DENSE}),
+    "granite4_attention": ("GraniteMoeHybrid", {**_GRANITE4, **_ATTENTION_ALONE, "num_local_experts": 0}),
+    "kimi_linear": ("KimiLinear", _KIMI),
 }
 """Each architecture and each rope scaling: what `transformers` calls it, and its config."""
 
@@ -216,6 +237,11 @@ def make(name: str, directory: Path, seed: int = 0, **changes: Any) -> Any:
             if key.endswith("layer_scalar"):
                 buffer.copy_(1 + 0.2 * torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(directory)
+    if kind == "KimiLinear":  # It calls dense blocks otherwise than the release, which it reads, does.
+        path = directory / "model.safetensors"
+        tensors = safetensors.numpy.load_file(path)
+        own = {re.sub(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1", name): each for name, each in tensors.items()}
+        safetensors.numpy.save_file(own, path)
     return model
 
 

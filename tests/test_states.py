@@ -28,8 +28,12 @@ from tests import families_kit
 from tests.state_schedules import Schedule, run_schedule
 from tests.test_overlap_release import broken
 
-FAMILIES = ("lfm2", "qwen3_next", pytest.param("qwen3_5", marks=pytest.mark.slow))
-"""All that layers of the last one keep, those of the one before it keep too."""
+FAMILIES = (
+    "lfm2",
+    "qwen3_next",
+    *(pytest.param(each, marks=pytest.mark.slow) for each in ("qwen3_5", "granite4", "kimi_linear")),
+)
+"""All that layers of the last three keep, those of the one before them do too."""
 WINDOW = 256
 
 

@@ -10,7 +10,6 @@ Not here: whole steps (`model`), what bounds them (`probes`), small shapes (test
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -25,7 +24,8 @@ from ca_jax.models import rope
 from ca_jax.models.paged_attention import Rows, attend_pages, paged_attention
 from ca_jax.models.presets import PRESETS
 
-_CALLS = 20  # Of one sample, one after the other, within one function: dispatching them takes no time.
+CALLS = 20
+"""Of one sample, one after the other, within one function: dispatching them takes no time."""
 
 
 class Case(NamedTuple):
@@ -53,23 +53,27 @@ class Given(NamedTuple):
     rotation: rope.Rotation
 
 
+Attend = Callable[[Given], jax.Array]
+"""Attention of a case, `[T, N, H]`."""
+
+
 def measure_kernels(config: GpuBenchConfig, probes: Probes) -> Findings:
     """Attention of the preset's shape: decoding, prompts, turns over a history, windows."""
     c = PRESETS[config.preset]
-    shape = c.num_heads, c.num_kv_heads, c.head_dim
-    rows = [_row(case, shape, config, probes) for case in _cases(config)]
+    rows = [_row(case, config, probes) for case in cases_of(config)]
     worst = max(row["relative_error"] for row in rows)
     return Findings(
         rows=rows,
         floors=[Floor(what="attention, relative error", value=worst, bound=KERNEL_CEILING, is_ceiling=True)],
         notes=[
-            f"{shape[0]} query heads, {shape[1]} KV heads of {shape[2]}, in {config.dtype}; {_CALLS} calls in a row",
+            f"{c.num_heads} query heads, {c.num_kv_heads} KV heads of {c.head_dim}, {config.dtype}; {CALLS} calls each",
             "relative_error: norm of what differs from the plain form in float32, over that form's norm",
         ],
     )
 
 
-def _cases(config: GpuBenchConfig) -> list[Case]:
+def cases_of(config: GpuBenchConfig) -> list[Case]:
+    """Decoding, prompts, turns over a history, several at once; and both with a window."""
     longest, decoding = max(config.history_tokens), {"one_each": True}
     return [
         Case(config.context_tokens, 1, config.batch_size, decoding),
@@ -83,19 +87,18 @@ def _cases(config: GpuBenchConfig) -> list[Case]:
     ]
 
 
-def _row(case: Case, shape: tuple[int, int, int], config: GpuBenchConfig, probes: Probes) -> dict[str, Any]:
-    given = _given(case, shape, config)
+def _row(case: Case, config: GpuBenchConfig, probes: Probes) -> dict[str, Any]:
+    given, c = given_of(case, config), PRESETS[config.preset]
     kind = paged_attention(given.pages)
-    run = partial(attend_pages, new=None, implementation=kind, **case.options)
-    found = _attended(run, given)
+    attend, plain = _attention(case, kind), _attention(case, "blocks")
     exact = given._replace(q=given.q.astype(jnp.float32), pages=given.pages.astype(jnp.float32))
     with jax.default_matmul_precision("highest"):
-        expected = _attended(partial(attend_pages, new=None, implementation="blocks", **case.options), exact)
+        expected = np.asarray(jax.jit(plain)(exact))
+    found = np.asarray(jax.jit(attend)(given).astype(jnp.float32))
     error = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
-    attend_s = _seconds(run, given, config.repeats)
-    seen = _pairs(case), _keys(case)
-    num_flops = 4 * seen[0] * shape[0] * shape[2] * case.rows
-    num_bytes = 2 * seen[1] * shape[1] * shape[2] * given.pages.dtype.itemsize * case.rows
+    attend_s = seconds_of(compiled(attend, given), given, config.repeats)
+    num_flops = 4 * _pairs(case) * c.num_heads * c.head_dim * case.rows
+    num_bytes = 2 * _keys(case) * c.num_kv_heads * c.head_dim * given.pages.dtype.itemsize * case.rows
     bound_s = max(num_flops / probes.matmul_flops_per_s, num_bytes / probes.memory_read_bytes_per_s)
     return {
         "case": str(case),
@@ -106,6 +109,14 @@ def _row(case: Case, shape: tuple[int, int, int], config: GpuBenchConfig, probes
         "read_gb_per_s": num_bytes / attend_s / 1e9,
         "share_of_bound": bound_s / attend_s,
     }
+
+
+def _attention(case: Case, kind: str) -> Attend:
+    def attend(given: Given) -> jax.Array:
+        options = {"new": None, "implementation": kind, **case.options}
+        return attend_pages(given.q, pages=given.pages, rows=given.rows, rotation=given.rotation, **options)[0]
+
+    return attend
 
 
 def _pairs(case: Case) -> int:
@@ -120,40 +131,35 @@ def _keys(case: Case) -> int:
     return min(num_tokens, case.options.get("window", num_tokens) + case.new - 1)
 
 
-def _given(case: Case, shape: tuple[int, int, int], config: GpuBenchConfig) -> Given:
+def given_of(case: Case, config: GpuBenchConfig) -> Given:
     """Arrays of order one, made on the device; pages in any order, and NaN in those that are nobody's."""
-    num_heads, num_kv, head_dim = shape
+    c = PRESETS[config.preset]
     page, num_tokens = EngineConfig.page_tokens, case.rows * case.new
     per_row = -(-(case.history + case.new) // page)
     num_pages = case.rows * per_row + 1
     order = np.random.default_rng(config.seed).permutation(num_pages)
     keys = jax.random.split(jax.random.key(config.seed))
-    q = jax.random.normal(keys[0], (num_tokens, num_heads, head_dim)).astype(config.dtype)
-    pages = jax.random.normal(keys[1], (num_pages, 2, num_kv, page, head_dim), config.dtype)
-    pages = pages.at[order[-1]].set(jnp.nan)
+    q = jax.random.normal(keys[0], (num_tokens, c.num_heads, c.head_dim)).astype(config.dtype)
+    pages = jax.random.normal(keys[1], (num_pages, 2, c.num_kv_heads, page, c.head_dim), config.dtype)
     rows = Rows(
         table=jnp.asarray(order[:-1].reshape(case.rows, per_row), jnp.int32),
         starts=jnp.arange(case.rows + 1, dtype=jnp.int32) * case.new,
         places=jnp.tile(case.history + jnp.arange(case.new, dtype=jnp.int32), case.rows),
     )
-    kind = PRESETS[config.preset].ropes[0][0]
-    return Given(q, pages, rows, rope.rotation_at(kind, head_dim, jnp.arange(per_row * page)))
+    rotation = rope.rotation_at(c.ropes[0][0], c.head_dim, jnp.arange(per_row * page))
+    return Given(q, pages.at[order[-1]].set(jnp.nan), rows, rotation)
 
 
-def _attended(run: Callable[..., tuple[jax.Array, jax.Array]], given: Given) -> np.ndarray:
-    out = jax.jit(lambda given: run(given.q, pages=given.pages, rows=given.rows, rotation=given.rotation)[0])(given)
-    return np.asarray(out.astype(jnp.float32))
+def compiled(attend: Attend, given: Given) -> Attend:
+    """Many calls in a row. Each takes what the last one gave, so that none is left out."""
 
-
-def _seconds(run: Callable[..., tuple[jax.Array, jax.Array]], given: Given, repeats: int) -> float:
-    """Of one call, median of samples of many. Each takes what the last one gave, so that none is left out."""
-
-    @jax.jit
     def calls(given: Given) -> jax.Array:
-        def call(_: int, q: jax.Array) -> jax.Array:
-            return run(q, pages=given.pages, rows=given.rows, rotation=given.rotation)[0]
+        return jax.lax.fori_loop(0, CALLS, lambda _, q: attend(given._replace(q=q)), given.q)
 
-        return jax.lax.fori_loop(0, _CALLS, call, given.q)
+    return jax.jit(calls).lower(given).compile()
 
+
+def seconds_of(calls: Attend, given: Given, repeats: int) -> float:
+    """Of one call of `compiled`, median of samples."""
     samples = [harness.timed("s", lambda: jax.block_until_ready(calls(given)))["s"] for _ in range(1 + repeats)]
-    return float(np.median(samples[1:])) / _CALLS
+    return float(np.median(samples[1:])) / CALLS

@@ -19,6 +19,7 @@ from benchmarks.gpu.model import RunnerBench
 from benchmarks.gpu.probes import measure_probes, probe_findings
 from benchmarks.gpu.rows import Findings, GpuBenchConfig, Probes, SectionResult, Status
 from benchmarks.gpu.ttft import measure_ttft
+from benchmarks.gpu.tuning import measure_tuning
 from benchmarks.harness import BenchError
 from benchmarks.peers import PeerUnavailableError, TransformersPeer
 from ca_jax.pretrained import LoadedModel, Progress
@@ -116,6 +117,7 @@ SECTIONS = (
     ),
     Section("figure_20", "Figure 20: asynchronous saving", 70, lambda bench: bench.figure(paper.figure_20)),
     Section("figure_18", "Figure 18: reuse by share of history", 50, lambda bench: bench.figure(paper.figure_18)),
+    Section("tuning", "Attention over pages, divided otherwise", 60, lambda bench: measure_tuning(bench.config)),
 )
 """In order of importance."""
 

@@ -90,8 +90,8 @@ class RopeConfig:
             factors = getattr(self, name)
             holds = self.scaling != "longrope" or (factors and min(factors) > 0)
             check(holds, f"{name} of longrope rope scaling", "positive numbers", factors)
-        holds = self.scaling != "proportional" or (self.num_turning or 0) > 0
-        check(holds, "num_turning of proportional rope scaling", "positive", self.num_turning)
+        holds = self.scaling != "proportional" or (self.num_turning is not None and self.num_turning >= 0)
+        check(holds, "num_turning of proportional rope scaling", "0 or more", self.num_turning)
 
 
 class LayerKind(NamedTuple):
@@ -307,7 +307,6 @@ class ModelConfig:
             wanted = f"some and not all of the layers in [0, {self.num_layers})"
             check(are_some, "recurrence layers", wanted, recurrent)
             check(window is None, "sliding_window with a recurrence", "None", window)
-            check(not self.latent_dim, "latent_dim with a recurrence", "0", self.latent_dim)
         groups = (self.num_chosen_groups, self.num_expert_groups)
         check(0 < groups[0] <= groups[1], "num_chosen_groups", "in [1, num_expert_groups]", groups)
         check(self.num_experts % groups[1] == 0, "num_experts", f"a multiple of {groups[1]} groups", self.num_experts)

@@ -15,7 +15,7 @@ import concurrent.futures
 import functools
 import logging
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,14 +27,31 @@ from ca_jax.models.config import RopeConfig
 _LOG = logging.getLogger(__name__)
 
 _MASKED = -1e30
-_QUERY_TILE = 16384  # Numbers of a program's queries in a pass, and of its result, which stays in registers.
-_KEY_TILE = 2048  # Numbers of the keys that a program reads at a time; of 4096 an A100 spills registers.
 _LEAST_TILE = 16  # Fewer rows or columns than this no tensor core takes.
-_PROGRAMS = 256  # As many as keep the memory of a GPU with 100-odd multiprocessors busy.
 _MAX_SPLITS = 16
 _HALF = (jnp.bfloat16, jnp.float16)
 _TRIAL_ATOL = 0.05
 """Most that an implementation may be off in its trial, on attention over numbers of order one in 16 bits."""
+
+
+class Tiling(NamedTuple):
+    """How the kernel divides its work among programs, and each among the lanes of a multiprocessor.
+
+    None of it was timed on a device; `gpu_bench --sections=tuning` times others.
+    """
+
+    num_warps: int
+    num_stages: int
+    """Blocks of keys that are on their way at a time."""
+    query_tile: int = 16384
+    """Numbers of a program's queries in a pass, and of its result, which stays in registers."""
+    key_tile: int = 2048
+    """Numbers of the keys that a program reads at a time; of 4,096 an A100 spills registers."""
+    num_programs: int = 256
+    """As many as keep the memory of a GPU with 100-odd multiprocessors busy."""
+
+
+DECODING, PROMPTS = Tiling(num_warps=4, num_stages=5), Tiling(num_warps=8, num_stages=3)
 
 
 def attend_pages_kernel(
@@ -47,6 +64,7 @@ def attend_pages_kernel(
     sinks: jax.Array | None = None,
     *,
     one_each: bool = False,
+    tiling: Tiling | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """What `paged_attention.attend_pages` gives, over pages that the new tokens' KV is in already.
@@ -54,26 +72,29 @@ def attend_pages_kernel(
     A program takes a block of one row's tokens, one KV head, and a share of the keys that they see; shares are put
     together behind it. How long anything is is found at run time on the device: one compiled function serves all.
 
-    Takes what that takes. With `interpret` the kernel runs step by step, on any backend.
+    Takes what that takes, and how the work is divided; None: as `DECODING` or `PROMPTS`. With `interpret` the kernel
+    runs step by step, on any backend.
     """
     from jax.experimental import pallas as pl  # Here: a jax without it serves all the same, by another implementation.
     from jax.experimental.pallas import triton
 
+    tiling = tiling or (DECODING if one_each else PROMPTS)
     num_tokens, num_heads, head_dim = q.shape
     num_kv, page = pages.shape[2:4]
-    groups = num_heads // num_kv
-    block = 1 if one_each else max(min(128, _QUERY_TILE // _padded(head_dim)) // groups, 1)
+    groups, num_keys = num_heads // num_kv, math.gcd(page, min(64, tiling.key_tile // _padded(head_dim)))
+    block = 1 if one_each else max(min(128, tiling.query_tile // _padded(head_dim)) // groups, 1)
     blocks = _row_blocks(rows, num_tokens, block)
     places = rows[2][:num_tokens]
     most_keys = rows[0].shape[1] * page
     if window is not None:
         most_keys = min(most_keys, window + block)
-    num_splits = _num_splits(blocks.shape[1] * num_kv, -(-most_keys // _key_block(pages)))
+    num_splits = _num_splits(tiling.num_programs, blocks.shape[1] * num_kv, -(-most_keys // num_keys))
     shares = (num_splits, num_tokens, num_heads)
     out, weight = pl.pallas_call(
         functools.partial(
             _kernel,
             num_queries=_padded(block * groups),
+            num_keys=num_keys,
             num_splits=num_splits,
             window=window,
             cap=cap,
@@ -84,7 +105,7 @@ def attend_pages_kernel(
             jax.ShapeDtypeStruct((*shares, head_dim), q.dtype if num_splits == 1 else jnp.float32),
             jax.ShapeDtypeStruct(shares, jnp.float32),
         ],
-        compiler_params=triton.CompilerParams(num_warps=4 if one_each else 8, num_stages=5 if one_each else 3),
+        compiler_params=triton.CompilerParams(num_warps=tiling.num_warps, num_stages=tiling.num_stages),
         interpret=interpret,
         name="attend_pages",
     )(blocks, places, rows[0], *rotation, q, pages, *([] if sinks is None else [sinks.astype(jnp.float32)]))
@@ -98,14 +119,9 @@ def _padded(size: int) -> int:
     return max(_LEAST_TILE, 1 << (size - 1).bit_length())
 
 
-def _key_block(pages: Any) -> int:
-    """Keys that a program reads at a time, all of one page."""
-    return math.gcd(pages.shape[3], min(64, _KEY_TILE // _padded(pages.shape[4])))
-
-
-def _num_splits(num_pairs: int, num_blocks: int) -> int:
+def _num_splits(num_programs: int, num_pairs: int, num_blocks: int) -> int:
     """Into how many shares keys are divided, so that there is work for the whole device; a power of two."""
-    wanted = min(-(-_PROGRAMS // num_pairs), num_blocks, _MAX_SPLITS)
+    wanted = min(-(-num_programs // num_pairs), num_blocks, _MAX_SPLITS)
     return 1 << (wanted.bit_length() - 1)
 
 
@@ -137,20 +153,22 @@ def _kernel(
     pages: Any,
     *refs: Any,
     num_queries: int,
+    num_keys: int,
     num_splits: int,
     window: int | None,
     cap: float | None,
     has_sinks: bool,
 ) -> None:
-    """A block's tokens over a share of the keys that they see: `out [S, T, N, H]`, and its logarithmic `weight`."""
+    """A block's tokens over a share of the keys that they see, so many of a page at a time: `out [S, T, N, H]`, and its
+    logarithmic `weight`."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
     *sinks, out, weight = refs
     head_dim, half = q.shape[2], cos.shape[1]
-    page, groups, size = pages.shape[3], q.shape[1] // pages.shape[2], _key_block(pages)
+    page, groups, size = pages.shape[3], q.shape[1] // pages.shape[2], num_keys
     block, kv_head, split = (pl.program_id(axis) for axis in range(3))
-    row, token, count, place, num_keys = (blocks[i, block] for i in range(5))
+    row, token, count, place, behind = (blocks[i, block] for i in range(5))
     query = jnp.arange(num_queries)
     offset, head = query // groups, kv_head * groups + query % groups
     is_own = (offset < count)[:, None]
@@ -181,7 +199,7 @@ def _kernel(
         top, total, result = carry
         number, key = table[row, i * size // page], jnp.arange(size)
         within, at = (i * size % page + key)[:, None], i * size + key
-        is_there = (at < num_keys)[:, None]
+        is_there = (at < behind)[:, None]
         keys = turned(1, at[:, None], is_there, pages, number, 0, kv_head, within)
         values = tile(pages, number, 1, kv_head, within, width=head_dim, used=is_there)
         scores, *more = (triton.dot(part, of_keys.T) for part, of_keys in zip(queries, keys, strict=True))
@@ -197,7 +215,7 @@ def _kernel(
         return new_top, total * rescale + weights.sum(-1), result
 
     first = 0 if window is None else jnp.maximum(place - window + 1, 0) // size
-    stop = (num_keys + size - 1) // size
+    stop = (behind + size - 1) // size
     share = (stop - first + num_splits - 1) // num_splits
     first += split * share
     top, total = jnp.full((num_queries,), _MASKED, jnp.float32), jnp.zeros((num_queries,), jnp.float32)

@@ -38,9 +38,13 @@ _PLAIN = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dt
 _PACKED = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu, "I32": np.int32, "U8": np.uint8}
 _TYPES: dict[str, np.dtype] = {name: np.dtype(kind) for name, kind in (_PLAIN | _PACKED).items()}
 
-_TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
+_TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model.", "lm_head.": "lm_head."}
 """What names of the text model's tensors begin with, in models that read images too, and do without. Others are not
 read."""
+
+_ALL_EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up|down)_proj$")
+"""Ends of names of tensors that hold the matrices of all experts, `[E, out, in]`, where a family has them apart: as
+`transformers` computes with them, and some releases have them."""
 
 _DRAFTS_PREFIX = "mtp."
 """What names of tensors begin with that draft and are not numbered as layers."""
@@ -86,7 +90,8 @@ def config_from_hf(described: Mapping[str, Any]) -> ModelConfig:
         if "text_config" not in described:
             raise CheckpointError("config.json: text_config is missing")
         quantization = described.get("quantization_config")
-        return config_from_hf({**described["text_config"], "quantization_config": quantization})
+        of_both = {key: described[key] for key in ("tie_word_embeddings",) if key in described}
+        return config_from_hf({**of_both, **described["text_config"], "quantization_config": quantization})
     require_served(model_type, "config.json", BY_MODEL_TYPE.keys() | MULTIMODAL_TYPES)
     family = BY_MODEL_TYPE[model_type]
     architectures = described.get("architectures") or [family.architectures[0]]
@@ -154,6 +159,9 @@ def _stored_tensors(
     for name in [name for name in tensors if name.endswith(family.hf_stacked)]:
         transposed = family.stacks_inputs_first and name not in from_scheme
         tensors |= weights.of_each_expert(name, tensors.pop(name), transposed=transposed)
+    for name, found in [(name, found) for name in tensors if (found := _ALL_EXPERTS.search(name))]:
+        of_one = f"{name[: found.start()]}.mlp.experts.{{expert}}.{{part}}_proj.weight"
+        tensors |= weights.apart(of_one, tensors.pop(name), found[1].split("_"))
     return tensors
 
 
@@ -195,7 +203,8 @@ def _is_left_out(name: str, family: Family, config: ModelConfig) -> bool:
     layer = _OF_LAYER.search(name)
     if layer is None or int(layer[1]) >= config.num_layers:
         return family.drafts_behind and (layer is not None or name.startswith(_DRAFTS_PREFIX))
-    return int(layer[1]) not in config.kv_layers and re.search(r"\.[kv]_(proj|norm)\.", name) is not None
+    reads = int(layer[1]) not in config.kv_layers and not config.is_recurrent(int(layer[1]))
+    return reads and re.search(r"\.[kv]_(proj|norm)\.", name) is not None
 
 
 def _unread(path: Path, name: str, kind: str) -> UnsupportedQuantizationError:

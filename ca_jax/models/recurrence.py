@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, get_args
 
 from ca_jax.errors import check
 
-RecurrenceKind = Literal["short_conv", "gated_delta"]
+RecurrenceKind = Literal["short_conv", "gated_delta", "channel_delta", "state_space"]
 
 
 class Parameter(NamedTuple):
@@ -40,21 +40,23 @@ class RecurrenceConfig:
 
     kind: RecurrenceKind
     """`short_conv`: the last inputs of a gated convolution (LFM2). `gated_delta`: those of a convolution, and a matrix
-    for each value head (gated delta rule)."""
+    for each value head (gated delta rule). `channel_delta`: likewise, each of a key's numbers forgets by itself (Kimi
+    Delta Attention). `state_space`: likewise, of a selective state space (Mamba-2)."""
     layers: tuple[int, ...]
     """Which, ascending."""
     conv_width: int
     """W: tokens that a convolution looks at, the one that looks among them."""
     has_bias: bool = False
-    """`short_conv` only: whether its matrices and its convolution have biases."""
+    """Whether the convolution has a bias, and of `short_conv` its matrices too; delta rules have none."""
     num_key_heads: int = 1
-    """`gated_delta` only: heads of queries and keys."""
+    """Heads of queries and keys; of `state_space`, where these are C and B, groups. Not of `short_conv`, nor are those
+    below."""
     num_value_heads: int = 1
-    """`gated_delta` only: heads of values, a multiple of those of keys."""
+    """Heads of values, a multiple of those of keys."""
     key_dim: int = 1
-    """`gated_delta` only: numbers of a head's query and key."""
+    """Numbers of a head's query and key; of `state_space` the size of a number's state."""
     value_dim: int = 1
-    """`gated_delta` only: numbers of a head's value."""
+    """Numbers of a head's value."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
@@ -64,8 +66,10 @@ class RecurrenceConfig:
             check(getattr(self, name) > 0, f"recurrence {name}", "positive", getattr(self, name))
         check(self.conv_width > 1, "recurrence conv_width", "at least 2", self.conv_width)
         check(bool(self.layers), "recurrence layers", "at least one", self.layers)
-        heads = (self.num_value_heads, self.num_key_heads)
+        heads, dims = (self.num_value_heads, self.num_key_heads), (self.key_dim, self.value_dim)
         check(heads[0] % heads[1] == 0, "recurrence num_value_heads", "a multiple of num_key_heads", heads)
+        are_alike = self.kind != "channel_delta" or (heads[0] == heads[1] and dims[0] == dims[1])
+        check(are_alike, "heads and their sizes of a channel_delta", "as many, and as large", (*heads, *dims))
 
     def conv_dim(self, embed_dim: int) -> int:
         """Numbers of a token that go through the convolution."""
@@ -76,7 +80,7 @@ class RecurrenceConfig:
     def state_shapes(self, embed_dim: int) -> tuple[tuple[tuple[int, ...], str | None], ...]:
         """What one layer's state is made of: shapes, and dtypes, None for that of the weights."""
         shapes: list[tuple[tuple[int, ...], str | None]] = [((self.conv_width - 1, self.conv_dim(embed_dim)), None)]
-        if self.kind == "gated_delta":
+        if self.kind != "short_conv":
             shapes.append(((self.num_value_heads, self.key_dim, self.value_dim), "float32"))
         return tuple(shapes)
 
@@ -91,15 +95,41 @@ class RecurrenceConfig:
             if self.has_bias:
                 yield from (Parameter(name, (size,)) for name, size in self._biases(embed_dim))
             return
+        if self.kind == "channel_delta":
+            yield from self._channel_parameters(embed_dim)
+            return
         yield Parameter("w_qkv", (embed_dim, conv_dim), 1)
         yield Parameter("w_z", (embed_dim, heads, self.value_dim), 1)
-        yield Parameter("w_beta", (embed_dim, heads), 1)
+        if self.kind == "gated_delta":
+            yield Parameter("w_beta", (embed_dim, heads), 1)
         yield Parameter("w_step", (embed_dim, heads), 1)
         yield kernel
+        if self.has_bias:
+            yield Parameter("b_kernel", (conv_dim,))
         yield Parameter("a_log", (heads,))
         yield Parameter("b_step", (heads,))
-        yield Parameter("scale", (self.value_dim,))
+        if self.kind == "gated_delta":
+            yield Parameter("scale", (self.value_dim,))
+        else:
+            yield Parameter("skip", (heads,))
+            yield Parameter("scale", (heads * self.value_dim,))
         yield Parameter("w_out", (heads, self.value_dim, embed_dim), 2)
+
+    def _channel_parameters(self, embed_dim: int) -> Iterator[Parameter]:
+        """Of `channel_delta`, whose files have queries, keys and values apart."""
+        heads, size = self.num_value_heads, self.value_dim
+        width = heads * size
+        for part in "qkv":
+            yield Parameter(f"w_{part}", (embed_dim, width), 1)
+            yield Parameter(f"kernel_{part}", (width, self.conv_width), stored_shape=(width, 1, self.conv_width))
+        yield Parameter("w_beta", (embed_dim, heads), 1)
+        for part in ("decay", "gate"):
+            yield Parameter(f"w_{part}_a", (embed_dim, size), 1)
+            yield Parameter(f"w_{part}_b", (size, width), 1)
+        yield Parameter("a_log", (1, heads), stored_shape=(1, 1, heads, 1))
+        yield Parameter("b_step", (width,))
+        yield Parameter("scale", (size,))
+        yield Parameter("w_out", (heads, size, embed_dim), 2)
 
     @staticmethod
     def _biases(embed_dim: int) -> tuple[tuple[str, int], ...]:

@@ -1,4 +1,4 @@
-"""Layers that keep a state: short convolutions and gated delta rules, over tokens of several rows at once.
+"""Layers that keep a state: short convolutions, gated delta rules, state spaces, over tokens of several rows at once.
 
 Tokens of rows lie one behind the other, as in `paged_attention`; each row goes on from a state of its own.
 
@@ -11,12 +11,14 @@ Shapes: T tokens of all rows (padded), n rows, F embed, C numbers that are convo
 heads, D and E numbers of a key and of a value.
 
 Not here: which layers these are, sizes (recurrence), whose states are where (device.states).
-Source: LFM2 (Liquid AI, 2025); gated delta rule: Yang et al., "Gated Delta Networks" (2024), as in Qwen3-Next.
+Source: LFM2 (Liquid AI, 2025); gated delta rule: Yang et al., "Gated Delta Networks" (2024), as in Qwen3-Next;
+each number by itself: Kimi Team, "Kimi Linear" (2025); state spaces: Dao and Gu, "Transformers are SSMs" (2024), as in
+Granite 4.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -26,10 +28,12 @@ from jax import lax
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import State
 from ca_jax.models.parts import INIT, project
-from ca_jax.models.recurrence import RecurrenceConfig
+from ca_jax.models.recurrence import RecurrenceConfig, RecurrenceKind
 
 CHUNK = 64
 """Tokens of a row that a delta rule takes together."""
+CHANNEL_CHUNK = 16
+"""The same where each of a key's numbers forgets by itself: so many times as much lies between two tokens."""
 
 _NORM_EPS = 1e-6  # Of the lengths of queries and keys.
 
@@ -84,7 +88,7 @@ def delta_rule(
     k: jax.Array,
     v: jax.Array,
     log_decay: jax.Array,
-    beta: jax.Array,
+    beta: jax.Array | None,
     before: jax.Array,
     starts: jax.Array,
     *,
@@ -92,14 +96,14 @@ def delta_rule(
 ) -> tuple[jax.Array, jax.Array]:
     """Runs `S = exp(g) S + k (beta (v - (exp(g) S)^T k))^T` over each row's tokens; each gives `S^T q`.
 
-    All in f32. Tokens of a row are taken `CHUNK` at a time: what each adds to the state is solved for all of them at
-    once, from a triangular system.
+    Without beta, `S = exp(g) S + k v^T`: a selective state space. All in f32. Tokens of a row are taken a chunk at a
+    time: what each adds to the state is solved for all of them at once, from a triangular system.
 
     Args:
       q: `[T, N, D]`; k likewise.
       v: `[T, N, E]`.
-      log_decay: g, `[T, N]`, not positive.
-      beta: `[T, N]`.
+      log_decay: g, `[T, N]`, or `[T, N, D]` of each of a key's numbers, not positive.
+      beta: `[T, N]`; None: nothing of the state is corrected.
       before: `[n, N, D, E]`.
       starts: as in `RowStates`.
       one_each: static, likewise.
@@ -107,18 +111,24 @@ def delta_rule(
     Returns:
       `[T, N, E]`, and each row's state behind its last token, as `before`.
     """
+    by_channel = log_decay.ndim == q.ndim
+    log_decay = log_decay if by_channel else log_decay[..., None]
     if one_each:
         is_there = (starts[1:] > starts[:-1])[:, None]
-        log_decay, beta = jnp.where(is_there, log_decay, 0), jnp.where(is_there, beta, 0)
-        decayed = before * jnp.exp(log_decay)[..., None, None]
-        added = beta[..., None] * (v - jnp.einsum("tnde,tnd->tne", decayed, k))
+        decayed = before * jnp.exp(jnp.where(is_there[..., None], log_decay, 0))[..., None]
+        if beta is None:
+            added = jnp.where(is_there[..., None], v, 0)
+        else:
+            wanted = v - jnp.einsum("tnde,tnd->tne", decayed, k)
+            added = jnp.where(is_there, beta, 0)[..., None] * wanted
         after = decayed + k[..., None] * added[..., None, :]
         return jnp.einsum("tnde,tnd->tne", after, q), after
-    num_tokens, size = len(q), min(CHUNK, len(q))
+    num_tokens, size = len(q), min(CHANNEL_CHUNK if by_channel else CHUNK, len(q))
     counts = starts[1:] - starts[:-1]
     num_chunks = (counts + size - 1) // size
     ends = jnp.cumsum(num_chunks)
-    padded = [jnp.pad(each, ((0, size), *[(0, 0)] * (each.ndim - 1))) for each in (q, k, v, log_decay, beta)]
+    given = (q, k, v, log_decay) if beta is None else (q, k, v, log_decay, beta)
+    padded = [jnp.pad(each, ((0, size), *[(0, 0)] * (each.ndim - 1))) for each in given]
     lower, strict = jnp.tril(jnp.ones((size, size), bool)), jnp.tril(jnp.ones((size, size), bool), -1)
 
     def chunk(index: jax.Array, carried: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -127,19 +137,27 @@ def delta_rule(
         done = (index - ends[row] + num_chunks[row]) * size
         first = starts[row] + done
         is_own = (done + jnp.arange(size) < counts[row])[:, None]
-        q, k, v, g, beta = (jnp.moveaxis(lax.dynamic_slice_in_dim(each, first, size), 1, 0) for each in padded)
-        g, beta = jnp.where(is_own[:, 0], g, 0), jnp.where(is_own[:, 0], beta, 0)  # [N, size]
-        total = jnp.cumsum(g, axis=-1)
-        between = jnp.where(lower, total[:, :, None] - total[:, None], 0)  # Not positive: no exp of it is large.
-        decays = jnp.where(lower, jnp.exp(between), 0)
-        state, from_first = states[row], jnp.exp(total)[..., None]
-        system = jnp.where(strict, beta[..., None] * decays * jnp.einsum("nid,njd->nij", k, k), 0) + jnp.eye(size)
-        wanted = beta[..., None] * (v - from_first * jnp.einsum("nid,nde->nie", k, state))
-        added = jax.scipy.linalg.solve_triangular(system, wanted, lower=True, unit_diagonal=True)
-        given = from_first * jnp.einsum("nid,nde->nie", q, state)
-        given = given + jnp.einsum("nij,nje->nie", decays * jnp.einsum("nid,njd->nij", q, k), added)
-        kept = jnp.exp(total[:, -1:] - total)[..., None] * k
-        state = jnp.exp(total[:, -1])[:, None, None] * state + jnp.einsum("njd,nje->nde", kept, added)
+        q, k, v, g, *betas = (jnp.moveaxis(lax.dynamic_slice_in_dim(each, first, size), 1, 0) for each in padded)
+        total = jnp.cumsum(jnp.where(is_own, g, 0), axis=1)  # [N, size, 1 or D]
+        is_lower = lower[..., None]
+        between = jnp.where(is_lower, total[:, :, None] - total[:, None], 0)  # Not positive: no exp of it is large.
+        decays = jnp.where(is_lower, jnp.exp(between), 0)
+
+        def decayed(a: jax.Array, b: jax.Array) -> jax.Array:
+            if by_channel:
+                return jnp.einsum("nid,njd,nijd->nij", a, b, decays)
+            return decays[..., 0] * jnp.einsum("nid,njd->nij", a, b)
+
+        state, from_first = states[row], jnp.exp(total)
+        added = jnp.where(is_own, v, 0)
+        for beta in betas:
+            beta = jnp.where(is_own[:, 0], beta, 0)
+            system = jnp.where(strict, beta[..., None] * decayed(k, k), 0) + jnp.eye(size)
+            wanted = beta[..., None] * (v - jnp.einsum("nid,nde->nie", from_first * k, state))
+            added = jax.scipy.linalg.solve_triangular(system, wanted, lower=True, unit_diagonal=True)
+        given = jnp.einsum("nid,nde->nie", from_first * q, state) + jnp.einsum("nij,nje->nie", decayed(q, k), added)
+        kept = jnp.exp(total[:, -1:] - total) * k
+        state = jnp.exp(total[:, -1])[..., None] * state + jnp.einsum("njd,nje->nde", kept, added)
         # What lies behind a row's last token is written over by the next row.
         out = lax.dynamic_update_slice_in_dim(out, jnp.moveaxis(given, 0, 1), first, 0)
         return out, states.at[row].set(state)
@@ -214,9 +232,110 @@ class GatedDelta(nn.Module):
         return project(out, w_out, num_inputs=2), (last, state)
 
 
-def mixer_of(config: ModelConfig) -> ShortConv | GatedDelta:
+class ChannelDelta(nn.Module):
+    """As `GatedDelta`, but each of a key's numbers forgets by itself, and gates are sigmoids (Kimi Delta Attention)."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array, rows: RowStates) -> tuple[jax.Array, State]:
+        """`x [B, T, F]`, tokens of rows, to `[B, T, F]` and the rows' states behind them."""
+        c, r = self.config, _of(self.config)
+        zeros, heads, size = nn.initializers.zeros, r.num_value_heads, r.value_dim
+        width = heads * size
+
+        def low_rank(name: str) -> jax.Array:
+            narrow = project(x, self.param(f"w_{name}_a", INIT, (c.embed_dim, size)))
+            return project(narrow, self.param(f"w_{name}_b", INIT, (size, width))).astype(jnp.float32)
+
+        wide = [project(x, self.param(f"w_{part}", INIT, (c.embed_dim, width))) for part in "qkv"]
+        kernels = [self.param(f"kernel_{part}", INIT, (width, r.conv_width)) for part in "qkv"]
+        flat = jnp.concatenate(wide, axis=-1).reshape(-1, 3 * width)
+        out, last = convolved(flat, jnp.concatenate(kernels), rows.states[0], rows.starts)
+        out = nn.silu(out).astype(x.dtype).astype(jnp.float32)
+        q, k, v = (part.reshape(-1, heads, size) for part in jnp.split(out, 3, axis=-1))
+        beta = nn.sigmoid(project(x, self.param("w_beta", INIT, (c.embed_dim, heads))).astype(jnp.float32))
+        a_log = self.param("a_log", zeros, (1, heads)).astype(jnp.float32)
+        step = low_rank("decay") + self.param("b_step", zeros, (width,)).astype(jnp.float32)
+        with jax.default_matmul_precision("highest"):
+            out, state = delta_rule(
+                _unit(q) / jnp.sqrt(jnp.float32(size)),
+                _unit(k),
+                v,
+                -jnp.exp(a_log)[..., None] * jax.nn.softplus(step).reshape(-1, heads, size),
+                beta.reshape(-1, heads),
+                rows.states[1],
+                rows.starts,
+                one_each=rows.one_each,
+            )
+        out = out.astype(x.dtype).astype(jnp.float32)
+        out = out * lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + c.norm_eps)
+        out = out * self.param("scale", nn.initializers.ones, (size,)).astype(jnp.float32)
+        gated = out.reshape(*x.shape[:-1], heads, size) * nn.sigmoid(low_rank("gate")).reshape(
+            *x.shape[:-1], heads, size
+        )
+        w_out = self.param("w_out", INIT, (heads, size, c.embed_dim))
+        return project(gated.astype(x.dtype), w_out, num_inputs=2), (last, state)
+
+
+class StateSpace(nn.Module):
+    """A matrix a head that forgets as each token says, and to which it is added (Mamba-2); gated and normed behind."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array, rows: RowStates) -> tuple[jax.Array, State]:
+        """`x [B, T, F]`, tokens of rows, to `[B, T, F]` and the rows' states behind them."""
+        c, r = self.config, _of(self.config)
+        zeros, heads, conv_dim = nn.initializers.zeros, r.num_value_heads, r.conv_dim(c.embed_dim)
+        wide = project(x, self.param("w_qkv", INIT, (c.embed_dim, conv_dim))).reshape(-1, conv_dim)
+        gate = project(x, self.param("w_z", INIT, (c.embed_dim, heads, r.value_dim))).astype(jnp.float32)
+        step = project(x, self.param("w_step", INIT, (c.embed_dim, heads))).reshape(-1, heads)
+        out, last = convolved(wide, self.param("kernel", INIT, (conv_dim, r.conv_width)), rows.states[0], rows.starts)
+        if r.has_bias:
+            out = out + self.param("b_kernel", zeros, (conv_dim,)).astype(jnp.float32)
+        out = nn.silu(out).astype(x.dtype).astype(jnp.float32)
+        of_values, of_keys = heads * r.value_dim, r.num_key_heads * r.key_dim
+        v, k, q = jnp.split(out, (of_values, of_values + of_keys), axis=-1)
+        q, k = (each.reshape(-1, r.num_key_heads, r.key_dim) for each in (q, k))
+        q, k = (jnp.repeat(each, heads // r.num_key_heads, axis=1) for each in (q, k))
+        v = v.reshape(-1, heads, r.value_dim)
+        a_log, b_step, skip = (
+            self.param(name, zeros, (heads,)).astype(jnp.float32) for name in ("a_log", "b_step", "skip")
+        )
+        step = jax.nn.softplus(step.astype(jnp.float32) + b_step)
+        with jax.default_matmul_precision("highest"):
+            out, state = delta_rule(
+                q,
+                k,
+                v * step[..., None],
+                -jnp.exp(a_log) * step,
+                None,
+                rows.states[1],
+                rows.starts,
+                one_each=rows.one_each,
+            )
+        out = (out + skip[:, None] * v).astype(x.dtype).astype(jnp.float32).reshape(gate.shape) * nn.silu(gate)
+        grouped = out.reshape(*out.shape[:-2], r.num_key_heads, -1)
+        grouped = grouped * lax.rsqrt(jnp.mean(grouped * grouped, axis=-1, keepdims=True) + c.norm_eps)
+        scale = self.param("scale", nn.initializers.ones, (heads * r.value_dim,)).astype(x.dtype)
+        out = (grouped.reshape(*out.shape[:-2], -1).astype(x.dtype) * scale).reshape(out.shape)
+        w_out = self.param("w_out", INIT, (heads, r.value_dim, c.embed_dim))
+        return project(out, w_out, num_inputs=2), (last, state)
+
+
+_MIXERS: dict[RecurrenceKind, Any] = {
+    "short_conv": ShortConv,
+    "gated_delta": GatedDelta,
+    "channel_delta": ChannelDelta,
+    "state_space": StateSpace,
+}
+
+
+def mixer_of(config: ModelConfig) -> nn.Module:
     """What a layer with a state has in place of attention."""
-    return ShortConv(config) if _of(config).kind == "short_conv" else GatedDelta(config)
+    mixer: nn.Module = _MIXERS[_of(config).kind](config)
+    return mixer
 
 
 def _of(config: ModelConfig) -> RecurrenceConfig:

@@ -273,6 +273,28 @@ def of_each_expert(name: str, tensor: StoredTensor, transposed: bool) -> dict[st
     }
 
 
+def apart(name: str, tensor: StoredTensor, parts: Sequence[str]) -> dict[str, StoredTensor]:
+    """Takes a tensor that holds several matrices of all experts apart, one behind the other in each.
+
+    Args:
+      name: of one expert's matrix, with `{expert}` and `{part}` in it.
+      tensor: `[E, out, in]`, of as many matrices as there are parts.
+      parts: what they are called, in order.
+    """
+
+    def read_rows(expert: int, first: int, start: int, stop: int) -> np.ndarray:
+        [found] = tensor.read_rows(expert, expert + 1)
+        return found[first + start : first + stop]
+
+    num_experts, num_rows, *shape = tensor.shape
+    size, found = num_rows // len(parts), dict[str, StoredTensor]()
+    for expert in range(num_experts):
+        for i, part in enumerate(parts):
+            rows = functools.partial(read_rows, expert, i * size)
+            found[name.format(expert=expert, part=part)] = StoredTensor(shape=(size, *shape), read_rows=rows)
+    return found
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Leaf:
     """One leaf of the parameter tree that is not read yet."""

@@ -11,12 +11,14 @@ import pytest
 
 from benchmarks import figures
 from benchmarks.gpu import model as models
-from benchmarks.gpu import paper, sections
+from benchmarks.gpu import paper, sections, tuning
+from benchmarks.gpu.kernels import Case
 from benchmarks.gpu.model import compute_bytes, prefill_flops
 from benchmarks.gpu.report import make_report, to_markdown
 from benchmarks.gpu.rows import Findings, Floor, GpuBenchConfig, SectionResult
 from benchmarks.peers import PEER_PACKAGES
 from ca_jax.launch.machine import describe_machine
+from ca_jax.models.gpu_attention import DECODING
 from tests import engine_kit as kit
 from tests.scripts_kit import run_script
 
@@ -114,6 +116,20 @@ def test_all_sections_measure_what_was_asked_for_with_one_model_at_a_time(monkey
         assert all(row["same_tokens"] for row in rows[name])
         figures.plot(tmp_path / f"{name}.png", [panel], rows[name], title="t", caption="c")
         assert (tmp_path / f"{name}.png").stat().st_size > 0
+
+
+def test_tilings_of_the_kernel_are_timed_beside_its_own(monkeypatch):
+    refused = DECODING._replace(key_tile=0)
+    monkeypatch.setattr(tuning, "_others", lambda own, _: [own._replace(key_tile=1024), refused])
+    monkeypatch.setattr(tuning, "cases_of", lambda config: [Case(20, 1, 2, {"one_each": True}), Case(0, 10, 1)])
+    found = tuning.measure_tuning(TINY, interpret=True)
+    assert [row["case"] for row in found.rows] == 2 * ["2 x 1 over 20"] + 2 * ["1 x 10 over 0"]
+    assert {row["key_tile"] for row in found.rows} == {1024, 2048}
+    assert [row["ratio"] for row in found.rows if row["is_own"]] == [1, 1]
+    assert [note.partition(" were refused")[0] for note in found.notes[1:]] == [
+        "2 x 1 over 20: 1 of 3",
+        "1 x 10 over 0: 1 of 3",
+    ]
 
 
 # What is run and what is left.

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -10,6 +11,7 @@ import safetensors.numpy
 import ca_jax
 from ca_jax.errors import CheckpointError, UnsupportedArchitectureError
 from ca_jax.models import weights
+from ca_jax.models.huggingface import config_from_hf
 from ca_jax.testing.tiny import tiny_config
 from tests import families_kit as kit
 from tests.tolerances import LOGITS_ATOL
@@ -49,6 +51,69 @@ def test_rope_by_the_length_of_a_text_is_that_of_transformers_within_the_origina
     ours = kit.our_logits(pair.model, ids, room=length, context=length)
     np.testing.assert_allclose(ours, pair.their_logits(ids), atol=ATOL, rtol=0)
     np.testing.assert_allclose(pair.model.logits(ids), ours, atol=ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_of_a_model_that_reads_images_too_the_text_model_is_served(tmp_path, name):
+    """Its head lies beside the language model; whether it is the embedding's may be said of both."""
+    transformers = pytest.importorskip("transformers")
+    text, kind = kit.make(name, tmp_path / "text"), kit.CASES[name][0]
+    sees = {
+        "depth": 1,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_heads": 2,
+        "patch_size": 4,
+        "out_hidden_size": 32,
+    }
+    config = getattr(transformers, f"{kind}Config")(text_config=text.config.to_dict(), vision_config=sees)
+    theirs = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+    theirs.model.language_model.load_state_dict(text.model.state_dict())
+    theirs.lm_head.load_state_dict(text.lm_head.state_dict())
+    theirs.save_pretrained(tmp_path / "both")
+    described = json.loads((tmp_path / "both" / "config.json").read_text())
+    assert described["model_type"] == name
+    ids = kit.prompt(40)
+    expected = ca_jax.load_model(str(tmp_path / "text"), dtype="float32").logits(ids)
+    found = ca_jax.load_model(str(tmp_path / "both"), dtype="float32").logits(ids)
+    np.testing.assert_array_equal(found, expected)
+    del described["text_config"]["tie_word_embeddings"]
+    assert not config_from_hf(described).tie_embeddings
+    assert config_from_hf({**described, "tie_word_embeddings": True}).tie_embeddings
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_moe", "glm4_moe", "deepseek_v3"])
+def test_experts_may_lie_in_one_tensor_or_in_one_each(tmp_path, name):
+    theirs = kit.make(name, tmp_path / "apart")
+    theirs.save_pretrained(tmp_path / "together", save_original_format=False)
+    stored = safetensors.numpy.load_file(tmp_path / "together" / "model.safetensors")
+    assert sum(each.endswith("mlp.experts.gate_up_proj") for each in stored)
+    apart, together = (ca_jax.load_model(str(tmp_path / each), dtype="float32") for each in ("apart", "together"))
+    jax.tree.map(np.testing.assert_array_equal, together.params, apart.params)
+    short = {
+        each: tensor[:-1] if each.endswith("1.mlp.experts.down_proj") else tensor for each, tensor in stored.items()
+    }
+    safetensors.numpy.save_file(short, tmp_path / "together" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"layers.1.mlp.experts.\d.down_proj.weight is missing"):
+        ca_jax.load_model(str(tmp_path / "together"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"time_step_limit": [0.0, 2.0]}, r"time_step_limit=\[0.0, 2.0\] is not served; it must be \[0.0, inf\]"),
+        ({"mamba_proj_bias": True}, "mamba_proj_bias=True is not served"),
+        ({"layer_types": ["mamba"] * 4}, r"recurrence layers must be some and not all .* got \(0, 1, 2, 3\)"),
+        ({"layer_types": ["mamba", "conv", "attention", "mamba"]}, "layer_types conv not served"),
+    ],
+)
+def test_what_of_granite_4_is_not_served_is_named(tmp_path, changes, message):
+    kit.make("granite4", tmp_path)
+    described = json.loads((tmp_path / "config.json").read_text())
+    older = {**described, "layer_types": ["mamba", "attention", "mamba", "mamba"]}  # As files before transformers 5.
+    assert config_from_hf(older) == config_from_hf(described)
+    with pytest.raises((CheckpointError, UnsupportedArchitectureError), match=message):
+        config_from_hf({**described, **changes})
 
 
 # Against expectations that are files.

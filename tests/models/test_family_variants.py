@@ -226,6 +226,35 @@ def mistral4(draw: Draw) -> Fields:
     return found | {"rope_parameters": found["rope_parameters"] | beta}
 
 
+def states(draw: Draw, found: Fields) -> Fields:
+    """Some layers keep states, and some not."""
+    kinds = "linear_attention", "full_attention"
+    return found | {
+        "num_hidden_layers": 4,
+        "layer_types": [*draw.permutation([*kinds, *(one(draw, *kinds) for _ in "ab")])],
+    }
+
+
+def granite4(draw: Draw) -> Fields:
+    found, groups = states(draw, granite(draw)), int(one(draw, 1, 2, 3))
+    heads, size = groups * int(one(draw, 1, 2)), int(one(draw, 3, 8))
+    expand = int(one(draw, 1, 2))
+    found |= {"hidden_size": found["hidden_size"] * heads * size, "mamba_expand": expand, "mamba_n_heads": heads}
+    found |= {"mamba_n_groups": groups, "mamba_d_state": int(one(draw, 1, 8)), "mamba_d_conv": int(one(draw, 2, 4))}
+    found |= {"num_local_experts": int(one(draw, 0, 3)), "num_experts_per_tok": 2, "mamba_conv_bias": flag(draw)}
+    rope_or_none = {"position_embedding_type": one(draw, "rope", None)}
+    return found | rope_or_none | {"shared_intermediate_size": int(one(draw, 9, 24))}
+
+
+def qwen3_5_moe(draw: Draw) -> Fields:
+    found, keys = states(draw, sizes(draw) | experts(draw, "num_experts")), int(one(draw, 1, 2))
+    del found["norm_topk_prob"]
+    found |= {"head_dim": int(one(draw, 8, 16)), "shared_expert_intermediate_size": int(one(draw, 9, 24))}
+    found |= {"linear_num_key_heads": keys, "linear_num_value_heads": keys * int(one(draw, 1, 3))}
+    found |= {"linear_key_head_dim": int(one(draw, 4, 9)), "linear_value_head_dim": int(one(draw, 4, 9))}
+    return found | {"linear_conv_kernel_dim": int(one(draw, 2, 4))}
+
+
 VARIANTS: dict[str, tuple[str, Callable[[Draw], Fields]]] = {
     "smollm3": ("SmolLM3", smollm3),
     "granite": ("Granite", granite),
@@ -244,6 +273,8 @@ VARIANTS: dict[str, tuple[str, Callable[[Draw], Fields]]] = {
     "gemma2": ("Gemma2", gemma2),
     "gemma3": ("Gemma3", gemma3),
     "gpt_oss": ("GptOss", gpt_oss),
+    "granite4": ("GraniteMoeHybrid", granite4),
+    "qwen3_5_moe": ("Qwen3_5Moe", qwen3_5_moe),
 }
 
 

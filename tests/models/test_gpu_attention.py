@@ -47,7 +47,7 @@ def options_of(case: Case, window: int | None) -> dict[str, object]:
     ids=str,
 )
 def test_the_kernel_over_pages_gives_the_same(monkeypatch, sizes, window, programs):
-    monkeypatch.setattr(gpu_attention, "_PROGRAMS", programs)
+    monkeypatch.setattr(gpu_attention, "PROMPTS", gpu_attention.PROMPTS._replace(num_programs=programs))
     among = (80, np.sort(np.random.default_rng(6).choice(80, 40, replace=False)))  # Tokens that are computed anew.
     case = Case([*RAGGED, among], **{"page": 16, **sizes})
     expect_as_by_blocks(case, "triton", **options_of(case, window))

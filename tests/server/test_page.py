@@ -315,6 +315,23 @@ def test_the_last_hour_of_a_young_server_fills_the_charts(server, page):
         page.locator("#operate-open").click()
 
 
+def test_a_line_is_broken_where_no_prompt_was_sent(server, page):
+    with server.http() as http:
+        told = http.get("/live/history").json()
+    first = told["samples"][0]
+    prompts = (0, 10, 10, 30)  # None came between the second and the third.
+    samples = [
+        {**first, "age_s": 90.0 - 30 * i, "done": {**first["done"], "prompt_tokens": num, "cached_tokens": num // 2}}
+        for i, num in enumerate(prompts)
+    ]
+    body = json.dumps({**told, "samples": samples})
+    page.route("**/live/history", lambda route: route.fulfill(body=body))
+    page.locator("#operate-open").click()
+    page.locator("#charts .hours", has_text="2 min ago").first.wait_for()
+    cached = page.locator("#charts path").nth(0).get_attribute("d")
+    assert re.findall(r"([ML])([\d.]+) ", cached) == [("M", "0.0"), ("L", "186.7"), ("M", "373.3"), ("L", "560.0")]
+
+
 def test_an_error_of_the_last_hour_is_shown_there(server, open_page):
     page = open_page(server.url, may_complain=["503"])
     is_live(page)

@@ -32,7 +32,7 @@ _EXPERTS = LAYER + "mlp.experts."
 _ATTENTION = LAYER + "self_attn."
 
 
-def _from_hf(described: Mapping[str, Any], num_dense: int) -> dict[str, Any]:
+def latent_from_hf(described: Mapping[str, Any], num_dense: int) -> dict[str, Any]:
     """What all of them say; a head's size is said in several ways, and means nothing."""
     latent, rotary = described["kv_lora_rank"], described["qk_rope_head_dim"]
     width = rotary + described["qk_nope_head_dim"]
@@ -60,7 +60,7 @@ def _v2_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
         raise UnsupportedArchitectureError(
             f"config.json: topk_method={method!r} is not served; it must be greedy or group_limited_greedy"
         )
-    own = _from_hf(described, 0)
+    own = latent_from_hf(described, 0)
     one = {"num_expert_groups": 1, "num_chosen_groups": 1} if method == "greedy" else {}
     return {**own, **one, "normalizes_shares": False, "num_group_shares": 1}
 
@@ -69,7 +69,7 @@ def _mistral4_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
     parameters = described.get("rope_parameters") or {}
     beta = parameters.get("llama_4_scaling_beta") or 0.0
     span = {"query_span": parameters["original_max_position_embeddings"]} if beta else {}
-    return {**_from_hf(described, 0), "query_beta": float(beta), **span}
+    return {**latent_from_hf(described, 0), "query_beta": float(beta), **span}
 
 
 def _rotated_first(config: ModelConfig, num_heads: int, num_others: int) -> np.ndarray:
@@ -78,7 +78,8 @@ def _rotated_first(config: ModelConfig, num_heads: int, num_others: int) -> np.n
     return (np.arange(num_heads)[:, None] * len(head) + head).reshape(-1)
 
 
-def _names(config: ModelConfig) -> Names:
+def latent_names(config: ModelConfig) -> Names:
+    """Names in safetensors files of what all of them have."""
     c, made_of = config, "q_b_proj" if config.query_rank else "q_proj"
     queries = _rotated_first(c, c.num_heads, c.nope_dim)
     latents = _rotated_first(c, 1, c.latent_dim)
@@ -158,7 +159,7 @@ def _wide_experts(config: ModelConfig, name: str) -> Names:
 
 def _mistral4_names(config: ModelConfig) -> Names:
     wide = _wide_experts(config, _EXPERTS + "gate_up_proj[{expert}]")
-    return {**_names(config), **wide, "experts.w_down": _EXPERTS + "down_proj[{expert}]"}
+    return {**latent_names(config), **wide, "experts.w_down": _EXPERTS + "down_proj[{expert}]"}
 
 
 def _mistral4_gguf_names(config: ModelConfig) -> Names:
@@ -172,7 +173,7 @@ def _family(name: str, model_types: tuple[str, ...], architecture: str, **differ
         architectures=(architecture,),
         hf_required={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "rope_interleave": True},
         hf_sizes={"mlp_key": "moe_intermediate_size"},
-        **{"hf_names": _names, **differences},
+        **{"hf_names": latent_names, **differences},
     )
 
 
@@ -197,7 +198,7 @@ FAMILIES = (
         "DeepseekV3ForCausalLM",
         fields={"routing": "sigmoid", "choice_bias": True},
         drafts_behind=True,
-        hf_fields=partial(_from_hf, num_dense=3),
+        hf_fields=partial(latent_from_hf, num_dense=3),
         is_gguf=lambda entries: entries.get("expert_gating_func") == 2,
         **_GGUF,
     ),

@@ -55,7 +55,8 @@ def _smollm3_from_gguf(described: GgufDescription) -> dict[str, Any]:
     return {"nope_layers": nope, **_biases_from_gguf(described)}
 
 
-def _granite_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
+def granite_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
+    """What is multiplied, and what has biases, in Granite."""
     return {
         "embed_scale": float(described.get("embedding_multiplier", 1.0)),
         "residual_scale": float(described.get("residual_multiplier", 1.0)),
@@ -184,7 +185,7 @@ FAMILIES = (
     _family(
         "granite",
         "GraniteForCausalLM",
-        hf_fields=_granite_from_hf,
+        hf_fields=granite_from_hf,
         gguf_architecture="granite",
         gguf_required={"rope.scaling.finetuned": True},  # Else it rotates nothing.
         gguf_fields=_granite_from_gguf,

@@ -50,8 +50,7 @@ function charts({ samples, sample_s }) {
   const seconds = samples.slice(1).map((each, i) => samples[i].age_s - each.age_s);
   const [earlier, later] = [samples.slice(0, -1).map(at), samples.slice(1).map(at)];
   const [prompts, cached, generated] = ["prompt_tokens", "cached_tokens", "completion_tokens"].map(over);
-  const steps = (values) =>
-    values.flatMap((value, i) => (value === null ? [] : [[earlier[i], value], [later[i], value]])); // Of the time between.
+  const steps = (values) => values.flatMap((value, i) => [[earlier[i], value], [later[i], value]]); // Of the time between.
   const tiers = Object.keys(samples.at(-1)?.used_shares ?? {});
   return [
     chart(span, "Cached share of prompts", "%", 100, [
@@ -73,14 +72,19 @@ function charts({ samples, sample_s }) {
   ];
 }
 
+// A line is broken where there is no value.
 function chart(span, title, unit, most, lines) {
-  const values = lines.flatMap((line) => line.points.map(([, value]) => value));
+  const values = lines.flatMap((line) => line.points.map(([, value]) => value).filter((value) => value !== null));
   const top = most ?? Math.max(1, ...values);
   const x = (time) => WIDTH * (1 + time / span);
   const y = (value) => HEIGHT - (HEIGHT * value) / top;
-  const path = (points) => points.map(([time, value], i) => `${i ? "L" : "M"}${x(time).toFixed(1)} ${y(value).toFixed(1)}`).join("");
-  const last = (line) => line.points.at(-1)?.[1];
-  const told = lines.map((line) => `${line.name} ${last(line) === undefined ? "unknown" : `${last(line).toFixed(1)}${unit}`}`);
+  const begins = (points, i) => (points[i - 1]?.[1] ?? null) === null;
+  const path = (points) =>
+    points
+      .map(([time, value], i) => (value === null ? "" : `${begins(points, i) ? "M" : "L"}${x(time).toFixed(1)} ${y(value).toFixed(1)}`))
+      .join("");
+  const last = (line) => line.points.at(-1)?.[1] ?? null;
+  const told = lines.map((line) => `${line.name} ${last(line) === null ? "unknown" : `${last(line).toFixed(1)}${unit}`}`);
   return make(
     "figure",
     { className: "chart panel" },
