@@ -119,7 +119,7 @@ def test_all_sections_measure_what_was_asked_for_with_one_model_at_a_time(monkey
 
 
 def test_tilings_of_the_kernel_are_timed_beside_its_own(monkeypatch):
-    refused = DECODING._replace(key_tile=0)
+    refused = DECODING._replace(num_programs=0)
     monkeypatch.setattr(tuning, "_others", lambda own, _: [own._replace(key_tile=1024), refused])
     monkeypatch.setattr(tuning, "cases_of", lambda config: [Case(20, 1, 2, {"one_each": True}), Case(0, 10, 1)])
     found = tuning.measure_tuning(TINY, interpret=True)

@@ -210,6 +210,7 @@ def _granite_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
     rotates = described.get("position_embedding_type") == "rope"
     return {
         **granite_from_hf(described),
+        "mlp_bias": False,
         **(experts if num_experts else {"mlp_dim": shared}),
         "nope_layers": () if rotates else tuple(i for i in range(num_layers) if i not in layers),
         "recurrence": RecurrenceConfig(kind="state_space", layers=layers, **sizes) if layers else None,
