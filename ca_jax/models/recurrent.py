@@ -137,8 +137,9 @@ def delta_rule(
         done = (index - ends[row] + num_chunks[row]) * size
         first = starts[row] + done
         is_own = (done + jnp.arange(size) < counts[row])[:, None]
-        q, k, v, g, *betas = (jnp.moveaxis(lax.dynamic_slice_in_dim(each, first, size), 1, 0) for each in padded)
-        total = jnp.cumsum(jnp.where(is_own, g, 0), axis=1)  # [N, size, 1 or D]
+        taken = [jnp.moveaxis(lax.dynamic_slice_in_dim(each, first, size), 1, 0) for each in padded]
+        q, k, v, g = (jnp.where(is_own, each, 0) for each in taken[:4])  # Whatever the next row's are, NaN too.
+        total = jnp.cumsum(g, axis=1)  # [N, size, 1 or D]
         is_lower = lower[..., None]
         between = jnp.where(is_lower, total[:, :, None] - total[:, None], 0)  # Not positive: no exp of it is large.
         decays = jnp.where(is_lower, jnp.exp(between), 0)
@@ -149,8 +150,8 @@ def delta_rule(
             return decays[..., 0] * jnp.einsum("nid,njd->nij", a, b)
 
         state, from_first = states[row], jnp.exp(total)
-        added = jnp.where(is_own, v, 0)
-        for beta in betas:
+        added = v
+        for beta in taken[4:]:
             beta = jnp.where(is_own[:, 0], beta, 0)
             system = jnp.where(strict, beta[..., None] * decayed(k, k), 0) + jnp.eye(size)
             wanted = beta[..., None] * (v - jnp.einsum("nid,nde->nie", from_first * k, state))
