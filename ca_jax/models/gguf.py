@@ -32,6 +32,7 @@ from ca_jax.models.config import ModelConfig
 from ca_jax.models.families import BY_GGUF_ARCHITECTURE, FAMILIES, require_served
 from ca_jax.models.families.from_gguf import ROPE_FACTORS, GgufDescription
 from ca_jax.models.families.names import half_split_rows
+from ca_jax.models.stored import StoredTensor
 from ca_jax.models.tokenizer import Tokenizer
 from ca_jax.private import gguf_reader
 
@@ -195,7 +196,7 @@ def _shape(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
     return tuple(int(n) for n in reversed(tensor.shape))
 
 
-def _stored_tensors(file: GgufFile, config: ModelConfig) -> dict[str, weights.StoredTensor]:
+def _stored_tensors(file: GgufFile, config: ModelConfig) -> dict[str, StoredTensor]:
     """The file's tensors: Q and K in half-split order, and those that are stacked by expert each by itself."""
     order, family = {}, FAMILIES[config.architecture]
     if family.gguf_is_interleaved:
@@ -220,18 +221,18 @@ def _stored_tensors(file: GgufFile, config: ModelConfig) -> dict[str, weights.St
             parts = {f"{match[1]}_exps.weight[{match[2]}]": tensor.data}
         for part, data in parts.items():
             rows = functools.partial(_read_rows, part, tensor.tensor_type, data, order.get(own))
-            stored[part] = weights.StoredTensor(shape=shape, read_rows=rows, is_optional=drafts)
+            stored[part] = StoredTensor(shape=shape, read_rows=rows, is_optional=drafts)
     return stored
 
 
-def _transposed_heads(name: str, tensor: gguf.ReaderTensor) -> weights.StoredTensor:
+def _transposed_heads(name: str, tensor: gguf.ReaderTensor) -> StoredTensor:
     """The matrices of heads, which lie `[in, out]`, as rows of one `[out, in]`; each is read at once."""
     num_heads, num_inputs, width = _shape(tensor)
 
     def read_rows(start: int, stop: int) -> np.ndarray:
         return _read_rows(name, tensor.tensor_type, tensor.data[start // width], None, 0, num_inputs).T
 
-    return weights.StoredTensor(shape=(num_heads * width, num_inputs), read_rows=read_rows, chunk_rows=width)
+    return StoredTensor(shape=(num_heads * width, num_inputs), read_rows=read_rows, chunk_rows=width)
 
 
 def _read_rows(

@@ -31,6 +31,7 @@ from ca_jax.models.config import ModelConfig
 from ca_jax.models.families import BY_MODEL_TYPE, FAMILIES, MULTIMODAL_TYPES, require_served
 from ca_jax.models.families.family import Family
 from ca_jax.models.quantization_scheme import Scheme, scheme_from_hf
+from ca_jax.models.stored import StoredTensor, of_each_expert, of_fused_experts
 from ca_jax.models.tokenizer import Tokenizer, read_backend
 
 _OF_LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -136,7 +137,7 @@ def _stored_tensors(
     family: Family,
     scheme: Scheme | None,
     prefixes: Mapping[str, str],
-) -> dict[str, weights.StoredTensor]:
+) -> dict[str, StoredTensor]:
     """Those whose names begin so, by names that begin as they do without."""
     raw: quantized.Arrays = {}
     for path in files:
@@ -158,10 +159,10 @@ def _stored_tensors(
         tensors.pop(str(family.hf_names(config)["head.kernel"]), None)
     for name in [name for name in tensors if name.endswith(family.hf_stacked)]:
         transposed = family.stacks_inputs_first and name not in from_scheme
-        tensors |= weights.of_each_expert(name, tensors.pop(name), transposed=transposed)
+        tensors |= of_each_expert(name, tensors.pop(name), transposed=transposed)
     for name, found in [(name, found) for name in tensors if (found := _ALL_EXPERTS.search(name))]:
         of_one = f"{name[: found.start()]}.mlp.experts.{{expert}}.{{part}}_proj.weight"
-        tensors |= weights.apart(of_one, tensors.pop(name), found[1].split("_"))
+        tensors |= of_fused_experts(of_one, tensors.pop(name), found[1].split("_"))
     return tensors
 
 
@@ -220,7 +221,7 @@ def _content(directory: Path, files: list[Path], scheme: Scheme | None) -> str:
 
 
 def _require_names_of(
-    family: Family, config: ModelConfig, tensors: Mapping[str, weights.StoredTensor], directory: Path
+    family: Family, config: ModelConfig, tensors: Mapping[str, StoredTensor], directory: Path
 ) -> None:
     """Raises CheckpointError where tensors are named as another family's: that says more than that one is missing."""
 

@@ -29,6 +29,7 @@ from ca_jax.models import weights
 from ca_jax.models.chat_template import ChatTemplate
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.families import FAMILIES, require_served
+from ca_jax.models.stored import StoredTensor
 from ca_jax.models.tokenizer import Tokenizer, read_backend
 
 MANIFEST = "ca_jax_checkpoint.json"
@@ -176,7 +177,7 @@ def _name(slot: weights.Slot) -> str:
     return "/".join(slot.path if slot.layer is None else ("layer_{layer}", *slot.path[1:]))
 
 
-def _stored_tensors(directory: Path) -> dict[str, weights.StoredTensor]:
+def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     """The leaves that orbax wrote: in folders of their own or, in older checkpoints, all in one OCDBT.
 
     Raises:
@@ -196,7 +197,7 @@ def _stored_tensors(directory: Path) -> dict[str, weights.StoredTensor]:
             continue
         stored = ts.open({"driver": "zarr", "kvstore": kvstore}).result()
         name = "/".join(keys[1:])
-        tensors[name] = weights.StoredTensor(
+        tensors[name] = StoredTensor(
             shape=stored.shape,
             read_rows=partial(_read_rows, stored, f"{directory.parent}: tensor {name}"),
             chunk_rows=stored.chunk_layout.read_chunk_template[0].size,

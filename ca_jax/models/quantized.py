@@ -19,7 +19,7 @@ import numpy as np
 
 from ca_jax.errors import CheckpointError, UnsupportedQuantizationError, check
 from ca_jax.models.quantization_scheme import Scheme
-from ca_jax.models.weights import StoredTensor
+from ca_jax.models.stored import StoredTensor
 
 Arrays = dict[str, np.ndarray]
 """Tensors of a checkpoint by name, mapped from its files and not yet read."""

@@ -17,6 +17,7 @@ from ca_jax.models.checkpoint import load_checkpoint
 from ca_jax.models.families import FAMILIES
 from ca_jax.models.families.from_gguf import GgufDescription
 from ca_jax.models.huggingface import config_from_hf
+from ca_jax.models.stored import StoredTensor, of_each_expert
 from tests import families_kit, gguf_kit
 from tests.tolerances import LOGITS_ATOL
 
@@ -194,8 +195,8 @@ def test_matrices_of_all_experts_lie_either_way_and_each_is_read_once_a_leaf(tra
         return stored[start:stop]
 
     name = "model.layers.0.mlp.experts.gate_up_proj"
-    tensor = weights.StoredTensor(shape=stored.shape, read_rows=read_rows)
-    tensors = weights.of_each_expert(name, tensor, transposed)
+    tensor = StoredTensor(shape=stored.shape, read_rows=read_rows)
+    tensors = of_each_expert(name, tensor, transposed)
     place = FAMILIES["gpt_oss"].hf_names(config)["experts.w_up"]
     slot = next(slot for slot in weights.parameter_slots(config) if slot.key == "experts.w_up")
     of_experts = tuple(tensors[place.name.format(layer=0, expert=i)] for i in range(3))

@@ -56,7 +56,7 @@ def _smollm3_from_gguf(described: GgufDescription) -> dict[str, Any]:
 
 
 def granite_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
-    """What is multiplied, and what has biases, in Granite."""
+    """Granite's multipliers, and which of its matrices have biases."""
     return {
         "embed_scale": float(described.get("embedding_multiplier", 1.0)),
         "residual_scale": float(described.get("residual_multiplier", 1.0)),
