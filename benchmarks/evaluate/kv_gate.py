@@ -29,7 +29,7 @@ from ca_jax.device.transfer import to_device, to_host
 from ca_jax.launch.texts import EvaluationError, read_ids
 from ca_jax.models import kv
 from ca_jax.pretrained import LoadedModel, Progress
-from ca_jax.recompute.codec_fit import fit_codecs, layout_block, layout_of
+from ca_jax.recompute.codec_fit import HISTORY_TOKENS, fit_codecs, layout_block, layout_of
 from ca_jax.storage.codec import KVCodec
 from ca_jax.storage.layout import KVLayout
 
@@ -184,7 +184,14 @@ def _codecs(model: LoadedModel, config: KvGateConfig, progress: Progress) -> Ite
         progress("tokens of codecs", done, len(token_ids))
 
     try:
-        made = fit_codecs(model, token_ids, bits=config.bits, block_tokens=BLOCK_TOKENS, on_step=tell)
+        made = fit_codecs(
+            model,
+            token_ids,
+            bits=config.bits,
+            block_tokens=BLOCK_TOKENS,
+            history_tokens=min(config.history_tokens, HISTORY_TOKENS),
+            on_step=tell,
+        )
     except ValueError as error:
         raise EvaluationError(str(error)) from error
     for codec in made:

@@ -38,13 +38,14 @@ from ca_jax.pretrained import LoadedModel, check_token_ids
 from ca_jax.storage.codec import GroupCodec, KVCodec
 from ca_jax.storage.layout import KVLayout, LayerGroup
 
+HISTORY_TOKENS = 512
+"""Of half a window, by default."""
 _NUM_FIRST = 1  # Tokens at a context's beginning that are like no others.
 _MOST_WEIGHT = 20.0  # Times the mean that a token counts for at most.
 _SHRINKS = 0.3  # How far F is drawn to a multiple of one.
 _SAMPLE_BLOCKS = 6  # By which the step is found.
 _FILLS = 0.97  # Of a block's room, in the mean.
 _LEAST_EIGENVALUE = 1e-6  # Of the largest.
-_HISTORY_TOKENS = 512
 _MOST_WIDTH = 512  # Numbers of a bundle: a matrix is as wide, and coding a token takes as many operations a number.
 
 
@@ -66,7 +67,7 @@ def fit_codecs(
     *,
     bits: Sequence[float],
     block_tokens: int = 128,
-    history_tokens: int = _HISTORY_TOKENS,
+    history_tokens: int = HISTORY_TOKENS,
     seed: int = 0,
     on_step: Callable[[int], None] | None = None,
 ) -> tuple[KVCodec, ...]:

@@ -392,7 +392,7 @@ class KVCodec:
         """Writes it to a .npz file."""
         with Path(path).expanduser().open("wb") as file:  # By a path numpy would give the name an ending.
             fields: dict[str, Any] = {"version": _VERSION, "fingerprint": self.fingerprint, "bits": self.bits}
-            np.savez(file, **fields, **dict(self._arrays()))
+            np.savez(file, **(fields | dict(self._arrays())))
             file.flush()
             os.fsync(file.fileno())
 
