@@ -30,6 +30,7 @@ COMMANDS = {
     "tpu_bench": "the same of a TPU",
     "evaluate": "measure what truncation and blending cost in quality",
     "drift": "measure a model's mean drift of KV behind a truncation",
+    "codec": "make a model's codec, by which KV takes a few bits a number on SSD",
     "doctor": "say what of this machine stands in the way, and what to set",
     "store": "look into, verify and tidy a store's directory",
     "plan": "say what a model and a store need of a machine",

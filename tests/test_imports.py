@@ -37,6 +37,7 @@ STORAGE_FLOORS = (
     {"layout", "records"},
     {"tokens"},
     {"placement", "catalog", "objects"},
+    {"codec"},
     {"config", "tiers"},
     {"tickets"},
     {"sessions"},

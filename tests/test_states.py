@@ -360,6 +360,7 @@ def test_chunks_are_refused_by_name_or_are_ordinary_text():
         ({"data_parallel_size": 2}, "data_parallel_size with lfm2"),
         ({"max_adapters": 1}, "max_adapters must be 0 with family lfm2, whose models here have states"),
         ({"overflow": OverflowConfig(method="tt", discarder="heavy_hitters")}, "discarder with lfm2"),
+        ({"store": StoreConfig(ssd_dir="nowhere", ssd_codec="codec.npz")}, "ssd_codec must be none for a model"),
     ],
 )
 def test_what_is_not_served_with_states_is_refused_when_an_engine_is_made(changes, message):

@@ -14,13 +14,15 @@
         --selections=hkvd,random,first --json_out=rag.json
     python -m ca_jax.launch.evaluate --task=rag --data=musique.json --figure=6 --plot_out=6.png --json_out=6.json
     python -m ca_jax.launch.evaluate --task=blend_gate --max_kl_share=0.5 --json_out=gate.json
+    python -m ca_jax.launch.evaluate --task=kv_gate --data=wikitext2.txt --fit_data=wikitext2_valid.txt --bits=3.2,4
 
 `ppl` is the perplexity of one long text. `longeval` asks for lines or topics of a record that has overflowed the
 window, `mmlu` asks multiple-choice questions behind a text that has. `agreement` is how often a method goes on with a
 text as `tt` does, which drops tokens as text and computes the rest anew: what the others are held against. `rag` asks
 questions behind text chunks whose KV was computed alone, with each way to use it (CacheBlend), and redoes figures of
 that paper. `blend_gate` says what share of the chunks' tokens a model must compute anew to stay close to computing all,
-and exits with 1 where no ratio of those that are tried will do.
+and exits with 1 where no ratio of those that are tried will do. `kv_gate` says the same of how few bits a number of KV
+may take on SSD.
 
 The pure model is evaluated, without engine and store: what these keep is what it computes. Intervals and standard
 errors are printed and written as JSON, with the machine and the versions. `tools/quality_page.py` makes a page of many.
@@ -44,6 +46,7 @@ from absl import flags
 from benchmarks.evaluate.agreement import AgreementConfig, run_agreement
 from benchmarks.evaluate.comparison import Comparison
 from benchmarks.evaluate.items import Chunking
+from benchmarks.evaluate.kv_gate import KvGateConfig, run_kv_gate
 from benchmarks.evaluate.longeval import LongevalConfig, run_longeval
 from benchmarks.evaluate.mmlu import MmluConfig, run_mmlu
 from benchmarks.evaluate.perplexity import PerplexityConfig, run_perplexity
@@ -88,16 +91,18 @@ TASKS: dict[str, tuple[type, Callable[..., Any]]] = {
     "agreement": (AgreementConfig, run_agreement),
     "rag": (RagConfig, run_rag),
     "blend_gate": (GateConfig, run_gate),
+    "kv_gate": (KvGateConfig, run_kv_gate),
 }
 """What each task is asked by, and what runs it: a function of the model, the config, and what is told of progress.
 Figures of `rag` have functions of their own."""
 
 _OVERFLOW_TASKS = ("ppl", "longeval", "mmlu", "agreement")
 _PLOTTED_TASKS = ("ppl", "rag")
+_GATES = ("blend_gate", "kv_gate")
 _PARTS = {"chunking": Chunking, "blends": Blends}  # Configs in the configs of `rag` and `blend_gate`.
 _CASES = CaseFlags(
     "task",
-    {task: [kind] if task in _OVERFLOW_TASKS else [kind, *_PARTS.values()] for task, (kind, _) in TASKS.items()},
+    {task: [kind, *_PARTS.values()] if task in ("rag", "blend_gate") else [kind] for task, (kind, _) in TASKS.items()},
     ("comparison", *_PARTS),
 )
 _OVERFLOW = ConfigFlags(
@@ -117,7 +122,7 @@ def define_flags(flag_values: flags.FlagValues = flags.FLAGS) -> None:
     here: dict[str, Any] = {"flag_values": flag_values}
     flags.DEFINE_enum("task", None, list(TASKS), "What to evaluate.", required=True, **here)
     flags.DEFINE_list("method", list(_DEFAULT_METHODS), _METHOD, **here)
-    flags.DEFINE_string("json_out", None, "File to write the result to; blend_gate needs none.", **here)
+    flags.DEFINE_string("json_out", None, "File to write the result to; a gate needs none.", **here)
     plot = "ppl: file for a figure of loss around truncations, PNG; rag: of its figure."
     flags.DEFINE_string("plot_out", None, plot, **here)
     define_model(flag_values)
@@ -138,7 +143,7 @@ def read_config(flag_values: flags.FlagValues = flags.FLAGS) -> Any:
     given = _CASES.read(task, flag_values)
     if task not in _PLOTTED_TASKS:
         refuse(("plot_out",), f"task {task}", flag_values)
-    if flag_values["json_out"].value is None and task != "blend_gate":
+    if flag_values["json_out"].value is None and task not in _GATES:
         raise FlagError(f"json_out must be a file for what {task} gives, got none")
     kind = TASKS[task][0]
     if task in _OVERFLOW_TASKS:
@@ -146,6 +151,10 @@ def read_config(flag_values: flags.FlagValues = flags.FLAGS) -> Any:
             raise FlagError(f"data must be what {task} reads, got none")
         return made(kind, comparison=_comparison(task, flag_values), **given)
     refuse(("method", "window", "step_tokens"), f"task {task}", flag_values)
+    if task == "kv_gate":
+        if "data" not in given:
+            raise FlagError("data must be what kv_gate reads, got none")
+        return made(kind, **given)
     if given.get("figure") not in (None, *_FIGURES):
         raise FlagError(f"figure must be one of {', '.join(map(str, _FIGURES))}; got {given['figure']}")
     for name, part in _PARTS.items():
@@ -211,7 +220,7 @@ def run(task: str, config: Any, load: Callable[[Progress], LoadedModel], *, comm
 
 
 def main(_: Sequence[str]) -> int:
-    """Runs from the command line; 1 where a gate is passed by no ratio."""
+    """Runs from the command line; 1 where a gate is passed by nothing."""
     console, config = make_console(), read_config()
     json_out, plot_out = out_path("json_out"), out_path("plot_out")
     if plot_out is not None:
@@ -230,4 +239,4 @@ def main(_: Sequence[str]) -> int:
     written = [*filter(None, (json_out, plot_out if is_drawn else None))]
     if written:
         note(console, f"written to {', '.join(map(str, written))}", None)
-    return int(report["task"] == "blend_gate" and not any(row["passes"] for row in report["rows"]))
+    return int(report["task"] in _GATES and not any(row["passes"] for row in report["rows"]))

@@ -80,6 +80,9 @@ def title_of(report: Report) -> str:
         sizes = config["comparison"]
         data = rows[0].get("text", rows[0].get("data"))
         return f"{report['task']}, {data}, {by}: window {sizes['window']:,}, steps of {sizes['step_tokens']:,}"
+    if report["task"] == "kv_gate":
+        sizes = f"{config['behind_tokens']:,} tokens behind {config['history_tokens']:,} that were coded"
+        return f"kv_gate, {Path(config['data']).name}, {by}: {rows[0]['windows']} windows, {sizes}"
     chunking, figure = config["chunking"], config.get("figure")
     data = "prompts made of recorded conversations" if chunking["data"] is None else Path(chunking["data"]).name
     what = report["task"] if figure is None else f"figure {figure}"
@@ -98,6 +101,8 @@ def remarks_of(report: Report) -> list[str]:
     """What a table does not say by itself."""
     if report["task"] == "blend_gate":
         return [verdict(report)]
+    if report["task"] == "kv_gate":
+        return [kv_verdict(report)]
     config, remarks = report["config"], []
     if config.get("figure") in TIMED_FIGURES:
         load = report["machine"]["load_1m"]
@@ -133,6 +138,16 @@ def verdict(report: Report) -> str:
         return f"no: {wanted}, is kept by no ratio of {tried}"
     least = min(passing, key=lambda row: row["ratio"])
     return f"yes: {wanted}, is kept from ratio {least['ratio']:.4g} on, {least['selection']}"
+
+
+def kv_verdict(report: Report) -> str:
+    """What the gate of coded KV says."""
+    wanted = f"perplexity at most {percent(report['config']['max_loss'], '.3g')} higher, with its confidence interval"
+    passing = [row for row in report["rows"] if row["passes"]]
+    if not passing:
+        return f"no: {wanted}, is kept by none of {', '.join(row['name'] for row in report['rows'])}"
+    least = min(passing, key=lambda row: row["bits"])
+    return f"yes: {wanted}, is kept by {least['name']}, {least['times_smaller']:.1f} times smaller than bfloat16"
 
 
 def columns_of(report: Report) -> Columns:
@@ -275,6 +290,19 @@ COLUMNS: dict[str, Columns] = {
         ("next tokens lost,\nabove the bound", lambda row: number(row.get("top1_excess"), "+.4f")),
         ("above the share,\nupper bound", "share_excess", "+.4f"),
         ("above the bound,\nupper bound", "kl_excess", "+.4f"),
+        ("passes", lambda row: "yes" if row["passes"] else "no"),
+    ),
+    "kv_gate": _columns(
+        ("KV at rest", "name", ""),
+        ("bits a number", "bits", ".2f"),
+        ("smaller than\nbfloat16", lambda row: f"{row['times_smaller']:.2f}x"),
+        ("perplexity", "loss", "%+.3f"),
+        ("95 %", "loss_interval", "to%+.3f"),
+        ("KL, nats", "mean_kl", ".5f"),
+        ("95 %", "kl_interval", "to.5f"),
+        ("same likeliest\nnext token", "same_top1", "%.2f"),
+        ("coded,\nGB/s", "encode_gb_s", ".2f"),
+        ("decoded,\nGB/s", "decode_gb_s", ".2f"),
         ("passes", lambda row: "yes" if row["passes"] else "no"),
     ),
     "figure 6": _columns(

@@ -30,6 +30,7 @@ from ca_jax.models.sharding import ModelSharding, model_sharding
 from ca_jax.models.weights import parameter_slots, resolve_dtype
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.serving.core import DEFAULT_WINDOW_TOKENS, adapter_sizes
+from ca_jax.storage.codec import KVCodec
 from ca_jax.storage.config import GIB
 
 _READ = {
@@ -126,6 +127,10 @@ def make_plan(
     if kept is not None:
         stored_tokens = min(session_tokens, kept + layout.block_tokens - 2)
 
+    coded_bytes = layout.stored_block_bytes
+    if engine.store.ssd_codec is not None:
+        coded_bytes = KVCodec.load(engine.store.ssd_codec).stored_bytes(layout)
+
     def of_blocks(name: str, num_bytes: int, block_bytes: int) -> Tier:
         num_blocks = num_bytes // block_bytes
         num_sessions = num_blocks // layout.num_blocks(stored_tokens)
@@ -143,7 +148,7 @@ def make_plan(
         tiers=(
             Tier("HBM", kv_bytes * num_data * num_kv, num_tokens, num_sessions),
             of_blocks("DRAM", engine.store.dram_bytes, layout.block_bytes),
-            of_blocks("SSD", engine.store.ssd_bytes, layout.stored_block_bytes),
+            of_blocks("SSD", engine.store.ssd_bytes, coded_bytes),
         ),
     )
 

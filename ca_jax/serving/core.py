@@ -88,6 +88,13 @@ class EngineCore:
         check(
             check_layers <= num_layers, "blend check_layers", f"at most the model's {num_layers} layers", check_layers
         )
+        has_states = model.config.recurrence is not None
+        check(
+            not (has_states and config.store.ssd_codec),
+            "ssd_codec",
+            "none for a model whose layers keep states, which blocks hold too",
+            config.store.ssd_codec,
+        )
         layout, overflow, drift = kv_layout(model, config), config.overflow, None
         if overflow is not None:
             overflow.check_window(window)

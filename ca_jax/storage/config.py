@@ -45,6 +45,10 @@ class StoreConfig:
     ssd_url: str | None = None
     """Where blocks are kept instead of in `ssd_dir`, as a TensorStore URL (`s3://…`, `gs://…`, `memory://…`); the
     catalog stays in `ssd_dir`. `zarr3` only, and without a floor of free space."""
+    ssd_codec: str | None = None
+    """File of the model's codec (`ca_jax codec` makes one), by which blocks on SSD take a few bits a number, and the
+    cap holds as many more; `zarr3` only. What comes back is a little other: see `ca_jax.storage.codec`. None: they
+    lie there as in DRAM."""
     ssd_deadline_s: float = 5.0
     """Seconds without progress after which a read or write of the SSD tier is given up, and the KV recomputed."""
     objects_url: str | None = None
@@ -100,6 +104,8 @@ class StoreConfig:
         if self.ssd_dir is None:
             if self.ssd_url is not None:
                 raise ValueError(f"ssd_url must have an ssd_dir for its catalog, got none beside {self.ssd_url!r}")
+            if self.ssd_codec is not None:
+                raise ValueError(f"ssd_codec must have an ssd_dir whose blocks it codes, got none: {self.ssd_codec!r}")
             return
         if not self.ssd_dir:
             raise ValueError("ssd_dir must be a directory, got an empty name")
@@ -109,8 +115,9 @@ class StoreConfig:
             )
         if not self.dram_gib:
             raise ValueError("dram_gib must be above 0 with an ssd_dir, whose blocks pass through DRAM; got 0")
-        if self.ssd_url is not None and self.ssd_driver != "zarr3":
-            raise ValueError(f"ssd_driver must be zarr3 with an ssd_url, got {self.ssd_driver}")
+        for name in ("ssd_url", "ssd_codec"):
+            if getattr(self, name) is not None and self.ssd_driver != "zarr3":
+                raise ValueError(f"ssd_driver must be zarr3 with an {name}, got {self.ssd_driver}")
 
     @property
     def dram_bytes(self) -> int:

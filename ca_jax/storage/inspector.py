@@ -28,6 +28,7 @@ from ca_jax.storage.catalog.catalog import CatalogReader, namespaces
 from ca_jax.storage.catalog.file import CATALOG_NAME
 from ca_jax.storage.catalog.notes import LOG_NAME
 from ca_jax.storage.catalog.records import DamagedRecordError, Namespace, Problem, SessionRecord
+from ca_jax.storage.codec import kept_codec
 from ca_jax.storage.records import BlockIoError, IoFailure
 from ca_jax.storage.tiers.disk import DiskTier
 from ca_jax.storage.tiers.dram import host_array
@@ -237,7 +238,7 @@ class StoreInspector:
 
         Raises:
           StoreDirectoryError: there are blocks of both drivers, and which to read was not said.
-          ValueError: the blocks have another layout than the catalog says.
+          ValueError: the blocks have another layout than the catalog says, or their codec is not beside them.
         """
         opened = self._tiers.get(namespace)
         if opened is not None and opened.num_blocks >= num_blocks:
@@ -246,8 +247,10 @@ class StoreInspector:
         if driver is None:
             return None
         layout, ids = namespace.layout, -(-num_blocks // GROUP_BLOCKS) * GROUP_BLOCKS  # In steps: it is rarely opened.
+        codec = kept_codec(self.directory / namespace.directory_name, namespace.codec)
+        block_bytes = layout.stored_block_bytes if codec is None else codec.stored_bytes(layout)
         tier = FORMATS[driver](
-            layout, self.block_location(namespace), ids * layout.stored_block_bytes, only_existing=True
+            layout, self.block_location(namespace), ids * block_bytes, only_existing=True, codec=codec
         )
         self._opened.callback(tier.close)
         self._tiers[namespace] = tier

@@ -22,6 +22,7 @@ import numpy as np
 from ca_jax.storage.catalog.catalog import Catalog
 from ca_jax.storage.catalog.file import CatalogCorruptError, quarantine, set_aside
 from ca_jax.storage.catalog.records import Namespace, SessionRecord
+from ca_jax.storage.codec import KVCodec, keep_codec
 from ca_jax.storage.config import StoreConfig
 from ca_jax.storage.records import BlockIoError
 from ca_jax.storage.sessions import StoreParts
@@ -83,7 +84,7 @@ class OpenedSsd:
         return len(orphans)
 
 
-def open_ssd(config: StoreConfig, namespace: Namespace) -> OpenedSsd:
+def open_ssd(config: StoreConfig, namespace: Namespace, codec: KVCodec | None = None) -> OpenedSsd:
     """Opens a store's directory, and finds out which of its sessions can be served.
 
     The others are forgotten, durably, before their blocks may be used again: sessions whose row is damaged, that cannot
@@ -93,6 +94,7 @@ def open_ssd(config: StoreConfig, namespace: Namespace) -> OpenedSsd:
     Args:
       config: with an `ssd_dir`, which is made (mode 0700) if it is not there.
       namespace: whose sessions. Others are neither read nor changed, nor are their blocks.
+      codec: the namespace's, kept beside its blocks from then on; None: it has none.
 
     Raises:
       ValueError: no `ssd_dir`, a capacity that does not fit the disk, blocks of another layout.
@@ -111,9 +113,15 @@ def open_ssd(config: StoreConfig, namespace: Namespace) -> OpenedSsd:
             on_failure.callback(catalog.close)
             location = catalog.block_directory if url is None else f"{url.removesuffix('/')}/{namespace.directory_name}"
             tier = FORMATS[config.ssd_driver](
-                namespace.layout, location, config.ssd_bytes, free_floor_bytes=config.ssd_free_floor_bytes
+                namespace.layout,
+                location,
+                config.ssd_bytes,
+                free_floor_bytes=config.ssd_free_floor_bytes,
+                codec=codec,
             )
             on_failure.callback(tier.close)
+            if codec is not None:
+                keep_codec(codec, catalog.block_directory)
             if isinstance(tier, Zarr3Tier) and url is not None:
                 claim_blocks(tier.kvstore, directory, tier.stored_block_ids, knows_any=catalog.has_sessions)
             records, num_lost = _take_in(catalog, tier)
@@ -182,10 +190,12 @@ def _why_refused(record: SessionRecord, tier: DiskTier, holders: np.ndarray, ten
     return None
 
 
-def open_ssd_index(config: StoreConfig, namespace: Namespace, parts: StoreParts) -> SsdIndex:
+def open_ssd_index(
+    config: StoreConfig, namespace: Namespace, parts: StoreParts, codec: KVCodec | None = None
+) -> SsdIndex:
     """Opens the directory that the config names, as `open_ssd` does, and adds what is there to a store's index."""
     with _garbage_collector_paused():  # It would walk over all sessions again and again: 2 s of 4 for 100,000.
-        opened = open_ssd(config, namespace)
+        opened = open_ssd(config, namespace, codec)
         mover = SsdWorker(
             opened.tier,
             opened.catalog,

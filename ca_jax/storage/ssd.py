@@ -134,9 +134,10 @@ class SsdIndex:
         num_blocks = self._layout.num_blocks(entry.places.num_places)
         if not self._blocks.admits(entry.owner.tenant, num_blocks):
             return self._skip_flush(entry, FlushFailure.TOO_LARGE)
-        num_kept, shared_ids = self._num_kept_blocks(entry), self._shared_blocks(entry)
-        if shared_ids is None:
+        num_kept, shared = self._num_kept_blocks(entry), self._shared_blocks(entry)
+        if shared is None:
             return False
+        shares_with, shared_ids = shared
         self._blocks.share(shared_ids)  # First: the session that has them may be evicted for the others' room.
         failure = self._make_room(entry, num_blocks - num_kept - len(shared_ids))
         if failure is not None and self._tasks:
@@ -162,6 +163,7 @@ class SsdIndex:
             token_ids=entry.token_ids,
             num_kept_blocks=num_kept,
             num_shared_blocks=len(shared_ids),
+            shares_with=shares_with,
             sources=[self._dram.slab[block] for block in dram_ids],
             note=entry.note,
         )
@@ -367,15 +369,15 @@ class SsdIndex:
             return entry.ssd.num_blocks
         return entry.num_same_rows // self._layout.block_tokens
 
-    def _shared_blocks(self, entry: Entry) -> list[int] | None:
+    def _shared_blocks(self, entry: Entry) -> tuple[str, list[int]] | None:
         """Leading blocks of a session that is not on SSD, which are there as another's that shares them in DRAM.
 
         Returns:
-          Their ids on SSD; None where more of them are on their way there.
+          The other's key, and their ids on SSD; None where more of them are on their way there.
         """
-        found = list[int]()
+        holder, found = "", list[int]()
         if entry.ssd is not None or entry.share_group is None:
-            return found
+            return holder, found
         size = self._layout.block_tokens
         full = entry.block_ids[: entry.places.num_places // size]
         shared = list(itertools.takewhile(self._dram_blocks.is_shared, full))
@@ -389,8 +391,8 @@ class SsdIndex:
             if other.flush is not None:  # What it has there is not certain, cut as it may be when that has ended.
                 num_coming = max(num_coming, min(num_alike, other.flush.record.num_tokens // size))
             elif other.ssd is not None and (num_alike := min(num_alike, other.num_same_rows // size)) > len(found):
-                found = other.ssd.block_ids[:num_alike].tolist()
-        return found if num_coming <= len(found) else None
+                holder, found = other.key, other.ssd.block_ids[:num_alike].tolist()
+        return (holder, found) if num_coming <= len(found) else None
 
     def _record_of(self, entry: Entry, block_ids: Sequence[int]) -> SessionRecord:
         """What the catalog is to say of a session in DRAM that has these blocks on SSD."""

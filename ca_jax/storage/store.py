@@ -25,6 +25,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ca_jax.storage.catalog.records import Namespace
+from ca_jax.storage.codec import KVCodec
 from ca_jax.storage.config import StoreConfig
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.opening import open_ssd_index
@@ -84,8 +85,9 @@ class AttentionStore:
         own.
 
     Raises:
-      ValueError: layout and config disagree, or a cap is under one block, above the machine's memory, or above what the
-        disk has free.
+      ValueError: layout and config disagree, a cap is under one block, above the machine's memory, or above what the
+        disk has free, or the codec is of another model.
+      FileNotFoundError: there is no such codec.
       MemoryError: the system does not grant the cap of DRAM.
       NotADirectoryError, PermissionError, CatalogError, BlocksOwnedError: the directory or its URL cannot be used; the
         message says why.
@@ -129,10 +131,17 @@ class AttentionStore:
             runtime=dataclasses.replace(runtime, on_progress=self._progressed),
         )
         if open_ssd is None and config.ssd_dir is not None:
+            codec = None if config.ssd_codec is None else KVCodec.load(config.ssd_codec)
+            if codec is not None:
+                codec.check(layout, weights)
             namespace = Namespace(
-                weights=weights, layout=layout, driver=config.ssd_driver, location=config.ssd_url or ""
+                weights=weights,
+                layout=layout,
+                driver=config.ssd_driver,
+                location=config.ssd_url or "",
+                codec="" if codec is None else codec.name,
             )
-            open_ssd = functools.partial(open_ssd_index, config, namespace)
+            open_ssd = functools.partial(open_ssd_index, config, namespace, codec=codec)
         self._ssd = None if open_ssd is None else open_ssd(parts)
         self._placement = Placement(parts, self._ssd, free_fraction=config.dram_free_fraction)
         self._truncation = Truncation(parts, self._placement, self._ssd)

@@ -17,7 +17,7 @@ REFUSED = [
     ("bench", "--suite=ttft --model_preset=llama2-7b", "model and model_preset must not both be given"),
     ("bench", "--suite=overflow --num_sessions=0 --plot_out=o.png", "plot_out must have num_sessions"),
     ("evaluate", "--task=ppl --data=text.txt --window=9000", "at most the model's 8192 tokens"),
-    ("evaluate", "--task=chess", "value should be one of <ppl|longeval|mmlu|agreement|rag|blend_gate>"),
+    ("evaluate", "--task=chess", "value should be one of <ppl|longeval|mmlu|agreement|rag|blend_gate|kv_gate>"),
     ("evaluate", "--task=rag --data=none.json", "none.json: No such file"),
     ("replay", "--trace_format=mooncake --trace=unsorted.jsonl", "unsorted.jsonl, line 2: `timestamp`"),
     ("demo", "--sharegpt_file=said.json --conversation_id=nonesuch", "no conversation 'nonesuch'"),

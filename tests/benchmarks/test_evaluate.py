@@ -12,6 +12,7 @@ from absl.testing import flagsaver
 from benchmarks.evaluate import main, tables
 from benchmarks.evaluate.agreement import AgreementRow
 from benchmarks.evaluate.comparison import AccuracyRow
+from benchmarks.evaluate.kv_gate import KvGateRow
 from benchmarks.evaluate.perplexity import PerplexityRow
 from benchmarks.evaluate.rag import GateRow, RagRow
 from benchmarks.evaluate.rag_deviation import AttentionRow, CorrelationRow, DistributionRow
@@ -25,6 +26,7 @@ from tools import quality_page
 TEXT = "A text that goes on and on, until no window holds it any more, and then goes on all the same. " * 8
 WINDOW = "--window=128 --step_tokens=32"
 RAG = f"--data=items.json --num_chunks=3 --chunk_tokens=48 --instruction='{INSTRUCTION}' --ratios=0.5"
+KV = "--data=text.txt --fit_data=text.txt --history_tokens=128 --behind_tokens=32"
 TIMED = "--timed_items=1 --repeats=1 --answer_tokens=2 --storage_gb_s=0.01"
 BOTH = ("full recompute", "hkvd 50%")
 TASKS = {
@@ -81,6 +83,7 @@ TASKS = {
         ],
     ),
     "blend_gate": (f"{RAG} --max_kl_share=1e9", GateRow, [("full reuse",), ("hkvd 50%",)]),
+    "kv_gate": (f"{KV} --bits=6,3 --max_loss=9", KvGateRow, [("int8",), ("6 bits",), ("3 bits",)]),
 }
 """By task and figure: flags, the kind of its rows, and the first of their fields below."""
 FIELDS = {
@@ -204,3 +207,19 @@ def test_a_file_that_is_no_report_is_refused(tmp_path, content, message):
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(ValueError, match=f"must be a JSON file of launch.evaluate, .*{message}"):
         quality_page.read_report(tmp_path / "a.json")
+
+
+def test_a_gate_of_coded_kv_says_which_is_good_enough_or_that_none_is(evaluate):
+    done, report = evaluate("kv_gate", f"{KV} --bits=8,2 --max_loss=1")
+    assert (done.code, "yes: perplexity at most 100% higher" in done.out) == (0, True)
+    int8, fine, coarse = report["rows"]
+    assert 0 <= int8["mean_kl"] < coarse["mean_kl"] > fine["mean_kl"]
+    assert coarse["bits"] < fine["bits"] < int8["bits"]
+    assert [row["passes"] for row in report["rows"]] == [row["loss_interval"][1] <= 1 for row in report["rows"]]
+    none = {**report, "rows": [{**row, "passes": False} for row in report["rows"]]}
+    assert tables.kv_verdict(none) == "no: " + (
+        "perplexity at most 100% higher, with its confidence interval, is kept by none of int8, 8 bits, 2 bits"
+    )
+    done = run_script("evaluate", "--task=kv_gate", *shlex.split(KV), "--codecs=none.npz", "--bits=")
+    assert done.code == 1
+    assert "none.npz" in done.err

@@ -43,7 +43,7 @@ CHANGED = {
     "repair=none drift=drift.npz whole_turns=True discarder=oldest",
     BlendConfig(): "mode=prefix recompute_ratio=0.25 min_recompute_ratio=0.0 check_layers=4 selection=spread",
     StoreConfig(): "dram_gib=1.5 dram_free_fraction=0.25 ssd_dir=/kv ssd_gib=3.0 ssd_free_floor_gib=0.0 "
-    "ssd_driver=zarr3 ssd_url=memory://kv eviction_policy=fifo ttl_s=90.0 tenant_quota_gib=0.125 "
+    "ssd_driver=zarr3 ssd_url=memory://kv ssd_codec=codec.npz eviction_policy=fifo ttl_s=90.0 tenant_quota_gib=0.125 "
     "objects_url=memory://shared objects_write=idle objects_deadline_s=2.5 "
     "tenant_quotas=(('a=b',1),('bob',5000))",
     ServerConfig(): "served_model_name=mine max_queue=5 request_timeout_s=1.5 shutdown_grace_s=2.0 max_body_bytes=9 "

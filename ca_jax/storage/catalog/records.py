@@ -38,10 +38,13 @@ class Namespace:
     """How blocks are kept: the other way's are not this one's to read, count or overwrite."""
     location: str = ""
     """Where blocks are kept, if not beside the catalog."""
+    codec: str = ""
+    """What codes blocks (`KVCodec.name`); empty: they lie as in memory."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, for JSON."""
-        return {**dataclasses.asdict(self), "layout": self.layout.to_dict()}
+        """The fields, for JSON; without a codec as they were before there were any."""
+        fields = {**dataclasses.asdict(self), "layout": self.layout.to_dict()}
+        return fields if self.codec else {name: value for name, value in fields.items() if name != "codec"}
 
     def to_json(self) -> str:
         """The fields as canonical JSON; equal namespaces give equal text."""

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ca_jax.storage.codec import CodecError, KVCodec
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.records import BlockIoError, IoFailure
 
@@ -55,6 +56,7 @@ class DiskTier(abc.ABC):
       only_existing: takes what is on disk as it stands, for tools, beside an engine or after one: makes nothing and
         checks no room. Blocks are read and deleted, never written; the capacity says which ids may be named.
       directory: where its files are, on a local disk; None at a URL.
+      codec: codes blocks on their way to disk; None: they lie there as in memory.
 
     Raises:
       ValueError: a capacity under one block.
@@ -68,10 +70,11 @@ class DiskTier(abc.ABC):
         free_floor_bytes: int,
         only_existing: bool,
         directory: Path | None,
+        codec: KVCodec | None = None,
     ) -> None:
-        self.layout = layout
-        self.stored_block_bytes = size = layout.stored_block_bytes
-        """What one block takes on SSD: the unit of the cap."""
+        self.layout, self.codec = layout, codec
+        self.stored_block_bytes = size = layout.stored_block_bytes if codec is None else codec.stored_bytes(layout)
+        """What one block takes on SSD, at most: the unit of the cap."""
         if capacity_bytes < size:
             raise ValueError(
                 f"SSD capacity must be at least one block of {size} bytes ({layout.block_tokens} tokens), "
@@ -102,7 +105,7 @@ class DiskTier(abc.ABC):
           block_ids: which.
           into: one array of the layout's `block_shape` for each, C-contiguous, writeable: memory that is reused, such
             as blocks of the DRAM tier. After an error they hold anything.
-          sums: what `KVLayout.layer_sums` gave of each, uint32 `[num_blocks, L]`; None: only its length is checked.
+          sums: what `write_blocks` gave of each, uint32 `[num_blocks, L]`; None: only its form is checked.
           on_step: called before and after each block, by any thread; what it raises ends the move.
 
         Raises:
@@ -112,6 +115,12 @@ class DiskTier(abc.ABC):
         self._check_blocks(block_ids, into)
 
         def read(block: int, dst: np.ndarray, wanted: np.ndarray | None) -> None:
+            if self.codec is not None:
+                try:
+                    self.codec.decode(self._read_coded(block), self.layout, dst, wanted)
+                except CodecError as error:
+                    raise BlockIoError(IoFailure.CORRUPT, f"block {block}: {error}") from error
+                return
             self._read(block, dst)
             if wanted is not None and not np.array_equal(found := self.layout.layer_sums(dst), wanted):
                 layer = int(np.argmax(found != wanted))
@@ -135,11 +144,13 @@ class DiskTier(abc.ABC):
         Args:
           block_ids: which, each once.
           blocks: one array of the layout's `block_shape` for each, C-contiguous.
-          sums: uint32 `[num_blocks, L]`, which gets what `KVLayout.layer_sums` gives of each.
+          sums: uint32 `[num_blocks, L]`, which gets checksums of each, of what is on disk: `KVLayout.layer_sums`, or of
+            a codec those of its codes.
           on_step: as for `read_blocks`.
 
         Raises:
-          BlockIoError: they are not written; each of the blocks is the old one, the new one, torn, or none.
+          BlockIoError: they are not written; each of the blocks is the old one, the new one, torn, or none. A codec
+            refuses a block whose numbers are none.
           ValueError: an id, shape, dtype or number that does not fit, or a tier that is `only_existing`.
         """
         if self._only_existing:
@@ -149,6 +160,15 @@ class DiskTier(abc.ABC):
             raise ValueError(f"each block id must be given once, got {list(block_ids)}")
 
         def write(index: int, block: int, src: np.ndarray) -> None:
+            if self.codec is not None:
+                try:
+                    data, found = self.codec.encode(src, self.layout)
+                except CodecError as error:
+                    raise BlockIoError(IoFailure.NO_SPACE, f"block {block}: {error}") from error
+                if sums is not None:
+                    sums[index] = found
+                self._write_coded(block, data)
+                return
             if sums is not None:
                 sums[index] = self.layout.layer_sums(src)
             self._write(block, src)
@@ -206,6 +226,12 @@ class DiskTier(abc.ABC):
 
     @abc.abstractmethod
     def _write(self, block: int, src: np.ndarray) -> None: ...
+
+    def _read_coded(self, block: int) -> bytes:
+        raise NotImplementedError
+
+    def _write_coded(self, block: int, data: bytes) -> None:
+        raise NotImplementedError
 
     @abc.abstractmethod
     def _delete(self, block: int) -> None: ...

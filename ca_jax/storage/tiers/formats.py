@@ -19,6 +19,9 @@ one directory at 10 TB of 6 MB blocks. So there are at most 1,025 entries in eac
 tier are. A write is not atomic: a crash leaves a torn slot. That is enough where a block is published only after it is
 durable and never written while it is published. Figures of both are in `results/`.
 
+With a codec a block is a zarr3 chunk of bytes that zstd packed, which TensorStore reads too: what they mean the codec
+knows (storage.codec).
+
 Not here: which blocks are whose, what is published (the catalog), memory (the caller's, reused).
 """
 
@@ -27,6 +30,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import io
 import json
 import os
 import re
@@ -42,6 +46,7 @@ import numpy as np
 import tensorstore as ts
 
 from ca_jax.storage.catalog.file import make_directory, sync_directory, write_file
+from ca_jax.storage.codec import KVCodec
 from ca_jax.storage.layout import PAGE_BYTES, KVLayout, as_bytes
 from ca_jax.storage.records import BlockIoError, IoFailure
 from ca_jax.storage.tiers.disk import DiskTier
@@ -60,6 +65,7 @@ class Zarr3Tier(DiskTier):
 
     Args:
       location: a directory, made if need be, or a TensorStore URL: `file://`, `memory://`, `s3://`, `gs://`.
+      codec: codes blocks; None: they lie there as in memory.
       context: TensorStore's resources; by default its own, without a cache.
 
     Raises:
@@ -76,13 +82,20 @@ class Zarr3Tier(DiskTier):
         *,
         free_floor_bytes: int = 0,
         only_existing: bool = False,
+        codec: KVCodec | None = None,
         context: ts.Context | None = None,
     ):
         makes = not only_existing
         url, directory = _resolve(location, make=makes)
         super().__init__(
-            layout, capacity_bytes, free_floor_bytes=free_floor_bytes, only_existing=only_existing, directory=directory
+            layout,
+            capacity_bytes,
+            free_floor_bytes=free_floor_bytes,
+            only_existing=only_existing,
+            directory=directory,
+            codec=codec,
         )
+        self._metadata = _metadata(layout, codec)
         self._context = context or ts.Context({"cache_pool": {"total_bytes_limit": 0}})
         self.kvstore = ts.KvStore.open(url, context=self._context).result()
         """Where the files are."""
@@ -114,29 +127,48 @@ class Zarr3Tier(DiskTier):
         if self._directory is None:  # Straight into memory: `read` would give fresh memory, which is slow.
             ts.array(dst).write(self._groups[block // GROUP_BLOCKS][block % GROUP_BLOCKS]).result()
             return
-        path = self._directory / _block_key(block, self.layout)
-        try:
-            opened = path.open("rb", buffering=0)
-        except FileNotFoundError as error:
-            raise BlockIoError(IoFailure.MISSING, f"{path.name} must hold block {block}, got no file") from error
-        with opened as file:
-            found = os.fstat(file.fileno())
+        with self._opened_file(block) as file:
+            path, found = Path(file.name), os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode) or found.st_size != dst.nbytes:
                 raise BlockIoError(
                     IoFailure.CORRUPT, f"{path.name} must be a file of {dst.nbytes} bytes, got {found.st_size}"
                 )
             _transfer(os.preadv, file.fileno(), dst)
 
-    def _write(self, block: int, src: np.ndarray) -> None:
+    def _read_coded(self, block: int) -> bytes:
         if self._directory is None:
-            self._write_by_tensorstore(block, src)
+            found = self.kvstore.read(self._key(block)).result()
+            if found.state != "value":
+                raise BlockIoError(IoFailure.MISSING, f"{self._key(block)} must hold block {block}, got nothing")
+            return found.value
+        with self._opened_file(block) as file:
+            return file.read()
+
+    def _opened_file(self, block: int) -> io.FileIO:
+        assert self._directory is not None  # noqa: S101
+        path = self._directory / self._key(block)
+        try:
+            return path.open("rb", buffering=0)
+        except FileNotFoundError as error:
+            raise BlockIoError(IoFailure.MISSING, f"{path.name} must hold block {block}, got no file") from error
+
+    def _write(self, block: int, src: np.ndarray) -> None:
+        self._put(block, src, lambda: self._write_by_tensorstore(block, src))
+
+    def _write_coded(self, block: int, data: bytes) -> None:
+        self._put(block, np.frombuffer(data, np.uint8), lambda: self.kvstore.write(self._key(block), data).result())
+
+    def _put(self, block: int, src: np.ndarray, by_tensorstore: Callable[[], object]) -> None:
+        """Writes a block's file, by TensorStore where there is no directory of its own."""
+        if self._directory is None:
+            by_tensorstore()
             return
-        path = self._directory / _block_key(block, self.layout)
+        path = self._directory / self._key(block)
         temporary = path.with_name(path.name + _TEMPORARY)
         try:
             file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:  # The group's directory is gone: TensorStore makes it anew.
-            self._write_by_tensorstore(block, src)
+            by_tensorstore()
             sync_directory(self._directory)
             return
         try:
@@ -154,12 +186,17 @@ class Zarr3Tier(DiskTier):
         stored.write(src, can_reference_source_data_indefinitely=True).result()
 
     def _delete(self, block: int) -> None:
-        self.kvstore.write(_block_key(block, self.layout), None).result()
+        self.kvstore.write(self._key(block), None).result()
 
     def _sync(self, block_ids: Sequence[int]) -> None:
         if self._directory is not None:
             for group in {block // GROUP_BLOCKS for block in block_ids}:
                 sync_directory(self._directory / _group_path(group))
+
+    def _key(self, block: int) -> str:
+        """Of a block's file, relative to the root."""
+        num_axes = len(self._metadata["shape"]) - 1
+        return f"{_group_path(block // GROUP_BLOCKS)}c.{block % GROUP_BLOCKS}" + num_axes * ".0"
 
     def _keys(self) -> Iterator[str]:
         """Every file of every group, relative to the root. Blocks."""
@@ -174,7 +211,7 @@ class Zarr3Tier(DiskTier):
         return {
             "driver": "zarr3",
             "kvstore": (self.kvstore / _group_path(group)).spec().to_json(),
-            "metadata": _metadata(self.layout),
+            "metadata": self._metadata,
             "recheck_cached_metadata": False,
             # There is no cache, but what a read has just used lives on for a moment: never take that for fresh.
             "recheck_cached_data": True,
@@ -190,8 +227,8 @@ class Zarr3Tier(DiskTier):
             text = self.kvstore.read(path).result().value
             if not text and self._only_existing:  # What an engine would make: blocks may be there nevertheless.
                 return ts.open(self._spec(group), open=True, assume_metadata=True, context=self._context).result()
-            wanted = _metadata(self.layout)
-            raise ValueError(f"{self.kvstore.url}{path} must be of {wanted}, got another layout: {text!r}") from error
+            wanted = f"{self.kvstore.url}{path} must be of {self._metadata}"
+            raise ValueError(f"{wanted}, got another layout: {text!r}") from error
 
 
 class RawTier(DiskTier):
@@ -199,6 +236,7 @@ class RawTier(DiskTier):
 
     Raises:
       FileNotFoundError: `only_existing`, and there are no blocks.
+      ValueError: a codec, whose blocks differ in size.
     """
 
     def __init__(
@@ -209,7 +247,10 @@ class RawTier(DiskTier):
         *,
         free_floor_bytes: int = 0,
         only_existing: bool = False,
+        codec: KVCodec | None = None,
     ):
+        if codec is not None:
+            raise ValueError("the SSD driver must be zarr3 with a codec, got raw")
         makes = not only_existing
         directory = _prepare_directory(location, "raw") if makes else Path(location).absolute() / "raw"
         super().__init__(
@@ -320,10 +361,6 @@ def _prepare_directory(parent: str | os.PathLike[str], name: str) -> Path:
     return directory
 
 
-def _block_key(block: int, layout: KVLayout) -> str:
-    return f"{_group_path(block // GROUP_BLOCKS)}c.{block % GROUP_BLOCKS}" + len(layout.block_shape) * ".0"
-
-
 def _group_path(group: int) -> str:
     return f"{group:06d}/"
 
@@ -339,14 +376,19 @@ def _resolve(location: str | os.PathLike[str], *, make: bool) -> tuple[str, Path
     return f"{directory.as_uri()}/", directory
 
 
-def _metadata(layout: KVLayout) -> dict[str, Any]:
-    """The zarr3 metadata of one group: each block is a chunk, as its bytes are in memory."""
+def _metadata(layout: KVLayout, codec: KVCodec | None) -> dict[str, Any]:
+    """The zarr3 metadata of one group: each block is a chunk, as its bytes are in memory, or as zstd packs them."""
+    shape, dtype = list(layout.block_shape), layout.dtype
+    codecs: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": sys.byteorder}}]
+    if codec is not None:
+        shape, dtype = [codec.payload_bytes(layout)], "uint8"
+        codecs = [{"name": "bytes"}, {"name": "zstd", "configuration": {"level": 1}}]
     return {
-        "shape": [GROUP_BLOCKS, *layout.block_shape],
-        "data_type": layout.dtype,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [1, *layout.block_shape]}},
+        "shape": [GROUP_BLOCKS, *shape],
+        "data_type": dtype,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [1, *shape]}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
-        "codecs": [{"name": "bytes", "configuration": {"endian": sys.byteorder}}],
+        "codecs": codecs,
         "fill_value": 0,
     }
 

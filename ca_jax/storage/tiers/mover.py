@@ -280,9 +280,12 @@ class SsdWorker:
         task.began_s = time.perf_counter()
         num_shared = task.num_shared_blocks
         sums = np.empty((len(task.sources), self.layout.num_layers), np.uint32)
-        for index in range(num_shared):
-            sums[index] = self.layout.layer_sums(task.sources[index])
-            self._progressed(task)
+        if self._tier.codec is not None:
+            sums[:num_shared] = self._sums_of_shared(task)
+        else:
+            for index in range(num_shared):
+                sums[index] = self.layout.layer_sums(task.sources[index])
+                self._progressed(task)
         block_ids = task.record.block_ids[task.num_kept_blocks + num_shared :].tolist()
         on_step = functools.partial(self._progressed, task, is_moving=True)
         self._tier.write_blocks(block_ids, task.sources[num_shared:], sums[num_shared:], on_step)
@@ -292,6 +295,23 @@ class SsdWorker:
                 self._progressed(task)
                 task.is_final = True
             self._publish(task, sums)
+
+    def _sums_of_shared(self, task: FlushTask) -> np.ndarray:
+        """What the catalog says of blocks that are another session's too: memory may hold them as they were before they
+        were coded.
+
+        Raises:
+          BlockIoError: it does not know that session any more, or with other blocks.
+        """
+        num_shared, first = task.num_shared_blocks, task.num_kept_blocks
+        wanted = task.record.block_ids[first : first + num_shared]
+        with self._changing:
+            found = self._catalog.load(task.shares_with) if num_shared else None
+        if found is not None and np.array_equal(found[0].block_ids[:num_shared], wanted):
+            return found[1].sums[:num_shared]
+        if num_shared:
+            raise BlockIoError(IoFailure.CATALOG, f"session {task.shares_with!r} must have the blocks shared with it")
+        return np.empty((0, self.layout.num_layers), np.uint32)
 
     # The catalog, by whoever holds it.
 

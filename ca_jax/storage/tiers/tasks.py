@@ -80,7 +80,9 @@ class FlushTask(Task):
     num_kept_blocks: int
     """Leading full blocks that are published already, and stay."""
     num_shared_blocks: int
-    """Full blocks behind them that are published already as another session's: they are not written."""
+    """Full blocks behind them that are published already as another session's, its first: they are not written."""
+    shares_with: str = ""
+    """The key of that session; empty where there are none."""
     sources: Sequence[np.ndarray]
     """Memory of the blocks that are not kept, in order: not to be rewritten until the task has settled."""
     note: bytes | None

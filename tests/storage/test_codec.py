@@ -1,0 +1,369 @@
+"""KV that is coded on disk: what comes back, of how many bytes, and what is refused; blocks, tiers and stores of it."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import numpy as np
+import pytest
+import tensorstore as ts
+
+from ca_jax.storage.codec import CodecError, GroupCodec, KVCodec
+from ca_jax.storage.inspector import StoreInspector, verify
+from ca_jax.storage.layout import KVLayout, LayerGroup
+from ca_jax.storage.records import BlockIoError, Residency
+from ca_jax.storage.tiers.formats import RawTier, Zarr3Tier
+
+from .store_helpers import (
+    NAMESPACE,
+    PATIENCE_S,
+    assert_same,
+    fetch,
+    ids,
+    load,
+    make_layout,
+    make_store,
+    mask_of,
+    save,
+)
+
+BLOCK_TOKENS = 32
+LAYOUT = make_layout(block_tokens=BLOCK_TOKENS, num_layers=3, num_kv_heads=2, head_dim=8)
+TWO_SHAPES = KVLayout(
+    groups=(
+        LayerGroup(layers=(0, 2), num_kv_heads=2, head_dim=8),
+        LayerGroup(layers=(1,), num_kv_heads=1, head_dim=12, num_parts=1, window=9),
+    ),
+    dtype="float16",
+    block_tokens=24,
+)
+
+
+def make_codec(layout: KVLayout, bits: float = 8.0, seed: int = 0, step: float = 0.05) -> KVCodec:
+    """Of any matrices, with numbers of `make_numbers` in mind."""
+    rng, groups = np.random.default_rng(seed), []
+    for group in layout.groups:
+        shape = (len(group.layers), group.num_parts, group.num_kv_heads, group.head_dim)
+        num_bundles = group.num_kv_heads if group.num_kv_heads < 3 else 1
+        width = group.token_numbers // num_bundles
+        forward = rng.normal(size=(len(group.layers), num_bundles, width, width)) / step / np.sqrt(width)
+        spread = np.sqrt(np.square(forward).sum(-2))
+        groups.append(GroupCodec(means=rng.normal(size=shape), forward=forward, spread=spread))
+    return KVCodec(groups=tuple(groups), fingerprint=NAMESPACE.weights, bits=bits)
+
+
+def make_numbers(codec: KVCodec, layout: KVLayout, seed: int = 0) -> np.ndarray:
+    """A block of numbers as the codec expects them: normal ones about its means."""
+    block = np.zeros(layout.block_shape, layout.numpy_dtype)
+    rng = np.random.default_rng(seed)
+    for group, part in zip(codec.groups, layout.by_group(block), strict=True):
+        part[:] = group.means[:, :, None] + rng.normal(size=part.shape)
+    return block
+
+
+def coded(codec: KVCodec, layout: KVLayout, block: np.ndarray) -> np.ndarray:
+    """A block as it comes back."""
+    data, sums = codec.encode(block, layout)
+    assert len(data) <= codec.stored_bytes(layout)
+    found = np.full_like(block, 7)
+    codec.decode(data, layout, found, sums)
+    return found
+
+
+def in_steps(group: GroupCodec, numbers: np.ndarray) -> np.ndarray:
+    """Differences `[l, P, T, K, H]` in the codec's steps, by another way than it takes."""
+    num_bundles = group.forward.shape[1]
+    found = []
+    for layer, each in enumerate(numbers):
+        for bundle, heads in enumerate(np.split(each, num_bundles, axis=2)):
+            rows = [np.concatenate([heads[p, :, k] for k in range(heads.shape[2]) for p in range(len(heads))], axis=-1)]
+            found.append(rows[0] @ group.forward[layer, bundle])
+    return np.stack(found)
+
+
+def most_steps(codec: KVCodec, layout: KVLayout, a: np.ndarray, b: np.ndarray) -> float:
+    """The largest difference of two blocks, in the codec's steps, by another way than it takes."""
+    worst = 0.0
+    for group, *parts in zip(codec.groups, layout.by_group(a), layout.by_group(b), strict=True):
+        gap = parts[0].astype(np.float64) - parts[1].astype(np.float64)
+        worst = max(worst, float(np.abs(in_steps(group, gap)).max()))
+    return worst
+
+
+# A block.
+
+
+@pytest.mark.parametrize(("layout", "slack"), [(LAYOUT, 0.001), (TWO_SHAPES, 0.3)], ids=["alike", "two shapes"])
+def test_each_number_comes_back_within_half_a_step(layout, slack):
+    """Of float16 within what its own rounding adds."""
+    codec = make_codec(layout)
+    block = make_numbers(codec, layout)
+    found = coded(codec, layout, block)
+    assert 0.4 < most_steps(codec, layout, found, block) < 0.5 + slack
+    assert len(codec.encode(block, layout)[0]) < block.nbytes * (0.5 if layout is LAYOUT else 1)
+
+
+def test_what_came_back_once_comes_back_the_same():
+    codec = make_codec(LAYOUT)
+    once = coded(codec, LAYOUT, make_numbers(codec, LAYOUT))
+    np.testing.assert_allclose(coded(codec, LAYOUT, once), once, atol=1e-5)
+
+
+def test_tokens_unlike_the_others_are_kept_apart_and_nans_come_back():
+    codec = make_codec(LAYOUT)
+    block = make_numbers(codec, LAYOUT)
+    expected = coded(codec, LAYOUT, block)
+    block[:, :, 5] *= 100
+    block[1, 0, 9, 1, 3] = np.nan
+    block[0, 1, 30] = np.inf
+    block[:, :, 31] = 0
+    found = coded(codec, LAYOUT, block)
+    assert np.isnan(found[:, :, [9, 30]]).all()
+    scale = np.abs(block[:, :, 5]).max(-1, keepdims=True) / 127
+    assert (np.abs(found[:, :, 5] - block[:, :, 5]) <= 0.501 * scale).all()
+    others = np.delete(np.arange(BLOCK_TOKENS), [5, 9, 30, 31])
+    np.testing.assert_array_equal(found[:, :, others], expected[:, :, others])
+    assert np.isnan(coded(codec, LAYOUT, np.full_like(block, np.nan))).all()
+
+
+@pytest.mark.parametrize("bits", [0.5, 1.0, 2.0, 4.0, 8.0])
+def test_a_block_takes_no_more_than_its_room_however_it_is(bits):
+    codec = make_codec(LAYOUT, bits)
+    errors = []
+    for factor in (1, 5):  # Five times as far from the mean as was expected.
+        block = make_numbers(codec, LAYOUT)
+        for group, part in zip(codec.groups, LAYOUT.by_group(block), strict=True):
+            part[:] = (part - group.means[:, :, None]) * factor + group.means[:, :, None]
+        errors.append(most_steps(codec, LAYOUT, coded(codec, LAYOUT, block), block))
+    assert 0.4 < errors[0] <= errors[1]
+    with pytest.raises(CodecError, match="must take at most"):
+        codec.encode(np.full_like(block, 1e30), LAYOUT)
+
+
+def test_fewer_bits_lose_more():
+    large, errors = make_layout(block_tokens=512, num_layers=3, num_kv_heads=2, head_dim=8), []
+    for bits in (1.0, 2.0, 3.0, 5.0):
+        codec = make_codec(large, bits)
+        block = make_numbers(codec, large)
+        errors.append(most_steps(codec, large, coded(codec, large, block), block))
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 0.5 * errors[0]
+
+
+def test_any_changed_byte_is_found():
+    codec = make_codec(LAYOUT)
+    block = make_numbers(codec, LAYOUT)
+    block[:, :, 3] *= 50
+    data, sums = codec.encode(block, LAYOUT)
+    other = codec.encode(make_numbers(codec, LAYOUT, 1), LAYOUT)[0]
+    rng, into = np.random.default_rng(0), np.empty_like(block)
+    bad = [other, data[:-1], b"", data + b"x", other[:100] + data[100:]]
+    for at in rng.choice(len(data), 200, replace=False):
+        bad.append(data[:at] + bytes([data[at] ^ int(rng.integers(1, 256))]) + data[at + 1 :])
+    for each in bad:
+        try:
+            codec.decode(each, LAYOUT, into, sums)
+        except CodecError:
+            continue
+        np.testing.assert_array_equal(into, coded(codec, LAYOUT, block))  # A byte of zstd's that says nothing.
+
+
+def test_a_codec_goes_through_a_file_and_has_one_name(tmp_path):
+    codec = make_codec(TWO_SHAPES)
+    codec.save(tmp_path / "codec")
+    found = KVCodec.load(tmp_path / "codec")
+    assert found.name == codec.name != make_codec(TWO_SHAPES, seed=1).name
+    assert make_codec(TWO_SHAPES, bits=3).name != codec.name
+    block = make_numbers(codec, TWO_SHAPES)
+    assert found.encode(block, TWO_SHAPES)[0] == codec.encode(block, TWO_SHAPES)[0]
+    np.savez(tmp_path / "other.npz", a=1)
+    for path, error in ((tmp_path / "other.npz", ValueError), (tmp_path / "none", FileNotFoundError)):
+        with pytest.raises(error):
+            KVCodec.load(path)
+
+
+def test_kv_of_another_model_is_refused():
+    codec = make_codec(LAYOUT)
+    codec.check(LAYOUT, f"{NAMESPACE.weights} window 64")
+    with pytest.raises(ValueError, match="must be of the model with fingerprint other"):
+        codec.check(LAYOUT, "other")
+    with pytest.raises(ValueError, match=r"KV \[\(3, 2, 2, 5\)\], got one of .*\(3, 2, 2, 8\)"):
+        codec.check(make_layout(), NAMESPACE.weights)
+    with pytest.raises(ValueError, match="as it is computed, got int8"):
+        codec.check(make_layout("int8", num_layers=3, num_kv_heads=2, head_dim=8), NAMESPACE.weights)
+    with pytest.raises(ValueError, match="must have an inverse"):
+        GroupCodec(means=np.zeros((1, 2, 1, 4)), forward=np.ones((1, 1, 8, 8)), spread=np.ones((1, 1, 8)))
+    with pytest.raises(ValueError, match="must have spread"):
+        GroupCodec(means=np.zeros((1, 2, 1, 4)), forward=np.ones((1, 1, 8, 8)), spread=np.ones((1, 2, 4)))
+
+
+# A tier.
+
+
+def test_a_tier_keeps_coded_blocks_that_tensorstore_reads_alone(tmp_path):
+    codec = make_codec(LAYOUT, bits=6)
+    tier = Zarr3Tier(LAYOUT, tmp_path, 40 * codec.stored_bytes(LAYOUT), codec=codec)
+    assert tier.num_blocks == 40
+    blocks = np.stack([make_numbers(codec, LAYOUT, seed) for seed in range(3)])
+    sums = np.zeros((3, 3), np.uint32)
+    tier.write_blocks([7, 1, 33], blocks, sums)
+    found = np.empty_like(blocks)
+    tier.read_blocks([7, 1, 33], found, sums)
+    for index in range(3):
+        np.testing.assert_array_equal(found[index], coded(codec, LAYOUT, blocks[index]))
+    spec = {"driver": "zarr3", "kvstore": f"file://{tmp_path}/zarr3/000000/"}
+    payload = ts.open(spec, open=True).result()[7].read().result()
+    np.testing.assert_array_equal(payload, codec.unpacked(codec.encode(blocks[0], LAYOUT)[0], LAYOUT))
+    with pytest.raises(BlockIoError, match="layer 0 must have crc32c"):
+        tier.read_blocks([1], found[:1], sums[:1])
+    with pytest.raises(BlockIoError, match="must hold block 2"):
+        tier.read_blocks([2], found[:1], sums[:1])
+    tier.delete_blocks([7])
+    assert tier.stored_block_ids() == [1, 33]
+    tier.close()
+
+
+def test_a_tier_at_a_url_keeps_them_too():
+    codec = make_codec(LAYOUT)
+    tier = Zarr3Tier(LAYOUT, "memory://codec/", 4 * codec.stored_bytes(LAYOUT), codec=codec)
+    block, sums, found = make_numbers(codec, LAYOUT), np.zeros((1, 3), np.uint32), np.empty(LAYOUT.block_shape, "f4")
+    tier.write_blocks([2], [block], sums)
+    tier.read_blocks([2], [found], sums)
+    np.testing.assert_array_equal(found, coded(codec, LAYOUT, block))
+    with pytest.raises(BlockIoError, match="must hold block 1"):
+        tier.read_blocks([1], [found], sums)
+    tier.close()
+
+
+def test_slots_of_one_size_take_no_coded_blocks(tmp_path):
+    with pytest.raises(ValueError, match="must be zarr3 with a codec, got raw"):
+        RawTier(LAYOUT, tmp_path, 1 << 20, codec=make_codec(LAYOUT))
+
+
+# A store: blocks of four tokens of three layers.
+
+SMALL = make_layout()
+
+
+@pytest.fixture
+def codec(tmp_path) -> KVCodec:
+    codec = make_codec(SMALL)
+    codec.save(tmp_path / "codec.npz")
+    return codec
+
+
+@pytest.fixture
+def options(tmp_path, codec) -> dict[str, object]:
+    return {"ssd_dir": tmp_path / "store", "ssd_codec": str(tmp_path / "codec.npz"), "ssd_blocks": 40}
+
+
+def numbers_of(codec: KVCodec, num_tokens: int, seed: int) -> np.ndarray:
+    """KV `[L, 2, T, K, H]` as the codec expects it."""
+    means = codec.groups[0].means[:, :, None]
+    shape = (SMALL.num_layers, *SMALL.groups[0].shape(num_tokens))
+    return (means + np.random.default_rng(seed).normal(size=shape)).astype(np.float32)
+
+
+def expect_near(found: np.ndarray | None, wanted: np.ndarray, codec: KVCodec) -> None:
+    assert found is not None
+    assert np.abs(in_steps(codec.groups[0], found - wanted)).max() < 0.51
+
+
+def test_sessions_are_coded_on_their_way_out_and_read_by_the_next_store(options, codec):
+    kv = {key: numbers_of(codec, num_tokens, seed) for seed, (key, num_tokens) in enumerate((("a", 10), ("b", 8)))}
+    with closing(make_store(8, **options)) as store:
+        for key, each in kv.items():
+            assert save(store, key, ids(each.shape[2]), each)
+        assert store.settle(PATIENCE_S)
+        assert_same(load(store, "a", ids(11)), kv["a"])  # In DRAM it is as it was.
+    with closing(make_store(8, **options)) as store:
+        for key, each in kv.items():
+            fetch(store, key)
+            expect_near(load(store, key, ids(each.shape[2] + 1)), each, codec)
+    with StoreInspector(options["ssd_dir"]) as inspector:
+        (namespace,) = inspector.namespaces()
+        assert namespace.codec == codec.name
+        verdicts = list(verify(inspector))
+        assert len(verdicts) == 2
+        assert all(each.ok for each in verdicts)
+    (options["ssd_dir"] / namespace.directory_name / "codec.npz").unlink()
+    with StoreInspector(options["ssd_dir"]) as inspector, pytest.raises(ValueError, match="must hold the codec"):
+        inspector.open_blocks(namespace)
+
+
+def test_what_is_added_and_cut_is_coded_as_it_stands(options, codec):
+    kv = numbers_of(codec, 14, 0)
+    with closing(make_store(8, **options)) as store:
+        assert save(store, "a", ids(6), kv[:, :, :6])
+        assert store.settle(PATIENCE_S)
+    with closing(make_store(8, **options)) as store:
+        fetch(store, "a")
+        once = load(store, "a", ids(7))
+        assert save(store, "a", ids(14)[6:], kv[:, :, 6:], start_token=6)  # The second block is written anew.
+        assert store.settle(PATIENCE_S)
+        store.discard("a", mask_of(14, (4, 5, 6, 9)))
+        assert store.settle(PATIENCE_S)
+    with closing(make_store(8, **options)) as store:
+        fetch(store, "a")
+        kept = np.delete(np.arange(14), (4, 5, 6, 9))
+        found = load(store, "a", [*np.array(ids(14))[kept].tolist(), 1], num_dropped=4)
+        expect_near(found, kv[:, :, kept], codec)
+        np.testing.assert_allclose(found[:, :, :4], once[:, :, :4], atol=1e-6)
+
+
+def test_blocks_that_sessions_share_have_the_sums_of_what_is_on_disk(options, codec):
+    """The second is flushed from memory that has not been coded, or has: the first one's sums hold for both."""
+    kv = numbers_of(codec, 11, 0)
+    with closing(make_store(12, **options)) as store:
+        assert save(store, "a", ids(8), kv[:, :, :8])
+        assert store.settle(PATIENCE_S)
+        assert store.copy_prefix("a", "b", ids(8)) == 8
+        assert save(store, "b", ids(11)[8:], kv[:, :, 8:], start_token=8)
+        assert store.settle(PATIENCE_S)
+        assert store.stats().ssd.flushed_bytes == 3 * SMALL.block_bytes
+        with StoreInspector(options["ssd_dir"]) as inspector:
+            assert [each.ok for each in verify(inspector)] == [True, True]
+    with closing(make_store(12, **options)) as store:
+        for key, num_tokens in (("b", 11), ("a", 8)):
+            fetch(store, key)
+            expect_near(load(store, key, ids(num_tokens + 1)), kv[:, :, :num_tokens], codec)
+
+
+def test_a_store_of_another_codec_or_of_none_begins_anew_and_leaves_what_is_there(options, codec, tmp_path):
+    with closing(make_store(8, **options)) as store:
+        assert save(store, "a", ids(8), numbers_of(codec, 8, 0))
+        assert store.settle(PATIENCE_S)
+    make_codec(SMALL, seed=3).save(tmp_path / "other.npz")
+    for other in (str(tmp_path / "other.npz"), None):
+        with closing(make_store(8, **{**options, "ssd_codec": other})) as store:
+            assert store.residency("a") is Residency.ABSENT
+    with closing(make_store(8, **options)) as store:
+        fetch(store, "a")
+        assert load(store, "a", ids(9)) is not None
+
+
+def test_more_blocks_fit_on_the_same_disk(tmp_path):
+    plain = Zarr3Tier(LAYOUT, tmp_path / "plain", 1 << 20)
+    packed = Zarr3Tier(LAYOUT, tmp_path / "coded", 1 << 20, codec=make_codec(LAYOUT, bits=4))
+    assert (plain.num_blocks, packed.num_blocks) == (85, 256)  # Of three pages, and of one.
+    plain.close()
+    packed.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "found"),
+    [
+        ({"ssd_driver": "raw"}, ValueError, "must be zarr3 with an ssd_codec, got raw"),
+        ({"ssd_dir": None}, ValueError, "must have an ssd_dir whose blocks it codes"),
+        ({"ssd_codec": "/nowhere/codec.npz"}, FileNotFoundError, "nowhere"),
+    ],
+)
+def test_what_a_store_refuses(options, changes, error, found):
+    with pytest.raises(error, match=found):
+        make_store(8, **{**options, **changes})
+
+
+def test_a_store_refuses_another_models_codec(options):
+    wide = make_layout(num_kv_heads=3)
+    with pytest.raises(ValueError, match="must be of the model"):
+        make_store(8, layout=wide, **options)
