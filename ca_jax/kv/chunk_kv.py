@@ -161,6 +161,19 @@ class FusedTicket:
         """Whether any of it was fetched from SSD for this load."""
         return any(ticket.from_ssd for ticket, _ in self.parts)
 
+    def has(self, layer: int) -> bool:
+        """Whether a layer may be read: nothing of it is yet to come."""
+        return all(ticket.has(layer) for ticket, _ in self.parts)
+
+    def wait_for(self, layer: int, timeout_s: float) -> bool:
+        """See `LoadTicket.wait_for`."""
+        return all(ticket.wait_for(layer, timeout_s) for ticket, _ in self.parts)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether some of what was to come never will."""
+        return any(ticket.is_broken for ticket, _ in self.parts)
+
     def read(self, layer: int, dst: np.ndarray, first_token: int = 0) -> ts.Future:
         """Copies one layer's KV into places of `dst [2, S, K, H]`, and touches no others. Does not wait.
 

@@ -82,5 +82,10 @@ class History:
         return "device" if self.num_resident else "ssd" if self.from_ssd else "dram"
 
     def restore(self, states: StatePool, row: int) -> LoadError | None:
-        """Has a row stand where the snapshot does, if there is one; what broke, if that could not be read. Waits."""
+        """Has a row stand where the snapshot does, if there is one; what broke, if that could not be read. Waits.
+
+        Or what of its KV was to come, and will not.
+        """
+        if self.load is not None and self.load.ticket.is_broken:
+            return LoadError("KV that was to be read as it came did not come")
         return None if self.snapshot is None else self.snapshot.restore(states, row)

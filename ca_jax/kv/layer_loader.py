@@ -5,6 +5,8 @@ Layers are staged in order, several copies at once. How far ahead of the layer t
     layers below the depth   from when the load is opened, while the job before still runs
     layer i behind them      once the job has begun and layer i - depth - 2 is computed: two regions are for execution
 
+A layer that is read from elsewhere while the load is open is staged once it has come.
+
 The read buffer is a ring: a region is rewritten only once nothing reads it any more. On CPU a region *is* the device
 array, read until its layer is in the pages.
 
@@ -23,7 +25,7 @@ import dataclasses
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -34,6 +36,7 @@ from ca_jax.device import transfer
 from ca_jax.kv.chunk_kv import FusedTicket
 from ca_jax.kv.layout import EXECUTION_REGIONS
 from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.tickets import BrokenOffError
 from ca_jax.storage.tiers.dram import host_array, touch
 from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
 
@@ -131,6 +134,7 @@ class LayerLoad:
         depth: int,
         all_at_once: bool,
         job: int,
+        max_wait_s: float,
     ) -> None:
         self.ticket = ticket
         """The store's."""
@@ -143,6 +147,7 @@ class LayerLoad:
         self._reads = reads  # Of each layer the first token that is read, and S.
         self._dtype = loader.layout.numpy_dtype
         self._all_at_once = all_at_once
+        self._wait_left_s = max_wait_s  # For layers that are yet to come.
         self._has_begun = False
         self._stages: list[_Stage] = []
 
@@ -190,14 +195,19 @@ class LayerLoad:
         Waits until its bytes are in staging.
 
         Raises:
-          LoadError: they could not be read.
+          LoadError: they could not be read, or did not come in time.
           StagingInUseError: there is no room for them.
         """
         self._loader.pump()
         last = self.num_layers - 1
         ahead = min(layer + min(self._loader.device_ahead, self.depth + 1), last)
         wanted = last if self._all_at_once else ahead
+        before = self._stages[layer - 1].computed if layer else None
         while self.num_issued <= wanted:
+            if not self.ticket.has(self.num_issued):
+                if self.num_issued > layer and not self._all_at_once:
+                    break  # It is not needed yet.
+                self._wait_until_it_comes(self.num_issued, before)
             self._wait_for_turn(self.num_issued)
             try:
                 self._issue(self._loader.wait_for_room(self._num_bytes))
@@ -206,7 +216,7 @@ class LayerLoad:
                     break  # Those in front have their room once this one is dispatched.
                 raise
         for stage in self._stages[layer : wanted + 1]:
-            self._wait_for_copy(stage, self._stages[layer - 1].computed if layer else None)
+            self._wait_for_copy(stage, before)
         self._put(ahead + 1)
         array = self._stages[layer].array
         if array is None:
@@ -257,6 +267,8 @@ class LayerLoad:
         return -1 if layer < self.depth else layer - self.depth - EXECUTION_REGIONS
 
     def _may_issue(self, layer: int) -> bool:
+        if not self.ticket.has(layer):
+            return False
         before = self._computed_before(layer)
         if before < 0:
             return self._has_begun or layer < self.depth
@@ -272,19 +284,45 @@ class LayerLoad:
             raise StagingInUseError(f"layer {before} must be dispatched before layer {layer} is loaded, and is not")
         computed.block_until_ready()
 
+    def _wait_until_it_comes(self, layer: int, before: jax.Array | None) -> None:
+        """Waits for a layer that is read from elsewhere, as long as the load may."""
+        with self._waiting(before) as look:
+            started_s = time.perf_counter()
+            try:
+                while not self.ticket.wait_for(layer, _LOOK_S):
+                    look()
+                    if time.perf_counter() - started_s > self._wait_left_s:
+                        raise LoadError(f"layer {layer} must come within {self._wait_left_s:.3g} s, and did not")
+            except BrokenOffError as error:
+                raise LoadError(f"layer {layer} could not be read: {error}") from error
+            self._wait_left_s -= time.perf_counter() - started_s
+
     def _wait_for_copy(self, stage: _Stage, before: jax.Array | None) -> None:
-        """Waits for a layer's bytes, and counts the time in which the device had nothing left to compute."""
-        idle_since_s = None
-        while not stage.future.done():
-            if idle_since_s is None and (before is None or transfer.is_ready(before)):
-                idle_since_s = time.perf_counter()
-            with contextlib.suppress(TimeoutError):
-                stage.future.exception(_LOOK_S)
-        if idle_since_s is not None:
-            self.stall_s += time.perf_counter() - idle_since_s
+        """Waits for a layer's bytes."""
+        with self._waiting(before) as look:
+            while not stage.future.done():
+                look()
+                with contextlib.suppress(TimeoutError):
+                    stage.future.exception(_LOOK_S)
         error = stage.future.exception()
         if error is not None:
             raise LoadError(f"layer {stage.layer} could not be read: {error}") from error
+
+    @contextlib.contextmanager
+    def _waiting(self, before: jax.Array | None) -> Iterator[Callable[[], None]]:
+        """Counts the time in which the device had nothing left to compute; that is looked at with what this gives."""
+        idle_since_s: float | None = None
+
+        def look() -> None:
+            nonlocal idle_since_s
+            if idle_since_s is None and (before is None or transfer.is_ready(before)):
+                idle_since_s = time.perf_counter()
+
+        try:
+            yield look
+        finally:
+            if idle_since_s is not None:
+                self.stall_s += time.perf_counter() - idle_since_s
 
     def _issue(self, region: slice) -> None:
         layer = self.num_issued
@@ -377,6 +415,7 @@ class LayerLoader:
         all_at_once: bool = False,
         job: int = -1,
         reads: Sequence[tuple[int, int]] = (),
+        max_wait_s: float = 0.0,
     ) -> LayerLoad:
         """Begins to load: as many layers as the depth allows and there is room for. Does not wait.
 
@@ -384,9 +423,10 @@ class LayerLoader:
           padded_tokens: S of the arrays, at least the ticket's tokens.
           all_at_once: `layer` waits for all layers, as without pre-loading.
           reads: of each layer the first token that is read, and S of its array; nothing said: the first, and that.
+          max_wait_s: longest that its job waits, of all layers together, for what is read from elsewhere meanwhile.
         """
         reads = reads or [(0, padded_tokens)] * self.layout.num_layers
-        load = LayerLoad(self, ticket, reads, depth, all_at_once, job)
+        load = LayerLoad(self, ticket, reads, depth, all_at_once, job, max_wait_s)
         self._loads.append(load)
         try:
             self.pump()

@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -42,6 +43,7 @@ _LOG = logging.getLogger(__name__)
 _NO_STALL = 0.02  # Of a prefill: it waited for less than that, so that what it took is compute.
 _MIN_GAIN = 0.1  # What recomputing must save to be chosen: rates are measured, and loading leaves the device free.
 _RATIO_STEP = 0.05
+_MAX_WAIT_S = 0.25  # For KV that was to come in time, where computing what it is for takes less.
 _SLACK_LAYERS = 1  # Behind what S_buf says, which leaves out that a first layer has nothing to hide behind.
 
 
@@ -104,9 +106,11 @@ class Histories:
             self._preloaded = job, self._open(job, session)
         (_, history), self._preloaded = self._preloaded, None
         job.cached_tokens = history.num_loaded
-        is_restored = history.load is not None and session.key in self.restored
+        comes = any(ticket.coming for ticket in history.tickets)
+        is_restored = comes or (history.load is not None and session.key in self.restored)
         job.cached_tier = "objects" if is_restored else history.tier
         self.restored.discard(session.key)
+        self._metrics.streamed_restores += comes
         job.missed_chunks = history.missed_chunks
         self._metrics.loaded_chunks += len(history.chunks)
         self._metrics.missed_chunks += history.missed_chunks
@@ -129,6 +133,8 @@ class Histories:
             history.source.check(self._processes)
         for ticket in history.tickets:
             self._store.complete_load(ticket)
+            if ticket.coming:
+                self.restored.discard(ticket.key)  # What has come by itself meanwhile was loaded here.
         times_s = load.layer_times_s
         job.load_s, job.load_stall_s, job.load_span_s = sum(times_s), load.stall_s, load.span_s
         fetches = [ticket.fetch_span_s for ticket in history.tickets if ticket.fetch_span_s is not None]
@@ -190,6 +196,11 @@ class Histories:
             return blend.min_recompute_ratio
         ratio = costs.choose_ratio(rates, num_context, num_new, blend.min_recompute_ratio, history_tokens=num_history)
         return min(max(math.ceil(ratio / _RATIO_STEP) * _RATIO_STEP, blend.min_recompute_ratio), 1.0)
+
+    def layer_compute_s(self, num_history: int, num_new: int) -> float | None:
+        """Seconds that a layer takes of a prefill's first pass, over a history on the device; None without rates."""
+        rates, num_new = self._meter.rates, min(num_new, self._runner.chunk_tokens)
+        return None if rates is None else costs.layer_compute_s(rates, *self._runner.padded(num_history, num_new))
 
     def measure(self, ticket: LoadTicket) -> None:
         """Loads what a ticket says, with nothing beside it, for its rate, and completes it.
@@ -277,7 +288,8 @@ class Histories:
             snapshot = self._snapshots.open(key, kept, prompt_ids, found)
             reach = found if self._snapshots.are_none else 0 if snapshot is None else snapshot.num_tokens
             holder = None if spans else self._holder(job, session, own_ids, reach, shares=shares)
-            takes_all = num_slid or spans or holder is not None or snapshot is not None
+            comes = held[0] is not None and bool(held[0].coming)
+            takes_all = num_slid or spans or holder is not None or snapshot is not None or comes
             wanted = reach if takes_all else self._num_worth_loading(reach, len(prompt_ids) - reach)
             held += [self._chunks.hold(span, job.prompt_ids[span.start : span.stop]) for span in spans]
             counts = (reach, wanted, int(holder is not None), *(int(ticket is not None) for ticket in held[1:]))
@@ -371,10 +383,10 @@ class Histories:
         return job.spans if job.recompute_ratio < 1 or is_asked_for else ()
 
     def _hold(self, token_ids: np.ndarray, key: str, lineage: int) -> LoadTicket | None:
-        """What of the KV of these tokens is stored, to be read; what is stored behind them is forgotten."""
+        """What of the KV of these tokens is stored or comes, to be read; what is stored behind them is forgotten."""
         if not len(token_ids):
             return None
-        return self._store.prepare_load(key, token_ids, truncate=True, num_dropped=lineage)
+        return self._store.prepare_load(key, token_ids, truncate=True, num_dropped=lineage, with_coming=True)
 
     def _begin(
         self,
@@ -400,10 +412,13 @@ class Histories:
         num_new = len(job.prompt_ids) - num_slid - num_places
         depth, load, firsts = self._depth(num_places, num_new), None, tuple[int, ...]()
         if ticket is not None:
-            pad, options = self._runner.padded_history, {"all_at_once": self._config.read_buffer == "off"}
+            pad = self._runner.padded_history
+            options: dict[str, Any] = {"all_at_once": self._config.read_buffer == "off"}
             if not found and not self._may_read_all(job, session):
                 firsts = self._first_seen(num_places)
             reads = [(first, pad(num_places - first)) for first in firsts]
+            layer_s = self.layer_compute_s(num_places, num_new)
+            options["max_wait_s"] = max(_MAX_WAIT_S, 0.0 if layer_s is None else layer_s * self._layout.num_layers)
             load = self._loader.open(ticket, pad(num_places), depth, job=job.job_id, reads=reads, **options)
         return History(
             key=session.key,

@@ -12,8 +12,10 @@ import collections
 import contextlib
 import dataclasses
 import itertools
+import logging
 import queue
 import threading
+import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
@@ -24,13 +26,15 @@ import numpy as np
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.objects import ownership, parts
 from ca_jax.storage.objects.manifest import Manifest, ManifestError, PartRef, hint_name, manifest_name
-from ca_jax.storage.objects.ownership import Held
+from ca_jax.storage.objects.ownership import Held, NotOwnerError
 from ca_jax.storage.objects.store import ObjectsError, ObjectStore
 from ca_jax.storage.tickets import LoadTicket, SaveTicket
 
+_LOG = logging.getLogger(__name__)
 _COPY_BYTES = 256 << 20  # Copied for one publish at most; what is behind it goes with the next.
-_READ_BYTES = 8 << 20  # In one request, in whole layers.
-_READS_AHEAD = 4  # Requests under way at a time, while what has come is checked and copied.
+_READ_BYTES = 2 << 20  # In one request, in whole layers.
+_READS_AHEAD = 16  # Requests under way at a time, while what has come is checked and copied.
+_SAFETY = 0.8  # Of the rate that bytes came with so far: the one that is counted on.
 
 
 class Threads:
@@ -94,6 +98,40 @@ class Published:
     """That were written."""
 
 
+class Arrival:
+    """How far KV has come that is read from objects: the first layers of all of them, then the next.
+
+    One thread says what has come; any may ask.
+
+    Args:
+      layer_bytes: of all objects, each layer's bytes, `[L]`.
+      clock: seconds.
+    """
+
+    def __init__(self, layer_bytes: Sequence[int], clock: Callable[[], float] = time.perf_counter) -> None:
+        self.error: RestoreError | None = None
+        """The first object that could not be read, and why; those before it are served all the same."""
+        self._until = np.cumsum(layer_bytes)  # Bytes up to each layer, that one included.
+        self._num_bytes = 0
+        self._clock = clock
+        self._begun_s = clock()
+
+    def came(self, num_bytes: int) -> None:
+        """So many more bytes have come, were found to be right, and are written."""
+        self._num_bytes += num_bytes
+
+    def is_in_time(self, layer_compute_s: float) -> bool:
+        """Whether layers that take so many seconds each would wait for none, if they were computed from now on.
+
+        As far as the rate tells at which bytes came so far. The first layer has to be there.
+        """
+        missing = self._until - self._num_bytes
+        if missing[0] > 0 or self.error is not None:
+            return False
+        rate = _SAFETY * self._num_bytes / (self._clock() - self._begun_s)
+        return bool((missing <= rate * layer_compute_s * np.arange(len(missing))).all())
+
+
 @dataclasses.dataclass(frozen=True)
 class SharedKV:
     """Where KV of one model and layout is shared."""
@@ -149,6 +187,13 @@ class SharedKV:
             self.objects.write(hint_name(self.namespace, state["tenant"], state["chain"]), key.encode())
         return Published(held, is_whole, num_bytes)
 
+    def forget(self, held: Held) -> None:
+        """Has a manifest say that its session is forgotten, if that can be."""
+        try:
+            self.objects.run(ownership.publish(held, conversation=None, parts=(), used_s=time.time()))
+        except (NotOwnerError, ObjectsError, ManifestError) as error:
+            _LOG.warning("session %s could not be forgotten: %s", held.key, error)
+
     def look_up(self, tenant: str, chain: str) -> Manifest | None:
         """A tenant's session that stood where a chain says, as it is now; None: none is known. Not a claim.
 
@@ -163,32 +208,46 @@ class SharedKV:
             return None
         return manifest if manifest is not None and manifest.tenant == tenant else None
 
-    def restore(self, moves: Sequence[tuple[SaveTicket, PartRef]]) -> int:
-        """Writes KV of objects to DRAM, each to a ticket for its tokens, or for the last of them.
+    def arrival(self, wanted: Sequence[PartRef]) -> Arrival:
+        """Of what `restore` is about to bring."""
+        sizes = [parts.layer_bytes(self.layout, part.num_tokens) for part in wanted]
+        return Arrival(np.sum(sizes, axis=0).tolist())
+
+    def restore(self, moves: Sequence[tuple[SaveTicket, PartRef]], arrival: Arrival) -> int:
+        """Writes KV of objects to DRAM, each to a ticket for its tokens, or for the last of them: layer after layer.
+
+        One that cannot be read is said in `arrival`; its ticket and those behind it are broken off.
 
         Returns:
-          How many of them are written, from the first on; then a ticket was closed.
-
-        Raises:
-          RestoreError: one could not be read; it says how many are written, and why.
+          How many of them are written, from the first on.
         """
-        wanted = ((number, *span) for number, (_, part) in enumerate(moves) for span in self._spans(part))
+        num_left = len(moves)
+        wanted = (
+            (number, first, parts.read_layers(self.objects, moves[number][1], self.layout, first, stop))
+            for first, stop in self._spans([part for _, part in moves])
+            for number in range(len(moves))
+            if number < num_left
+        )
         coming: collections.deque[tuple[int, int, Callable[[], Iterator[np.ndarray]]]] = collections.deque()
         while True:
-            for number, first, stop in itertools.islice(wanted, _READS_AHEAD - len(coming)):
-                coming.append(
-                    (number, first, parts.read_layers(self.objects, moves[number][1], self.layout, first, stop))
-                )
+            coming.extend(itertools.islice(wanted, _READS_AHEAD - len(coming)))
             if not coming:
-                return len(moves)
+                return num_left
             number, first, wait = coming.popleft()
+            if number >= num_left:
+                continue
             ticket, part = moves[number]
             try:
                 for layer, kv in enumerate(wait(), first):
                     if not ticket.write(layer, kv[:, part.num_tokens - ticket.num_tokens :]):
-                        return number
+                        num_left = number
+                        break
+                    arrival.came(kv.nbytes)
             except Exception as error:
-                raise RestoreError(number, part.name, error) from error
+                num_left = number
+                arrival.error = RestoreError(part.name, error)
+                for broken, _ in moves[number:]:
+                    broken.break_off(error)
 
     def find_runs(self, tenant: str, token_ids: np.ndarray) -> list[PartRef]:
         """The objects that are there of a prompt's first full runs.
@@ -249,9 +308,9 @@ class SharedKV:
             copied.append(layers)
         return copied, True
 
-    def _spans(self, part: PartRef) -> Iterator[tuple[int, int]]:
-        """The layers of an object, as many at a time as one request reads: first, and one past the last."""
-        sizes = parts.layer_bytes(self.layout, part.num_tokens)
+    def _spans(self, wanted: Sequence[PartRef]) -> Iterator[tuple[int, int]]:
+        """Layers, as many at a time as one request reads of the largest object: first, and one past the last."""
+        sizes = parts.layer_bytes(self.layout, max((part.num_tokens for part in wanted), default=0))
         first = 0
         while first < len(sizes):
             stop, num_bytes = first + 1, sizes[first]
@@ -263,10 +322,9 @@ class SharedKV:
 
 
 class RestoreError(Exception):
-    """Objects could not be read: how many were before, which it was, and why."""
+    """An object could not be read: which, and why."""
 
-    def __init__(self, num_done: int, name: str, error: Exception):
+    def __init__(self, name: str, error: Exception):
         super().__init__(str(error))
-        self.num_done = num_done
         self.name = name
         self.error = error

@@ -27,7 +27,7 @@ from ca_jax.kv.costs import RateMeter
 from ca_jax.kv.kept_conversations import KeptConversations
 from ca_jax.kv.layer_loader import LayerLoader
 from ca_jax.kv.layout import kept_window, staging_bytes
-from ca_jax.kv.load import Histories
+from ca_jax.kv.load import Histories, packed_prompt
 from ca_jax.kv.save import WriteBuffer, owner_of
 from ca_jax.kv.shared_sessions import SharedSessions
 from ca_jax.kv.snapshots import Snapshots, StateForm
@@ -144,7 +144,7 @@ class SessionKV:
         A session of which nothing is stored may begin like one that is: then it will share that one's KV.
         """
         source = session.key
-        if self.shared is not None:
+        if self.shared is not None and not self.write_buffer.is_running(source):
             self.shared.stop(source)
         self._slide(session)
         cacheable = job.params.cacheable(job.prompt_ids)
@@ -164,12 +164,15 @@ class SessionKV:
         """Whether a queued turn would not wait for SSD, nor for what the turn before it computed to be saved.
 
         For the next one its KV is brought, at the cost of others'. Of a session that it begins like, what a turn has
-        computed that has ended; a turn that runs is not waited for.
+        computed that has ended; a turn that runs is not waited for. What replicas share is read while the turn
+        computes, once it comes in time.
         """
         if job not in self._queued:
             return True
         key, loaded = self._queued[job]
         coming = {each for each in (key, *loaded) if self._is_being_saved(each)}
+        if coming == {key} and self._comes_in_time(job, key):
+            coming.clear()
         found = [self.store.ready(each, is_next) for each in loaded if each not in coming]  # Not up to the first alone.
         return all_agree(self._processes, "ready", not coming and all(found))
 
@@ -366,6 +369,24 @@ class SessionKV:
         if self.chunks.is_coming(key) or (self.shared is not None and self.shared.is_coming(key)):
             return True
         return self.write_buffer.is_unsaved(key) and not self.write_buffer.is_running(key)
+
+    def _comes_in_time(self, job: Job, key: str) -> bool:
+        """Whether what is on its way of a turn's KV is what replicas share, all of which it reads, and in time.
+
+        Where pages, chunks, states or repairs are part of its history, all of it is waited for.
+        """
+        if self.shared is None or job.session is None or job.spans or key in self.resident:
+            return False
+        kept = job.session.conversation
+        if not self.snapshots.are_none or kept.num_slid or kept.num_to_repair or kept.to_drift:
+            return False
+        if self.write_buffer.is_unsaved(key) or self.chunks.is_coming(key):
+            return False
+        num_prompt = len(job.prompt_ids)
+        if not self.shared.in_time(key, lambda count: self.histories.layer_compute_s(count, num_prompt - count)):
+            return False
+        token_ids = job.params.cacheable(packed_prompt(job))
+        return self.store.serves_coming(key, token_ids, num_dropped=kept.kv_lineage)
 
     def _slide_all(self) -> None:
         """Looks at all sessions whose turns have ended, but for those that have another one queued.

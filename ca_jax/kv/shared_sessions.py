@@ -23,16 +23,14 @@ import itertools
 import logging
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ca_jax.device.runtime import Runtime
-from ca_jax.kv.object_transfers import Published, RestoreError, SharedKV, Source, StoppedError, Threads
+from ca_jax.kv.object_transfers import Arrival, Published, SharedKV, Source, StoppedError, Threads
 from ca_jax.session import Session
 from ca_jax.storage.objects import ownership, parts
 from ca_jax.storage.objects.manifest import Manifest, ManifestError, PartRef
@@ -41,7 +39,7 @@ from ca_jax.storage.objects.parts import PartError
 from ca_jax.storage.objects.store import ObjectsError, ObjectStore
 from ca_jax.storage.records import Owner, Residency
 from ca_jax.storage.store import AttentionStore
-from ca_jax.storage.tickets import SaveTicket
+from ca_jax.storage.tickets import SaveTicket, TicketState
 from ca_jax.turns.conversations import Conversation
 
 _LOG = logging.getLogger(__name__)
@@ -51,7 +49,6 @@ _LOOKED_AT = 8  # Sessions that have something to publish, in one `collect`.
 _IDLE_S = 30.0
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0  # Before a publish that failed is tried again.
 _TRIES = 3  # Of each session while the engine is closed.
-_REPLICA_FILE = "replica"
 
 
 @dataclasses.dataclass
@@ -64,6 +61,7 @@ class _Publishing:
 @dataclasses.dataclass
 class _Restoring:
     tickets: list[SaveTicket]
+    arrival: Arrival
     done: Future[int]
 
 
@@ -122,7 +120,7 @@ class SharedSessions:
         config = runtime.config.store
         objects = ObjectStore(config.objects_url or "", config.objects_deadline_s)
         objects.probe()
-        self.replica = _replica_name(config.ssd_directory)
+        self.replica = ownership.replica_name(config.ssd_directory)
         """Names this engine as an owner. One with an SSD is the same after a restart."""
         self._kv = SharedKV(objects, store.layout, namespace, self.replica)
         self._policy = config.objects_write
@@ -233,7 +231,7 @@ class SharedSessions:
         self._unpublished.pop(key, None)
         shared = self._shared.pop(key, None)
         if shared is not None and shared.held is not None and shared.held.manifest is not None:
-            self._threads.submit(self._forget, shared.held)
+            self._threads.submit(self._kv.forget, shared.held)
 
     def stop(self, key: str) -> None:
         """Has nothing hold a session's KV, which is about to change; what is not copied by then is published later."""
@@ -245,6 +243,7 @@ class SharedSessions:
             shared.publishing.source = None
         if shared.restoring is not None:
             self._store.abort_saves(key)
+            self._learn(key, shared, shared.restoring)
             shared.restoring = None
         shared.finding = None
 
@@ -307,6 +306,19 @@ class SharedSessions:
         """Whether KV of a session is on its way from there, or may be."""
         shared = self._shared.get(key)
         return shared is not None and (shared.restoring is not None or shared.finding is not None)
+
+    def in_time(self, key: str, layer_compute_s: Callable[[int], float | None]) -> bool:
+        """Whether a turn may begin whose KV is on its way from there: no layer that it takes is one to wait for.
+
+        Args:
+          layer_compute_s: seconds that a layer of the turn takes, by how many tokens of the session are stored once all
+            is here; None: that is not known.
+        """
+        shared = self._shared.get(key)
+        if shared is None or shared.restoring is None or shared.finding is not None:
+            return False
+        compute_s = layer_compute_s(shared.restoring.tickets[-1].stop_token)
+        return compute_s is not None and shared.restoring.arrival.is_in_time(compute_s)
 
     def close(self) -> None:
         """Ends it; what a thread does now is waited for."""
@@ -388,14 +400,17 @@ class SharedSessions:
             if part.stop <= start:
                 continue
             new_ids = token_ids[start : part.stop]
-            ticket = self._store.prepare_save(key, start, new_ids, owner, num_dropped=lineage, num_plain=num_plain)
+            ticket = self._store.prepare_save(
+                key, start, new_ids, owner, num_dropped=lineage, num_plain=num_plain, may_be_read=True
+            )
             if ticket is None:  # No room for more.
                 break
             moves.append((ticket, part))
             start = part.stop
         if moves:
-            done = self._submit(self._kv.restore, moves)
-            shared.restoring = _Restoring([ticket for ticket, _ in moves], done)
+            arrival = self._kv.arrival([part for _, part in moves])
+            done = self._submit(self._kv.restore, moves, arrival)
+            shared.restoring = _Restoring([ticket for ticket, _ in moves], arrival, done)
             self._moving[key] = None
 
     def _take_in(self, key: str, shared: _Shared) -> None:
@@ -449,40 +464,26 @@ class SharedSessions:
                 self._unpublished.setdefault(key)
 
     def _end_restore(self, key: str, shared: _Shared, restoring: _Restoring) -> None:
-        try:
-            num_done = restoring.done.result()
-        except RestoreError as error:
-            num_done = error.num_done
+        num_done = restoring.done.result()
+        self._learn(key, shared, restoring)
+        for ticket in restoring.tickets[:num_done]:
+            was_read = ticket.state is TicketState.DONE  # By a turn, which has said so.
+            if was_read or self._store.complete_save(ticket):
+                self._metrics.restored_tokens += ticket.num_tokens
+            if not was_read and ticket.state is TicketState.DONE:
+                self._restored.add(key)
+        if num_done < len(restoring.tickets):
+            self._store.abort_save(restoring.tickets[num_done])
+
+    def _learn(self, key: str, shared: _Shared, restoring: _Restoring) -> None:
+        """What could not be read is written anew with the next publish, if it is not what it should be."""
+        error = restoring.arrival.error
+        if error is not None:
             if isinstance(error.error, PartError):
                 shared.damaged.add(error.name)
                 shared.published = None
             self._failed(f"stored KV of session {key} is computed: {error}")
-        for ticket in restoring.tickets[:num_done]:
-            if self._store.complete_save(ticket):
-                self._restored.add(key)
-                self._metrics.restored_tokens += ticket.num_tokens
-        if num_done < len(restoring.tickets):
-            self._store.abort_save(restoring.tickets[num_done])
 
     def _failed(self, message: str) -> None:
         self._metrics.failed_restores += 1
         _LOG.warning("%s", message)
-
-    def _forget(self, held: Held) -> None:
-        """Has a manifest say that its session is forgotten; for a thread."""
-        try:
-            self._kv.objects.run(ownership.publish(held, conversation=None, parts=(), used_s=time.time()))
-        except (NotOwnerError, ObjectsError, ManifestError) as error:
-            _LOG.warning("session %s could not be forgotten: %s", held.key, error)
-
-
-def _replica_name(directory: Path | None) -> str:
-    """The name kept in a store's directory, made up where there is none."""
-    if directory is None:
-        return uuid.uuid4().hex
-    path = directory / _REPLICA_FILE
-    if path.is_file() and (name := path.read_text().strip()):
-        return name
-    name = uuid.uuid4().hex
-    path.write_text(name + "\n")
-    return name

@@ -97,7 +97,7 @@ class Prefilling:
             opened.load.begin()
             history = self._mended or opened.source
         tokens = prefill.tokens[prefill.num_done : prefill.num_done + num_tokens]
-        if self.saver is not None:
+        if self.saver is not None and error is None:
             self._kv.write_buffer.make_room(len(tokens))
             self.saver.begin_pass(tokens, prefill.start)
         self._layer_since_s = time.perf_counter()

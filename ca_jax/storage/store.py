@@ -359,6 +359,7 @@ class AttentionStore:
     abort_save = _done_by("_transfers", Transfers.abort_save)
     abort_saves = _done_by("_transfers", Transfers.abort_saves)
     prepare_load = _done_by("_transfers", Transfers.prepare_load)
+    serves_coming = _done_by("_transfers", Transfers.serves_coming)
     complete_load = _done_by("_transfers", Transfers.complete_load)
     abort_load = _done_by("_transfers", Transfers.abort_load)
     copy_prefix = _done_by("_transfers", Transfers.copy_prefix)

@@ -36,10 +36,17 @@ class TicketState(enum.Enum):
     """Given up, by its owner or with an earlier save that it follows."""
 
 
+class BrokenOffError(RuntimeError):
+    """KV that was to be read as it is written will not be written: its source broke, or the save was given up."""
+
+
 class SaveTicket:
     """Room for the KV of tokens `[start_token, start_token + num_tokens)` of one session.
 
     Any thread may write, several at a time to different layers. Axes as in `layout`; T tokens.
+
+    Args:
+      may_be_read: whether loads may read a layer once it is written, before the others are.
     """
 
     def __init__(
@@ -50,9 +57,13 @@ class SaveTicket:
         token_ids: np.ndarray,
         block_ids: np.ndarray,
         start_place: int,
+        *,
+        may_be_read: bool = False,
     ) -> None:
         self.key = key
         """Session id."""
+        self.may_be_read = may_be_read
+        """Whether loads may read a layer once it is written, before the others are."""
         self.start_token = start_token
         """First token, counted from the session's first."""
         self.start_place = start_place
@@ -64,6 +75,7 @@ class SaveTicket:
         self._written = np.zeros((tier.layout.num_layers, len(token_ids)), bool)
         self.state = TicketState.OPEN
         """What became of it."""
+        self._broken: Exception | None = None
         self._num_writers = 0
         self._idle = threading.Condition()
 
@@ -118,6 +130,33 @@ class SaveTicket:
         layers = [slice(0, len(group.layers)) for group in groups]
         return self._write(dict(enumerate(zip(layers, kv, strict=True))), token_offset)
 
+    def has(self, layer: int) -> bool:
+        """Whether a layer is written, of all tokens."""
+        return bool(self._written[layer].all())
+
+    def wait_for(self, layer: int, timeout_s: float) -> bool:
+        """Waits until a layer is written, so many seconds at most; whether it is.
+
+        Raises:
+          BrokenOffError: it will not be.
+        """
+        with self._idle:
+            self._idle.wait_for(lambda: self.has(layer) or self.is_broken, timeout_s)
+            if not self.has(layer) and self.is_broken:
+                raise BrokenOffError(f"KV of {self.key!r} was to come, and will not") from self._broken
+            return self.has(layer)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether what is not written yet never will be."""
+        return self._broken is not None or self.state is TicketState.ABORTED
+
+    def break_off(self, error: Exception) -> None:
+        """Says that nothing more will be written, and why. Any thread may; the save stays open until it is aborted."""
+        with self._idle:
+            self._broken = error
+            self._idle.notify_all()
+
     def mark_written(self) -> None:
         """Says that all is written, by other means than this ticket's: a simulator has no bytes."""
         self._written[:] = True
@@ -126,6 +165,7 @@ class SaveTicket:
         """Ends the save: waits for writes under way, refuses later ones. For the AttentionStore."""
         with self._idle:
             self.state = state
+            self._idle.notify_all()
             self._idle.wait_for(lambda: not self._num_writers)
 
     def _write(self, of_groups: dict[int, tuple[slice, np.ndarray]], token_offset: int) -> bool:
@@ -147,13 +187,12 @@ class SaveTicket:
         try:
             for group, (layers, kv) in of_groups.items():
                 self._copy(group, layers, kv, self.start_place + token_offset)
+                written = layout.groups[group].layers[layers]
+                self._written[written, token_offset : token_offset + kv.shape[2]] = True
         finally:
             with self._idle:
                 self._num_writers -= 1
                 self._idle.notify_all()
-        for group, (layers, kv) in of_groups.items():
-            written = layout.groups[group].layers[layers]
-            self._written[written, token_offset : token_offset + kv.shape[2]] = True
         return True
 
     def _copy(self, group: int, layers: slice, kv: np.ndarray, start: int) -> None:
@@ -186,7 +225,14 @@ class LoadTicket:
     """
 
     def __init__(
-        self, tier: DramTier, key: str, places: TokenPlaces, block_ids: np.ndarray, *, from_ssd: bool = False
+        self,
+        tier: DramTier,
+        key: str,
+        places: TokenPlaces,
+        block_ids: np.ndarray,
+        *,
+        from_ssd: bool = False,
+        coming: Sequence[SaveTicket] = (),
     ) -> None:
         self.key = key
         """Session id."""
@@ -200,6 +246,9 @@ class LoadTicket:
         """When that fetch began and ended, on the timeline's clock; None where there was none, or nobody measured."""
         self.skipped_bytes = 0
         """Of first tokens that were left out of what was read."""
+        self.coming = tuple(coming)
+        """Saves that the last tokens are of, which are written while this is read: a layer may be read once it `has`
+        come."""
         self._tier = tier
         self._places = places
         self._block_ids = block_ids
@@ -209,14 +258,32 @@ class LoadTicket:
         self.state = TicketState.OPEN
         """What became of it."""
 
-    def shorten(self, num_tokens: int) -> None:
-        """Reads only the first so many tokens from here on.
+    def has(self, layer: int) -> bool:
+        """Whether a layer may be read: all of it is there."""
+        return all(save.has(layer) for save in self.coming)
+
+    def wait_for(self, layer: int, timeout_s: float) -> bool:
+        """Waits until a layer may be read, so many seconds at most; whether it may.
 
         Raises:
-          ValueError: none, or more than there are.
+          BrokenOffError: it will not come.
         """
-        if not 0 < num_tokens <= self.num_tokens:
-            raise ValueError(f"num_tokens must be 1 to {self.num_tokens}, got {num_tokens}")
+        missing = next((save for save in self.coming if not save.has(layer)), None)
+        return missing is None or (missing.wait_for(layer, timeout_s) and self.has(layer))
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether some of what was to come never will."""
+        return any(save.is_broken for save in self.coming)
+
+    def shorten(self, num_tokens: int) -> None:
+        """Reads only the first so many tokens from here on. All of them are there.
+
+        Raises:
+          ValueError: none, or more than there are, or some are yet to come.
+        """
+        if not 0 < num_tokens <= self.num_tokens or self.coming:
+            raise ValueError(f"num_tokens must be 1 to {self.num_tokens} that are there, got {num_tokens}")
         self.num_tokens = num_tokens
         self._places = self._places.take(num_tokens)
         self._plans.clear()
@@ -245,6 +312,8 @@ class LoadTicket:
         layout = self._tier.layout
         if self.state is not TicketState.OPEN:
             raise ValueError(f"the load of {self.key!r} must be open, got one that is {self.state.value}")
+        if not self.has(layer):
+            raise ValueError(f"layer {layer} of {self.key!r} must have come, and has not")
         group, index = layout.place(layer)
         num_slots = dst.shape[1] if dst.ndim == 4 else -1
         _check_array("dst", dst, layout.numpy_dtype, layout.groups[group].shape(num_slots))

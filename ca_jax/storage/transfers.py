@@ -48,6 +48,7 @@ class Transfers:
         *,
         num_dropped: int = 0,
         num_plain: int | None = None,
+        may_be_read: bool = False,
     ) -> SaveTicket | None:
         """Reserves room for the KV of a session's next tokens, evicting others where it lacks.
 
@@ -61,6 +62,7 @@ class Transfers:
           num_dropped: tokens that the caller's session has dropped, as `EntryInfo.num_dropped` counts them. It and the
             next are looked at where `start_token` is 0: what is behind has the lineage of what is there.
           num_plain: leading tokens whose KV has seen no dropped token; None for all, as after a prefill of them.
+          may_be_read: whether `prepare_load` may serve it as it is written.
 
         Returns:
           A ticket to write by; None where no room can be made (counted, with its reason). The next offer must begin
@@ -88,7 +90,8 @@ class Transfers:
         entry.block_ids.extend(self._blocks.alloc(entry.owner.tenant, num_blocks))
         if not start_token:
             entry.lineage = Lineage(num_dropped, num_plain)
-        ticket = SaveTicket(self._dram, key, start_token, token_ids, np.array(entry.block_ids), start_place)
+        block_ids = np.array(entry.block_ids)
+        ticket = SaveTicket(self._dram, key, start_token, token_ids, block_ids, start_place, may_be_read=may_be_read)
         entry.open_saves.append(ticket)
         self._placement.saving(entry)
         self._keep(entry)
@@ -158,7 +161,13 @@ class Transfers:
     # Loads.
 
     def prepare_load(
-        self, key: str, token_ids: npt.ArrayLike, *, truncate: bool = False, num_dropped: int = 0
+        self,
+        key: str,
+        token_ids: npt.ArrayLike,
+        *,
+        truncate: bool = False,
+        num_dropped: int = 0,
+        with_coming: bool = False,
     ) -> LoadTicket | None:
         """Holds the longest published prefix of `token_ids` for reading, until it is completed or aborted.
 
@@ -174,6 +183,8 @@ class Transfers:
           truncate: forget what is stored behind that prefix, so that a save may begin there while the load is open;
             after a miss nothing comes from SSD in between either.
           num_dropped: tokens that the caller's session has dropped, as `EntryInfo.num_dropped` counts them.
+          with_coming: whether saves are served too whose layers may be read as they are written, all of each: see
+            `LoadTicket.coming`.
 
         Returns:
           A ticket to read by; None where nothing can be served (a miss, counted with its reason).
@@ -191,7 +202,10 @@ class Transfers:
         num_tokens = num_common(entry.token_ids, token_ids)
         if entry.lineage.num_dropped != num_dropped:
             num_tokens = entry.lineage.plain_tokens(num_tokens)
-        if not num_tokens:
+        coming: list[SaveTicket] = []
+        if with_coming and num_tokens == entry.num_tokens and entry.lineage.num_dropped == num_dropped:
+            coming = _coming(entry, token_ids)
+        if not num_tokens and not coming:
             self._counters.misses[_miss_of(entry)] += 1
             entry.miss = None
             if truncate:  # What comes would come between this and the save from the first token.
@@ -205,7 +219,9 @@ class Transfers:
                 entry.lineage = Lineage(num_dropped)
                 self._placement.changed(entry)
         places = entry.places.take(num_tokens)
-        ticket = LoadTicket(self._dram, key, places, np.array(entry.block_ids), from_ssd=entry.fetched)
+        for save in coming:
+            places = places.append(save.num_tokens)
+        ticket = LoadTicket(self._dram, key, places, np.array(entry.block_ids), from_ssd=entry.fetched, coming=coming)
         ticket.fetch_span_s = entry.fetch_span_s if entry.fetched else None
         entry.fetched = False
         entry.num_open_loads += 1
@@ -213,15 +229,26 @@ class Transfers:
         self._index.place(entry)
         return ticket
 
+    def serves_coming(self, key: str, token_ids: npt.ArrayLike, *, num_dropped: int = 0) -> bool:
+        """Whether `prepare_load(with_coming=True)` would serve all that is stored of a session and all that comes."""
+        entry, token_ids = self._index.get(key), as_token_ids(token_ids)
+        if entry is None or entry.lineage.num_dropped != num_dropped:
+            return False
+        is_same = num_common(entry.token_ids, token_ids) == entry.num_tokens
+        return is_same and len(_coming(entry, token_ids)) == len(entry.open_saves) > 0
+
     def complete_load(self, ticket: LoadTicket, *, was_read: bool = True) -> None:
-        """Ends a load, a hit. Waits for copies under way.
+        """Ends a load, a hit. Waits for copies under way. What came while it was read is published.
 
         Args:
           was_read: whether its bytes were: whoever has them already uses what is stored all the same.
 
         Raises:
-          ValueError: the ticket is closed, or not of this store.
+          ValueError: the ticket is closed, or not of this store, or some of it has not come.
         """
+        for save in ticket.coming:
+            if save.state is TicketState.OPEN:
+                self.complete_save(save)
         self._end_load(ticket, TicketState.DONE)
         self._counters.num_hits += 1
         self._counters.num_hits_from_ssd += ticket.from_ssd
@@ -399,6 +426,17 @@ class Transfers:
                 f"the save must be an open one of this store, got one of {ticket.key!r} that is {ticket.state.value}"
             )
         return entry
+
+
+def _coming(entry: Entry, token_ids: np.ndarray) -> list[SaveTicket]:
+    """The first saves under way of a session that may be read as they are written, and are of these tokens."""
+    found: list[SaveTicket] = []
+    for save in entry.open_saves:
+        wanted = token_ids[save.start_token : save.stop_token]
+        if not save.may_be_read or save.is_broken or not np.array_equal(wanted, save.token_ids):
+            break
+        found.append(save)
+    return found
 
 
 def _miss_of(entry: Entry) -> MissReason:

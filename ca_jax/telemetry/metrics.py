@@ -96,6 +96,8 @@ class EngineMetrics:
     """Sessions that this engine went on with in place of another replica."""
     restored_tokens: int = 0
     """Tokens whose KV was read from what replicas share."""
+    streamed_restores: int = 0
+    """Turns that began while the last layers of their KV were still being read from there."""
     failed_restores: int = 0
     """Times what replicas share could not be read, or was not what it should be: then it was computed."""
     first_touch_s: float = 0.0

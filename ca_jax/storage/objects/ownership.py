@@ -18,12 +18,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import uuid
+from pathlib import Path
 from typing import Any
 
 from ca_jax.storage.objects.manifest import Manifest, ManifestDamagedError, manifest_name
 from ca_jax.storage.objects.store import Found, ObjectsError, Read, Steps, Write
 
 _LOG = logging.getLogger(__name__)
+_REPLICA_FILE = "replica"
 _TRIES = 8  # Of one claim or publish, where others write meanwhile or answers are lost.
 
 
@@ -50,6 +52,18 @@ class Held:
     def name(self) -> str:
         """Of the manifest."""
         return manifest_name(self.namespace, self.key)
+
+
+def replica_name(directory: Path | None) -> str:
+    """The name kept in a store's directory, made up where there is none."""
+    if directory is None:
+        return uuid.uuid4().hex
+    path = directory / _REPLICA_FILE
+    if path.is_file() and (name := path.read_text().strip()):
+        return name
+    name = uuid.uuid4().hex
+    path.write_text(name + "\n")
+    return name
 
 
 def claim(namespace: str, key: str, owner: str) -> Steps[Held]:
