@@ -32,7 +32,7 @@ class Gate:
     def __init__(self, engine: Engine, first_held: int = 1) -> None:
         self.opened = threading.Event()
         self.error: Exception | None = None
-        objects = engine._kv.shared._kv.objects
+        objects = engine._kv.shared.objects
         begin_read, layout = objects.begin_read, engine._kv.store.layout
 
         def gated(name: str, start: int = 0, stop: int | None = None, **how: bool) -> Callable[[], object]:

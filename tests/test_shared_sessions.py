@@ -279,7 +279,7 @@ def test_no_turn_fails_while_the_store_does(replica, tmp_path, monkeypatch) -> N
         raise ObjectsError("no answer")
 
     monkeypatch.setattr("ca_jax.kv.shared_sessions._FIRST_PAUSE_S", 0.01)
-    objects = engine._kv.shared._kv.objects
+    objects = engine._kv.shared.objects
     with monkeypatch.context() as patched:
         for name in ("read", "write"):
             patched.setattr(objects, name, broken)

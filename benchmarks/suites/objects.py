@@ -6,7 +6,8 @@ One replica has the session and has published it. Every round takes one sample o
     objects   another replica, which has nothing of it: from claiming the session to the first token; the objects lie on
               the same disk, not in the page cache either
 
-A turn whose history came from anywhere else is an error, not a number.
+A turn whose history came from anywhere else is an error, not a number. With `--objects_gb_s` KV comes at the speed of a
+link, which takes no CPU, instead of the disk's.
 
 Not here: what S3 takes (`simulate --num_replicas`), what is computed where nothing is stored (`suites.tiers`).
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -39,6 +41,7 @@ from ca_jax.engine import Engine
 from ca_jax.kv.shared_sessions import SharedSessions
 from ca_jax.serving.open_sessions import Elsewhere
 from ca_jax.session import Session
+from ca_jax.storage.objects.store import Found
 
 _PATIENCE_S = 60.0
 
@@ -46,6 +49,9 @@ _PATIENCE_S = 60.0
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ObjectsConfig(DiskHistoryConfig):
     """One turn over a history that another replica published."""
+
+    objects_gb_s: float | None = None
+    """GB a second at which KV comes from the objects; None: as fast as the disk gives it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,6 +67,8 @@ class ObjectsRow(HistoryRow):
     """Of that, reading the manifest and writing it as the new owner."""
     ratio: float
     """`ttft_objects_s` over `ttft_ssd_s`: the median of the rounds' own ratios."""
+    early: float
+    """Share of the rounds in which the turn there began while its KV was still coming."""
     publish_s: float
     """From a turn's end until it is published: the new tokens' KV and the manifest."""
     bookkeeping_s: float
@@ -94,9 +102,35 @@ def objects(run: Run[ObjectsConfig]) -> Iterator[ObjectsRow]:
             raise BenchError("objects must have engines with an objects_url, got one without")
         for engine in (served.engine, other):
             engine.warmup(max_history_tokens=max(config.history_tokens), max_new_tokens=max(config.new_tokens))
+        if config.objects_gb_s is not None:
+            _pace(other, config.objects_gb_s * 1e9)
         for num_history, num_new in config.cells:
             bench = _Bench(run, served, other, directory / "objects", shared, elsewhere)
             yield bench.row(num_history, num_new)
+
+
+def _pace(engine: Engine, bytes_per_s: float) -> None:
+    """Has what a replica reads of KV come one after the other over a link."""
+    if engine._kv.shared is None:
+        raise BenchError("a replica must share its sessions to be paced, got one that does not")
+    objects = engine._kv.shared.objects
+    begin_read, lock, free_s = objects.begin_read, threading.Lock(), 0.0
+
+    def paced(name: str, start: int = 0, stop: int | None = None, *, may_be_short: bool = False) -> Callable[[], Found]:
+        nonlocal free_s
+        reading = begin_read(name, start, stop, may_be_short=may_be_short)
+        with lock:
+            free_s = max(free_s, time.perf_counter()) + (0 if stop is None else stop - start) / bytes_per_s
+            due_s = free_s
+
+        def wait() -> Found:
+            found = reading()
+            time.sleep(max(due_s - time.perf_counter(), 0.0))
+            return found
+
+        return wait
+
+    objects.begin_read = paced  # type: ignore[method-assign]
 
 
 def _with_objects(config: EngineConfig, directory: Path, **changes: Any) -> EngineConfig:
@@ -156,11 +190,12 @@ class _Bench:
         started_s = time.perf_counter()
         elsewhere.claim(session.session_id)
         claim_s = time.perf_counter() - started_s
-        there = self.other.session(session_id=session.session_id)
+        there, num_early = self.other.session(session_id=session.session_id), self.other.metrics.streamed_restores
         token, ttft_s = send_turn(self.other, there, new_ids)
         check_source("objects", there, len(new_ids), {"objects": num_history})
         elsewhere.let_go(there)  # It has nothing of it in the next round.
-        return {"token": token, "claim_s": claim_s, "ttft_objects_s": claim_s + ttft_s}
+        early = self.other.metrics.streamed_restores - num_early
+        return {"token": token, "claim_s": claim_s, "ttft_objects_s": claim_s + ttft_s, "early": early}
 
     def _publish_turn(self, num_history: int, num_new: int) -> Sample:
         """Publishes a session's history, then a turn behind it, and takes the time of that."""

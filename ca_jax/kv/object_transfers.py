@@ -213,10 +213,15 @@ class SharedKV:
         sizes = [parts.layer_bytes(self.layout, part.num_tokens) for part in wanted]
         return Arrival(np.sum(sizes, axis=0).tolist())
 
-    def restore(self, moves: Sequence[tuple[SaveTicket, PartRef]], arrival: Arrival) -> int:
+    def restore(
+        self, moves: Sequence[tuple[SaveTicket, PartRef]], arrival: Arrival, wake: Callable[[], None] = lambda: None
+    ) -> int:
         """Writes KV of objects to DRAM, each to a ticket for its tokens, or for the last of them: layer after layer.
 
         One that cannot be read is said in `arrival`; its ticket and those behind it are broken off.
+
+        Args:
+          wake: called when some has come.
 
         Returns:
           How many of them are written, from the first on.
@@ -243,6 +248,7 @@ class SharedKV:
                         num_left = number
                         break
                     arrival.came(kv.nbytes)
+                wake()
             except Exception as error:
                 num_left = number
                 arrival.error = RestoreError(part.name, error)

@@ -118,11 +118,12 @@ class SharedSessions:
         restored: set[str],
     ) -> None:
         config = runtime.config.store
-        objects = ObjectStore(config.objects_url or "", config.objects_deadline_s)
-        objects.probe()
+        self.objects = ObjectStore(config.objects_url or "", config.objects_deadline_s)
+        """Where they are shared."""
+        self.objects.probe()
         self.replica = ownership.replica_name(config.ssd_directory)
         """Names this engine as an owner. One with an SSD is the same after a restart."""
-        self._kv = SharedKV(objects, store.layout, namespace, self.replica)
+        self._kv = SharedKV(self.objects, store.layout, namespace, self.replica)
         self._policy = config.objects_write
         self._store = store
         self._pack, self._is_quiet, self._restored = pack, is_quiet, restored
@@ -409,7 +410,7 @@ class SharedSessions:
             start = part.stop
         if moves:
             arrival = self._kv.arrival([part for _, part in moves])
-            done = self._submit(self._kv.restore, moves, arrival)
+            done = self._submit(self._kv.restore, moves, arrival, self._wake)
             shared.restoring = _Restoring([ticket for ticket, _ in moves], arrival, done)
             self._moving[key] = None
 

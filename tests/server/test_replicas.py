@@ -103,7 +103,7 @@ def test_names_that_cannot_be_asked_for_are_not_unknown(servers) -> None:
 
     client = one.client(max_retries=0)
     with pytest.MonkeyPatch.context() as patch:  # Over before the server closes, which would wait for an answer.
-        patch.setattr(one.engine._kv.shared._kv.objects, "read", no_answer)
+        patch.setattr(one.engine._kv.shared.objects, "read", no_answer)
         with pytest.raises(openai.InternalServerError, match="must answer in time") as caught:
             client.chat.completions.create(model=MODEL, messages=[user("x")], extra_body={"session_id": "nobody"})
     assert caught.value.status_code == 503

@@ -195,7 +195,9 @@ def test_the_first_layers_of_all_objects_come_first(published, monkeypatch) -> N
     moves = moves_of(published, "s")
     monkeypatch.setattr(published.kv.objects, "begin_read", noted)
     arrival = published.kv.arrival([part for _, part in moves])
-    assert published.kv.restore(moves, arrival) == len(moves) == 2
+    woken: list[bool] = []
+    assert published.kv.restore(moves, arrival, lambda: woken.append(arrival.is_in_time(1e9))) == len(moves) == 2
+    assert woken == [False, *[True] * (2 * LAYOUT.num_layers - 1)], "after each request, so that a turn may begin"
     assert asked == [part.name for _ in range(LAYOUT.num_layers) for _, part in moves]
     assert arrival.error is None
     assert arrival.is_in_time(0.0), "all is there"
