@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -151,18 +151,22 @@ def _take_in(catalog: Catalog, tier: DiskTier) -> tuple[tuple[SessionRecord, ...
     damaged: list[str] = []
     reasons: collections.Counter[str] = collections.Counter()
     refused, sound = [], []
-    holders = np.full(tier.num_blocks, -1, np.int32)  # By block: the tenant that published it first; -1: none.
+    holders: np.ndarray | None  # By block: the tenant that published it first; -1: none. None: no two say the same.
+    holders = np.full(tier.num_blocks, -1, np.int32)
     tenants: dict[str, int] = {}  # Their numbers in `holders`.
     with catalog.batch():
         records = list(catalog.load_all(lambda key, reason: damaged.append(key)))
         if damaged or len({record.key for record in records}) < len(records):
             reasons["their rows in the catalog are damaged"] = catalog.forget_damaged()
             records = list(catalog.load_all(lambda key, reason: None))
+        if _are_apart(records, tier.num_blocks):  # Nearly always, and found out at once: the rest is of each alone.
+            holders = None
         for record in records:
             tenant = tenants.setdefault(record.tenant, len(tenants))
             reason = _why_refused(record, tier, holders, tenant)
             if reason is None:
-                holders[record.block_ids] = tenant
+                if holders is not None:
+                    holders[record.block_ids] = tenant
                 sound.append(record)
             else:
                 reasons[reason] += 1
@@ -176,12 +180,25 @@ def _take_in(catalog: Catalog, tier: DiskTier) -> tuple[tuple[SessionRecord, ...
     return tuple(sound), num_lost
 
 
-def _why_refused(record: SessionRecord, tier: DiskTier, holders: np.ndarray, tenant: int) -> str | None:
+def _are_apart(records: Sequence[SessionRecord], num_blocks: int) -> bool:
+    """Whether all blocks of all sessions are different ones of the tier, as far as their tables can be read."""
+    tables = [record.block_ids for record in records]
+    if not tables or any(table.ndim != 1 or table.dtype != np.int64 for table in tables):
+        return False
+    ids = np.concatenate(tables)
+    if not len(ids) or ids.min() < 0 or ids.max() >= num_blocks:
+        return False
+    return bool((np.bincount(ids) <= 1).all())
+
+
+def _why_refused(record: SessionRecord, tier: DiskTier, holders: np.ndarray | None, tenant: int) -> str | None:
     """Why a session cannot be served, beside those that hold blocks already; None: it can."""
     try:
-        record.check(tier.layout)
+        record.check(tier.layout, has_own_ids=holders is None)
     except ValueError:
         return "what the catalog says of them cannot be"
+    if holders is None:
+        return None
     if record.block_ids.max() >= tier.num_blocks:
         return "their blocks lie beyond the cap"
     held_by = holders[record.block_ids]

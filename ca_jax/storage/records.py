@@ -154,7 +154,7 @@ def domain_of(tenant: str, variant: str = "") -> str:
 
 def split_domain(domain: str) -> tuple[str, str]:
     """Tenant and variant of what `domain_of` gave."""
-    found = _DOMAIN.fullmatch(domain)
+    found = _DOMAIN.fullmatch(domain) if "+" in domain else None
     return (domain, "") if found is None else (found[1], found[2])
 
 

@@ -99,9 +99,15 @@ class Entry:
     @classmethod
     def of(cls, record: SessionRecord) -> Entry:
         """Of a session that an earlier process published."""
-        named = {name: getattr(record, name) for name in ("tenant", "session_id", "ttl_s", "variant")}
-        used = {name: getattr(record, name) for name in ("key", "created_s", "last_used_s", "ttl_s", "pinned")}
-        return cls(owner=Owner(**named), ssd=record, **used)
+        return cls(
+            key=record.key,
+            owner=Owner(tenant=record.tenant, session_id=record.session_id, ttl_s=record.ttl_s, variant=record.variant),
+            ssd=record,
+            created_s=record.created_s,
+            last_used_s=record.last_used_s,
+            ttl_s=record.ttl_s,
+            pinned=record.pinned,
+        )
 
     @property
     def num_tokens(self) -> int:

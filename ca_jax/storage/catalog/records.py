@@ -106,8 +106,11 @@ class SessionRecord(SsdCopy):
         """When its time to live is over; None for never."""
         return None if self.ttl_s is None else self.last_used_s + self.ttl_s
 
-    def check(self, layout: KVLayout) -> None:
+    def check(self, layout: KVLayout, *, has_own_ids: bool = False) -> None:
         """Refuses a record that cannot be.
+
+        Args:
+          has_own_ids: whether its block ids are known to be different ids of blocks that there are.
 
         Raises:
           ValueError: no tokens, too few blocks for them, a negative or repeated block id, a negative time to live.
@@ -121,7 +124,7 @@ class SessionRecord(SsdCopy):
         wanted = layout.num_blocks(self.places.num_places)
         if self.num_blocks < wanted:
             raise ValueError(f"{self.num_tokens} tokens must have at least {wanted} blocks, got {self.num_blocks}")
-        table = self.block_ids.tolist()
+        table = [0] if has_own_ids else self.block_ids.tolist()
         if min(table) < 0 or len(set(table)) < len(table):
             raise ValueError(f"block_ids must be different ids >= 0, got {table}")
         check_ttl(self.ttl_s)

@@ -116,6 +116,11 @@ class ChargedBlocks:
         for block in block_ids:
             self._others[block] = self._others.get(block, 0) + 1
 
+    @property
+    def are_shared(self) -> bool:
+        """Whether any block has more than one holder."""
+        return bool(self._others)
+
     def is_shared(self, block: int) -> bool:
         """Whether a block has more than one holder."""
         return block in self._others

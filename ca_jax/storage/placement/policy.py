@@ -210,6 +210,8 @@ class Room:
 
         if not any(freed >= num_blocks for freed in self._blocks.frees(named())):
             return ()
+        if not self._blocks.are_shared:
+            return tuple(tables)
         goes = self._blocks.held_by_none_but(tables.values())
         return tuple(key for key, table in tables.items() if not goes.isdisjoint(table))
 
@@ -238,25 +240,32 @@ class Room:
 
         Source: CachedAttention, section 3.3.1.
         """
-        fetch: list[str] = []
-        evict: tuple[str, ...] = ()
+        planned: list[tuple[str, int, int]] = []  # Key, blocks that lack for it and those before, queue position.
         lacking = self._blocks.lacking(reserve_blocks)
         wanted: collections.Counter[str] = collections.Counter()  # Blocks by tenant.
         for entry in on_ssd.by_next_job:
             position = entry.queue_position
-            if position is None or position >= window_jobs or len(fetch) >= max_fetches:
+            if position is None or position >= window_jobs or len(planned) >= max_fetches:
                 break
             wanted[entry.tenant] += entry.num_blocks
             if self._blocks.excess(entry.tenant, wanted[entry.tenant]):
                 continue
             lacking += entry.num_blocks
-            if lacking > 0:
-                victims = self.choose(lacking, needed_at=position)
-                if not victims:
-                    break
-                evict = victims
-            fetch.append(entry.key)
-        return tuple(fetch), evict
+            planned.append((entry.key, lacking, position))
+
+        def going(number: int) -> tuple[str, ...] | None:
+            """Who goes for the first so many; None where too few may."""
+            _, lacking, position = planned[number - 1]
+            return () if lacking <= 0 else self.choose(lacking, needed_at=position) or None
+
+        # Each needs what those before it do and more, and fewer may go for it: if there is room for the last there is
+        # for all.
+        number, evict = len(planned), going(len(planned)) if planned else ()
+        if evict is None:
+            number, evict = 0, ()
+            while (more := going(number + 1)) is not None:
+                number, evict = number + 1, more
+        return tuple(key for key, _, _ in planned[:number]), evict
 
     def frees(self, keys: Sequence[str]) -> int:
         """How many blocks the eviction of sessions frees."""
