@@ -133,6 +133,18 @@ def test_a_turn_begins_before_the_last_layer_is_there(replica) -> None:
     assert there.token_ids == session.token_ids
 
 
+def test_what_a_turn_saves_behind_kv_that_came_stays_once_it_has_ended(replica, monkeypatch) -> None:
+    """Also where the next turn is queued before it was taken in that all has come."""
+    engine, session, _ = begun(replica)
+    gate = Gate(engine)
+    with monkeypatch.context() as patched:
+        patched.setattr(engine._kv.shared, "collect", lambda: None)
+        say_meanwhile(engine, session, SAID[2], gate)
+        assert engine._kv.shared.is_coming(session.key)
+        engine._kv.shared.stop(session.key)
+    assert kit.store_in(engine).num_readable(session.key) == len(session.token_ids) - 1
+
+
 def test_a_new_session_that_begins_alike_begins_before_it_is_all_there(replica) -> None:
     engine, _, answers = begun(replica)
     gate = Gate(engine)

@@ -243,7 +243,9 @@ class SharedSessions:
             self._store.let_go(shared.publishing.source.ticket)
             shared.publishing.source = None
         if shared.restoring is not None:
-            self._store.abort_saves(key)
+            open_ones = [each for each in shared.restoring.tickets if each.state is TicketState.OPEN]
+            if open_ones:  # Else what is on its way is of a turn that has read all of them, and stays.
+                self._store.abort_save(open_ones[0])
             self._learn(key, shared, shared.restoring)
             shared.restoring = None
         shared.finding = None
