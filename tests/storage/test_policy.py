@@ -192,6 +192,21 @@ def test_a_plan_has_room_for_what_it_fetches(on_ssd, in_dram, window_jobs, num_f
         assert num_needed <= num_free + sum(entry.num_blocks for entry in evicted)
         last = fetched[-1].queue_position
         assert all(entry.queue_position is None or entry.queue_position > last for entry in evicted)
+    assert (fetch, evict) == one_by_one(room, waiting[:max_fetches], reserve - num_free)
+
+
+def one_by_one(room: Room, waiting: list[StoredEntry], lacking: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The plan as it is defined: one fetch after the other, up to the first that lacks room."""
+    fetch, evict = [], ()
+    for entry in waiting:
+        lacking += entry.num_blocks
+        if lacking > 0:
+            victims = room.choose(lacking, needed_at=entry.queue_position)
+            if not victims:
+                break
+            evict = victims
+        fetch.append(entry.key)
+    return tuple(fetch), evict
 
 
 @pytest.mark.parametrize(
