@@ -133,6 +133,17 @@ def test_a_turn_begins_before_the_last_layer_is_there(replica) -> None:
     assert there.token_ids == session.token_ids
 
 
+def test_what_comes_wakes_the_engine(replica, monkeypatch) -> None:
+    """Nothing else would, while its turn is the only one."""
+    engine, session, _ = begun(replica)
+    gate, woken = Gate(engine), threading.Event()
+    monkeypatch.setattr(engine._kv.shared, "_wake", woken.set)
+    job = session.submit(SAID[2])
+    assert woken.wait(PATIENCE_S), "the first layer is there, and the others are held up"
+    gate.opened.set()
+    engine.cancel(job)
+
+
 def test_what_a_turn_saves_behind_kv_that_came_stays_once_it_has_ended(replica, monkeypatch) -> None:
     """Also where the next turn is queued before it was taken in that all has come."""
     engine, session, _ = begun(replica)

@@ -5,8 +5,8 @@
            ---> ...                      /
 
 A turn is routed when it comes. Its history is read from the replica's SSD and, where that has less of it, from the
-objects tier; both are whole in DRAM before the turn is prefilled, as the engine fetches sessions. What neither has is
-computed. A turn whose replica fails comes again at once.
+objects tier; both are whole in DRAM before the turn is prefilled, though an engine begins while the last layers of
+objects come. What neither has is computed. A turn whose replica fails comes again at once.
 
 Not here: one replica (replica), who is chosen (routing), what the objects tier takes (objects), tables (launch).
 """
