@@ -2,8 +2,9 @@
 
     .venv/bin/python -m tools.cluster_page
 
-Its words are results/cluster/notes.md. Reports: results/bench_objects.json (`make bench-objects`) and
-results/cluster/overhead.json (`python -m tools.cluster_overhead`).
+Its words are results/cluster/notes.md. Reports: results/bench_objects.json (`make bench-objects`),
+results/bench_objects_link.json (the same with `--objects_gb_s=0.25`) and results/cluster/overhead.json
+(`python -m tools.cluster_overhead`).
 """
 
 from __future__ import annotations
@@ -34,6 +35,19 @@ def page(results: Path) -> str:
 
 
 def _of_takeovers(report: Report) -> Iterator[str]:
+    yield from _takeovers(report)
+    yield ""
+    headings = ("a turn of so many tokens", "published after", "of the engine's thread")
+    yield from table(
+        headings,
+        [
+            (f"{row['new_tokens']:,}", f"{1e3 * row['publish_s']:.0f} ms", f"{1e3 * row['bookkeeping_s']:.2f} ms")
+            for row in report["rows"]
+        ],
+    )
+
+
+def _takeovers(report: Report) -> Iterator[str]:
     headings = ("history + new tokens", "KV", "TTFT, local SSD", "at another replica", "ratio", "of that claiming")
     rows = []
     for row in report["rows"]:
@@ -48,18 +62,10 @@ def _of_takeovers(report: Report) -> Iterator[str]:
                 ),
                 f"{row['ratio']:.2f} {_range(spread, 'ratio', 1, 2)}",
                 f"{1e3 * row['claim_s']:.1f} ms",
+                "yes" if row["early"] else "no",
             )
         )
-    yield from table(headings, rows)
-    yield ""
-    headings = ("a turn of so many tokens", "published after", "of the engine's thread")
-    yield from table(
-        headings,
-        [
-            (f"{row['new_tokens']:,}", f"{1e3 * row['publish_s']:.0f} ms", f"{1e3 * row['bookkeeping_s']:.2f} ms")
-            for row in report["rows"]
-        ],
-    )
+    yield from table((*headings, "begins before all is there"), rows)
 
 
 def _range(spread: dict[str, list[float]], name: str, scale: float, digits: int) -> str:
@@ -79,6 +85,7 @@ def _of_overhead(report: Report) -> Iterator[str]:
 
 SECTIONS: dict[str, tuple[str, str, Callable[[Report], Iterator[str]]]] = {
     "takeovers": ("A turn at another replica", "bench_objects.json", _of_takeovers),
+    "link": ("The same over a link", "bench_objects_link.json", _takeovers),
     "overhead": ("What Ray Serve adds", "cluster/overhead.json", _of_overhead),
 }
 """By the title of its words: what a section is called, its report, and its lines."""

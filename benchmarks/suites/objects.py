@@ -68,7 +68,7 @@ class ObjectsRow(HistoryRow):
     ratio: float
     """`ttft_objects_s` over `ttft_ssd_s`: the median of the rounds' own ratios."""
     early: float
-    """Share of the rounds in which the turn there began while its KV was still coming."""
+    """1 where the turn there began while its KV was still coming, 0 where it waited for all of it: of most rounds."""
     publish_s: float
     """From a turn's end until it is published: the new tokens' KV and the manifest."""
     bookkeeping_s: float
