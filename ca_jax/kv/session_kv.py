@@ -147,12 +147,12 @@ class SessionKV:
         if self.shared is not None and not self.write_buffer.is_running(source):
             self.shared.stop(source)
         self._slide(session)
-        cacheable = job.params.cacheable(job.prompt_ids)
+        cacheable = job.params.cacheable(packed_prompt(job))
         if self.histories.may_share(job, session):
             source = self.store.find_prefix(owner_of(session).domain, cacheable) or source
         if self.shared is not None and session.is_kept:
-            prompt_ids, num_here = np.array(cacheable, np.int32), self.store.num_readable(source)
-            self.shared.bring(session.key, owner_of(session), session.conversation, prompt_ids, num_here)
+            num_here = self.store.num_readable(source)
+            self.shared.bring(session.key, owner_of(session), session.conversation, cacheable, num_here)
         states = self.snapshots.wanted(source, session.conversation)
         loaded = tuple(dict.fromkeys((source, *states, *distinct_keys(job.spans))))
         self._queued[job] = session.key, loaded

@@ -356,7 +356,7 @@ class SharedSessions:
         conversation = session.conversation
         if shared.published is conversation:
             return
-        token_ids = np.array(conversation.token_ids[conversation.num_slid :], np.int32)
+        token_ids = session.packed_ids[conversation.num_slid :]
         ticket = self._store.hold(key, token_ids, num_dropped=conversation.kv_lineage) if len(token_ids) else None
         source = None if ticket is None else Source(ticket, token_ids)
         info = next((each for each in self._store.of_name(session.session_id) if each.key == key), None)
