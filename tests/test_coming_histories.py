@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ca_jax.engine import Engine
 from ca_jax.kv import costs, object_transfers
+from ca_jax.kv.history import History
 from ca_jax.kv.object_transfers import Arrival
 from ca_jax.session import Session
 from ca_jax.storage.objects import parts
@@ -97,22 +98,21 @@ def last_object(directory: Path) -> Path:
     return directory / "shared" / manifest.parts[-1].name
 
 
-def open_once_it_runs(engine: Engine, gate: Gate) -> None:
-    give_up = threading.Event()
-    while not engine.metrics.streamed_restores:
-        assert not give_up.wait(0.002)
-    gate.opened.set()
-
-
 def say_meanwhile(engine: Engine, session: Session, text: str, gate: Gate) -> str:
-    """Sends a turn, and opens the gate once it has begun."""
-    with ThreadPoolExecutor(1) as other:
-        opened = other.submit(open_once_it_runs, engine, gate)
-        try:
-            return say(session, text)
-        finally:
-            engine.metrics.streamed_restores += not engine.metrics.streamed_restores  # Ends the wait in any case.
-            opened.result(PATIENCE_S)
+    """Sends a turn, and opens the gate once its load has begun without what is held up; else it stays shut."""
+    histories, opened = engine._kv.histories, engine._kv.histories.open
+
+    def open_gate(*of: Any) -> History:
+        history = opened(*of)
+        if any(ticket.coming and not ticket.has(1) for ticket in history.tickets):
+            gate.opened.set()
+        return history
+
+    histories.open = open_gate
+    try:
+        return say(session, text)
+    finally:
+        histories.open = opened
 
 
 def test_a_turn_begins_before_the_last_layer_is_there(replica) -> None:
@@ -269,20 +269,19 @@ def test_the_time_that_counts_is_what_was_measured(replica) -> None:
     assert histories.layer_compute_s(100, 10 * most) == histories.layer_compute_s(100, most), "of its first pass"
 
 
-def test_kv_that_comes_slower_than_layers_compute_is_waited_for(replica, monkeypatch) -> None:
-    monkeypatch.setattr(object_transfers, "_SAFETY", 0.8)
+def test_a_turn_whose_kv_is_not_in_time_waits_for_all_of_it(replica, monkeypatch) -> None:
     engine, session, answers = begun(replica)
-    gate, asked = Gate(engine), []
-    is_in_time = Arrival.is_in_time
+    gate, num_asked, num_before = Gate(engine), 0, len(session.token_ids)
 
-    def noted(arrival: Arrival, layer_compute_s: float) -> bool:
-        asked.append(is_in_time(arrival, 0.0 if not gate.opened.is_set() else layer_compute_s))
-        if len(asked) > 3:
-            gate.opened.set()
-        return asked[-1]
+    def never(arrival: Arrival, layer_compute_s: float) -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        gate.opened.set()
+        return False
 
-    monkeypatch.setattr(Arrival, "is_in_time", noted)
+    monkeypatch.setattr(Arrival, "is_in_time", never)
     answers.append(say(session, SAID[2]))
     assert answers == serial(SAID[:3])
-    assert asked[:3] == [False] * 3
-    assert session.usage.cached_tokens["objects"] > 0
+    assert num_asked > 0
+    assert engine.metrics.streamed_restores == 0
+    assert session.usage.cached_tokens == {"objects": num_before - 1}

@@ -33,7 +33,7 @@ from ca_jax.storage.tickets import LoadTicket, SaveTicket
 _LOG = logging.getLogger(__name__)
 _COPY_BYTES = 256 << 20  # Copied for one publish at most; what is behind it goes with the next.
 _READ_BYTES = 2 << 20  # In one request, in whole layers.
-_READS_AHEAD = 16  # Requests under way at a time, while what has come is checked and copied.
+_READS_AHEAD = 16  # Requests in flight, while the parts that have arrived are checked and copied.
 _SAFETY = 0.8  # Of the rate that bytes came with so far: the one that is counted on.
 
 
@@ -101,7 +101,7 @@ class Published:
 class Arrival:
     """How far KV has come that is read from objects: the first layers of all of them, then the next.
 
-    One thread says what has come; any may ask.
+    One thread reports what arrived; any thread may ask.
 
     Args:
       layer_bytes: of all objects, each layer's bytes, `[L]`.

@@ -73,7 +73,7 @@ def test_a_load_ends_well_only_once_all_has_come(store) -> None:
     with pytest.raises(ValueError, match="not written"):
         store.complete_load(load)
     store.abort_load(load)
-    assert [save.state for save in saves] == [TicketState.OPEN] * 2, "it comes for whoever reads it later"
+    assert [save.state for save in saves] == [TicketState.OPEN] * 2, "a later load may still read them"
 
 
 def test_nobody_else_reads_what_has_not_come(store) -> None:
