@@ -6,6 +6,7 @@ alone says what each answer must be.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -195,6 +196,7 @@ def test_what_does_not_come_in_time_is_computed(replica, monkeypatch) -> None:
     monkeypatch.setattr(engine._kv.histories, "layer_compute_s", lambda *_: 1e-6)
     gate = Gate(engine)
     answers.append(say(session, SAID[2]))
+    assert engine.metrics.failed_restores == 0, "the turn has ended, and what is held up is still waited for"
     gate.opened.set()
     assert answers == serial(SAID[:3])
     assert session.usage.cached_tokens == {"objects": 0}
@@ -218,24 +220,41 @@ def test_a_turn_that_is_given_up_leaves_what_comes_to_come(replica) -> None:
     assert session.usage.cached_tokens == {"objects": num_before - 1}
 
 
-def test_what_breaks_between_a_load_and_its_pass_is_computed(replica) -> None:
-    engine, session, answers = begun(replica)
-    gate = Gate(engine)
-    histories, answered = engine._kv.histories, []
+def say_while_it_ends(engine: Engine, session: Session, text: str, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Sends a turn whose restore ends, and is taken in, between its load and its pass: as between two steps."""
+    histories = engine._kv.histories
     opened = histories.open
 
-    def open_and_break(*of: object) -> object:
+    def open_gate(*of: Any) -> History:
         history = opened(*of)
-        gate.error = ObjectsError("no answer")
         gate.opened.set()
         engine._kv.shared._shared[session.key].restoring.done.result(PATIENCE_S)
-        engine._kv.shared.collect()  # As between two steps: its saves are aborted.
+        engine._kv.shared.collect()
         return history
 
-    histories.open = open_and_break
-    answered.append(say(session, SAID[2]))
-    assert answers + answered == serial(SAID[:3])
+    with monkeypatch.context() as patched:
+        patched.setattr(histories, "open", open_gate)
+        return say(session, text)
+
+
+def test_what_breaks_between_a_load_and_its_pass_is_computed(replica, monkeypatch) -> None:
+    engine, session, answers = begun(replica)
+    gate = Gate(engine)
+    gate.error = ObjectsError("no answer")
+    answers.append(say_while_it_ends(engine, session, SAID[2], gate, monkeypatch))
+    assert answers == serial(SAID[:3])
     assert (engine.metrics.streamed_restores, engine.metrics.failed_loads) == (1, 1)
+
+
+def test_what_ends_between_a_load_and_its_pass_is_counted_as_brought_once(replica, monkeypatch) -> None:
+    engine, session, answers = begun(replica)
+    gate, num_before = Gate(engine), len(session.token_ids)
+    answers.append(say_while_it_ends(engine, session, SAID[2], gate, monkeypatch))
+    assert session.usage.cached_tokens == {"objects": num_before - 1}
+    num_before = len(session.token_ids)
+    answers.append(say(session, SAID[3]))
+    assert answers == serial()
+    assert session.usage.cached_tokens == {"dram": num_before - 1}
 
 
 def test_a_history_that_is_cut_or_repaired_waits_for_all_of_it(replica, monkeypatch) -> None:
@@ -249,6 +268,9 @@ def test_a_history_that_is_cut_or_repaired_waits_for_all_of_it(replica, monkeypa
         assert not kv._comes_in_time(job, session.key)
         monkeypatch.setattr(session, "conversation", kept)
     assert coming
+    asks_more = dataclasses.replace(job.params, prompt_logprobs=1, prompt_logprobs_from=2)
+    monkeypatch.setattr(job, "params", asks_more)
+    assert not kv._comes_in_time(job, session.key), "of the prompt's logprobs nearly all must be computed"
     engine.cancel(job)
 
 

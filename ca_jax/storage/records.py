@@ -158,7 +158,7 @@ def split_domain(domain: str) -> tuple[str, str]:
     return (domain, "") if found is None else (found[1], found[2])
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Owner:
     """Whose a session is, told once, when its first save is prepared.
 

@@ -38,6 +38,8 @@ from ca_jax.storage.tokens import (
     prefix_hashes,
 )
 
+_NO_TOKENS, _NOWHERE = np.zeros(0, np.int32), TokenPlaces()
+
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
 class Entry:
@@ -55,9 +57,9 @@ class Entry:
     num_pins: int = 0
     """By its users now."""
 
-    token_ids: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+    token_ids: np.ndarray = dataclasses.field(default_factory=lambda: _NO_TOKENS)
     """Of the tokens published in DRAM, int32."""
-    places: TokenPlaces = dataclasses.field(default_factory=TokenPlaces)
+    places: TokenPlaces = _NOWHERE
     """Where these lie in the blocks."""
     lineage: Lineage = PLAIN
     """What was dropped from what is in DRAM."""
@@ -181,7 +183,7 @@ class SessionIndex:
         self.to_fetch: TierOrders[Entry] = TierOrders(look_ahead, self._describe_on_ssd)
         """Those on SSD only that can be fetched and have a job waiting."""
         self._tiers = self.in_dram, self.on_ssd, self.to_fetch
-        self._by_name: dict[str, set[str]] = collections.defaultdict(set)
+        self._by_name: dict[str, tuple[str, ...]] = {}
         self._pins: collections.Counter[str] = collections.Counter()  # Of keys, whether they have an entry or not.
         self._by_expiry: SortedList[tuple[float, str]] = SortedList()  # Entries that do not live for ever.
         self._notes: dict[str, bytes] = {}  # Of pinned keys that have no entry yet.
@@ -250,18 +252,28 @@ class SessionIndex:
         return PlainPrefix(entry.owner.domain, entry.token_ids[:num_plain], on_ssd)
 
     def adopt(self, entries: Sequence[Entry]) -> None:
-        """Adds the sessions that an earlier process left, the least recently used first: faster than one by one."""
-        with self._prefixes.loading(), self._far_prefixes.loading():
-            for entry in sorted(entries, key=lambda entry: entry.created_s):
-                self.add(entry)
-        for entry in entries:
-            self.use(entry, entry.last_used_s)
+        """Adds the sessions on SSD that an earlier process left, the least recently used first, before any other.
+
+        As if each were added and then used, in less than half the time: a directory may have 100,000.
+        """
+        created = sorted(entries, key=lambda entry: entry.created_s)
+        for entry in created:
+            self._register(entry)
+        self.on_ssd.adopt(
+            [(entry.key, entry, entry.owner.tenant) for entry in created], [entry.key for entry in entries]
+        )
+        with self._far_prefixes.loading():
+            for entry in entries:
+                self._far_prefixes.changed(entry.key)
+                if entry.ttl_s is not None:
+                    self._expire_at(entry, entry.last_used_s + entry.ttl_s)
+                if entry.pinned:
+                    self.place(entry)
 
     def add(self, entry: Entry) -> None:
         """Adds a new entry, as the last created and the last used, with the note that waits for it."""
-        self._entries[entry.key] = entry
+        self._register(entry)
         entry.note = self._notes.pop(entry.key, entry.note)
-        self._by_name[entry.owner.session_id].add(entry.key)
         self.place(entry)
 
     def remove(self, entry: Entry) -> None:
@@ -269,10 +281,9 @@ class SessionIndex:
         del self._entries[entry.key]
         self._share_changed(entry.key)
         self._expire_at(entry, None)
-        names = self._by_name[entry.owner.session_id]
-        names.discard(entry.key)
-        if not names:
-            del self._by_name[entry.owner.session_id]
+        others = tuple(key for key in self._by_name.pop(entry.owner.session_id) if key != entry.key)
+        if others:
+            self._by_name[entry.owner.session_id] = others
         for orders in self._tiers:
             self._put(orders, entry, False)
 
@@ -372,6 +383,11 @@ class SessionIndex:
         finally:
             entry.num_pins -= 1
             self.place(entry)
+
+    def _register(self, entry: Entry) -> None:
+        self._entries[entry.key] = entry
+        name = entry.owner.session_id
+        self._by_name[name] = (*self._by_name.get(name, ()), entry.key)
 
     def _requeue(self, key: str, before: int | None, after: int | None) -> None:
         """A session's next job is another one now: only what a job waits for is fetched."""

@@ -83,7 +83,7 @@ class TokenPlaces:
     @property
     def num_tokens(self) -> int:
         """How many tokens there are."""
-        return sum(length for _, length in self.runs)
+        return self.runs[0][1] if len(self.runs) == 1 else sum(length for _, length in self.runs)
 
     @property
     def num_places(self) -> int:

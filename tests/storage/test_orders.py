@@ -49,7 +49,7 @@ class Model:
 
 
 class OrdersMachine(RuleBasedStateMachine):
-    """Two tiers over one queue; one of them begins to watch when jobs wait already."""
+    """Two tiers over one queue; one of them begins to watch when jobs wait already, and has no groups."""
 
     @initialize(keys=st.lists(KEYS, max_size=4))
     def open(self, keys):
@@ -63,7 +63,7 @@ class OrdersMachine(RuleBasedStateMachine):
         self.tiers: list[tuple[TierOrders, dict[str, Model]]] = [(TierOrders(self.queue, describe, group_of), {})]
         for key in keys:
             self.append(key)
-        self.tiers.append((TierOrders(self.queue, describe, group_of), {}))
+        self.tiers.append((TierOrders(self.queue, describe), {}))
 
     def now(self) -> int:
         self.tick += 1
@@ -108,6 +108,17 @@ class OrdersMachine(RuleBasedStateMachine):
             now = self.now()
             model[key] = Model(tenant, created=now, used=now, group=self.groups[key])
 
+    @rule(tier=st.integers(0, 1), keys=st.permutations("abcdef"), order=st.permutations("abcdef"))
+    def adopt(self, tier, keys, order):
+        orders, model = self.tiers[tier]
+        created = [(key, tenant) for key, tenant in zip(keys, TENANTS, strict=False) if key not in model]
+        used = [key for key in order if key in dict(created)]
+        orders.adopt([(key, Stored(key, 1), tenant) for key, tenant in created], used)
+        for key, tenant in created:
+            model[key] = Model(tenant, created=self.now(), used=0, group=self.groups[key])
+        for key in used:
+            model[key].used = self.now()
+
     @rule(key=KEYS, tier=st.integers(0, 1))
     def use(self, key, tier):
         orders, model = self.tiers[tier]
@@ -149,7 +160,8 @@ class OrdersMachine(RuleBasedStateMachine):
                     (key, order.index(key)) for key in waiting
                 ]
                 assert [entry.key for entry in reversed(view.by_next_job)] == waiting[::-1]
-                idle = [(key, model[key].group) for key in by_use if key not in order]
+                has_groups = orders is self.tiers[0][0]
+                idle = [(key, model[key].group * has_groups) for key in by_use if key not in order]
                 groups = {frozenset(entry.key for entry in group): group for group in view.idle_groups}
                 assert len(groups) == len(view.idle_groups) == len({group for _, group in idle})
                 for group in {group for _, group in idle}:

@@ -19,7 +19,7 @@ import numpy as np
 from ca_jax.storage.catalog.file import CatalogError
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.records import check_ttl, domain_of, split_domain
-from ca_jax.storage.tokens import Lineage, SsdCopy, TokenPlaces, prefix_hashes
+from ca_jax.storage.tokens import PLAIN, Lineage, SsdCopy, TokenPlaces, prefix_hashes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -223,7 +223,7 @@ def session_from_row(row: Sequence[Any]) -> SessionRecord:
             session_id=session_id,
             block_ids=np.frombuffer(table, "<i8"),
             places=places,
-            lineage=Lineage(num_dropped, num_plain),
+            lineage=PLAIN if not num_dropped and num_plain is None else Lineage(num_dropped, num_plain),
             prefixes=prefixes,
             created_s=float(created_s),
             last_used_s=float(used_s),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Generic, TypeVar
 
 from sortedcontainers import SortedDict
@@ -113,14 +113,14 @@ class TierOrders(Generic[T]):
       look_ahead: the job queue; watched from now on, for as long as it lives.
       describe: what policies see of an item, with the queue position of its session's next job.
       group_of: which group a session without a waiting job is of, by its key, from the time on when it begins to be
-        one; by default all are of one.
+        one; None: all are of one.
     """
 
     def __init__(
         self,
         look_ahead: LookAhead,
         describe: Callable[[T, int | None], StoredEntry],
-        group_of: Callable[[str], int] = lambda key: 0,
+        group_of: Callable[[str], int] | None = None,
     ) -> None:
         self._look_ahead = look_ahead
         self._describe = describe
@@ -149,6 +149,19 @@ class TierOrders(Generic[T]):
             orders.by_created[key] = slot
         self._enter(slot)
 
+    def adopt(self, created: Iterable[tuple[str, T, str]], used: Iterable[str]) -> None:
+        """Adds sessions as `add` does, and then uses each.
+
+        Args:
+          created: key, item and tenant of each, in the order of creation.
+          used: the same keys in the order of use.
+        """
+        for key, item, tenant in created:
+            slot = _Slot(key=key, item=item, tenant=tenant, orders=(self._all, self._of_tenant[tenant]))
+            self._slots[key] = self._all.by_created[key] = slot.orders[1].by_created[key] = slot
+        for key in used:
+            self._enter(self._slots[key])
+
     def use(self, key: str) -> None:
         """Marks a session as the last used."""
         slot = self._slots[key]
@@ -157,7 +170,8 @@ class TierOrders(Generic[T]):
                 orders.by_last_used.move_to_end(key)
                 if key in orders.idle:
                     orders.idle.move_to_end(key)
-                    orders.groups[slot.group].move_to_end(key)
+                    if self._group_of is not None:
+                        orders.groups[slot.group].move_to_end(key)
 
     def remove(self, key: str) -> None:
         """Takes a session out."""
@@ -187,12 +201,13 @@ class TierOrders(Generic[T]):
         def described(slot: _Slot[T]) -> StoredEntry:
             return self._describe(slot.item, self._look_ahead.position(slot.key))
 
+        groups = [orders.idle] if self._group_of is None else orders.groups.values()
         return StoreView(
             by_last_used=_Described(orders.by_last_used, described),
             by_created=_Described(orders.by_created, described),
             idle=_Described(orders.idle, described),
             by_next_job=_Described(orders.waiting, described),
-            idle_groups=tuple(_Described(group, described) for group in orders.groups.values() if group),
+            idle_groups=tuple(_Described(group, described) for group in groups if group),
         )
 
     def _enter(self, slot: _Slot[T]) -> None:
@@ -218,20 +233,24 @@ class TierOrders(Generic[T]):
                     orders.by_last_used.move_to_end(key)
 
     def _place(self, slot: _Slot[T], ticket: int | None) -> None:
-        if ticket is None:
+        if ticket is None and self._group_of is not None:
             slot.group = self._group_of(slot.key)
         for orders in slot.orders:
-            if ticket is None:
-                orders.idle[slot.key] = orders.groups[slot.group][slot.key] = slot
-            else:
+            if ticket is not None:
                 orders.waiting[ticket] = slot
+                continue
+            orders.idle[slot.key] = slot
+            if self._group_of is not None:
+                orders.groups[slot.group][slot.key] = slot
 
     def _displace(self, slot: _Slot[T], ticket: int | None) -> None:
         for orders in slot.orders:
-            if ticket is None:
-                del orders.idle[slot.key], orders.groups[slot.group][slot.key]
-            else:
+            if ticket is not None:
                 del orders.waiting[ticket]
+                continue
+            del orders.idle[slot.key]
+            if self._group_of is not None:
+                del orders.groups[slot.group][slot.key]
 
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
@@ -243,7 +262,7 @@ class _Slot(Generic[T]):
     tenant: str
     orders: tuple[_Orders[T], _Orders[T]]  # Of all, and of its tenant.
     held: bool = False
-    group: int = 0  # While it is idle.
+    group: int = 0  # While it is idle, where there are groups.
 
 
 class _Orders(Generic[T]):
