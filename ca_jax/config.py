@@ -27,10 +27,12 @@ deviate most are computed anew. `reuse`: full reuse, it is put at its new positi
 `prefix`: prefix caching, chunks are ordinary text, and only KV that was computed with the very same text before it is
 used. `recompute`: full recompute, no stored KV is used for a prompt with chunks."""
 
-Selection = Literal["hkvd", "spread", "first"]
+Selection = Literal["hkvd", "spread", "query", "first"]
 """Which tokens of chunks are computed anew. `hkvd`: the paper's, those whose KV deviates most (High KV Deviation),
 fewer from layer to layer. `spread`: the first two of every chunk and others evenly apart; all the rest are moved as
-these have moved, by a linear map in each layer and head. `first`: the first ones of every chunk, to compare with."""
+these have moved, by a linear map in each layer and head. `query`: those that the question attends to most in the first
+quarter of the layers, and others evenly apart, by which the rest is moved likewise. `first`: the first ones of every
+chunk, to compare with."""
 
 SELECTIONS: tuple[Selection, ...] = get_args(Selection)
 """All of them."""

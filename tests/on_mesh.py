@@ -239,12 +239,14 @@ def test_drafts_are_checked_in_each_part_and_change_no_token(monkeypatch):
     assert found == answers
 
 
-def test_chunks_are_blended_as_on_one_device():
+@pytest.mark.parametrize("selection", ["hkvd", "query"])
+def test_chunks_are_blended_as_on_one_device(selection):
     """In one order, in another with a history before them, and without."""
     chunks = [kit.prompt(50, 1), kit.prompt(24, 2), kit.prompt(1, 3)]
+    blend = dataclasses.replace(BLEND, selection=selection)
 
     def blended(data: int, tensor: int) -> list[list[int]]:
-        with engine_of(data, tensor, model_of(num_layers=4), blend=BLEND) as engine:
+        with engine_of(data, tensor, model_of(num_layers=4), blend=blend) as engine:
             session = engine.session()
             turns = ([chunks[0], chunks[1]], [chunks[2], chunks[1]], None)
             answers = [kit.say(session, kit.prompt(12, i), 6, context=context) for i, context in enumerate(turns)]

@@ -12,6 +12,9 @@ import itertools
 import numpy as np
 import pytest
 
+from benchmarks.evaluate.items import RagPrompt
+from benchmarks.evaluate.rag_context import ContextModel
+from benchmarks.evaluate.rag_methods import Blends, Method, PromptContexts
 from ca_jax import BlendConfig
 from ca_jax.errors import ContextWindowError, EmptyMessageError
 from ca_jax.storage.records import Residency
@@ -82,7 +85,10 @@ def test_full_reuse_is_chunks_computed_alone_one_behind_the_other(context):
 
 @pytest.mark.parametrize(
     ("selection", "context"),
-    [("hkvd", (C, B, A)), ("hkvd", (A, A)), ("spread", (C, B, A)), ("spread", (ONE, ONE, B)), ("spread", (ONE,))],
+    [
+        *(("hkvd", context) for context in ((C, B, A), (A, A))),
+        *((name, context) for name in ("spread", "query") for context in ((C, B, A), (ONE, ONE, B), (ONE,))),
+    ],
 )
 def test_any_order_of_what_was_all_seen_before(context, selection):
     """Chunks that were not computed before are computed first, and once; a single one is a prefix."""
@@ -120,6 +126,29 @@ def test_some_tokens_are_computed_anew_and_the_first_chunk_is_none_of_them():
     assert 0 < (~stays).sum() <= 0.5 * num_tokens
     gone = np.abs(kv[:, :, :num_tokens] - as_computed).mean(), np.abs(as_stored - as_computed).mean()
     assert gone[0] < gone[1]
+
+
+@pytest.mark.parametrize("num_asked", [20, 90], ids=["one pass", "its last tokens ask"])
+def test_what_the_question_looks_at_is_computed_anew(num_asked):
+    """Against the evaluation's arrays: the attention of all heads in a forward pass over chunks as they are stored."""
+    context, question = (C, A, B), kit.prompt(num_asked, 7)
+    asks = question[-kit.SMALL.max_num_batched_tokens :]
+    prompt = RagPrompt(source="", head=(), chunks=tuple(map(tuple, context)), question_ids=tuple(asks), answers=())
+    of = PromptContexts(ContextModel(kit.tiny_model(), [prompt], 0), prompt, Blends())
+    count, method = of.num_tokens, Method(kind="blend", ratio=0.3, selection="query")
+    kv = np.stack([np.asarray(layer) for layer in of.kv(method)])[:, :, :count]
+    spread = np.stack([np.asarray(each) for each in of.kv(dataclasses.replace(method, selection="spread"))])
+    with kit.small_engine(blend=BlendConfig(recompute_ratio=0.3, selection="query")) as engine:
+        session = engine.session()
+        assert kit.say(session, question, 8, context=context) == answer_over(kv, question, 8)
+        assert session.usage.num_cached_tokens == count
+        assert session.usage.repaired_tokens == int(0.3 * (count - len(C)))
+        stored = kit.stored_kv(engine, session)[:, :, :count]
+        np.testing.assert_allclose(stored, kv, atol=1e-4)
+        assert np.abs(stored - spread[:, :, :count]).max() > 1e-2, "the question says which"
+        # Behind a history of its own, which stays as it is.
+        kit.say(session, question[:20], 4, context=(B, A))
+        np.testing.assert_allclose(kit.stored_kv(engine, session)[:, :, :count], kv, atol=1e-4)
 
 
 def test_turns_with_the_same_chunk_at_once_compute_it_once():

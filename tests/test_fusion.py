@@ -416,6 +416,23 @@ def test_first_tokens_are_those_of_every_chunk_or_in_the_order_that_is_given():
     np.testing.assert_array_equal(plan.first_rows, np.sort([*stored[order[:26]], 114]))
 
 
+def test_what_a_question_attends_to_is_computed_with_the_first_tokens_of_chunks():
+    """The rest is evenly apart, and moves. What is exact, or new, is none of it, however much it received."""
+    kinds = [EXACT] * 20 + [STORED] * 40 + [NEW] * 4 + [STORED] * 40
+    attention = np.zeros(len(kinds), np.float32)
+    asked = [31, 32, 55, 70, 90, 101]
+    attention[[*asked, 3, 62]] = [*range(1, 7), 50, 60]
+    given = {"num_layers": 4, "start": 10, "kinds": kinds[10:], "chunk_starts": (20, 64), "ratio": 0.15}
+    plan = plan_blend(**given, selection="query", attention=attention[10:])
+    rows = plan.start + plan.first_rows
+    assert {20, 21, 64, 65, *asked, *range(60, 64)} <= set(rows.tolist())
+    assert len(rows) == plan.counts[0] == 4 + int(0.15 * 80)
+    assert not set(rows.tolist()) & set(range(20))
+    unasked = plan_blend(**given, selection="query")
+    assert (unasked.counts, unasked.rows) == (plan.counts, plan.rows)
+    np.testing.assert_array_equal(plan.moves, np.array(kinds[10:]) == STORED)
+
+
 @given(
     num_layers=st.integers(1, 40),
     num_stored=st.integers(0, 3000),
@@ -438,6 +455,7 @@ def test_a_blend_computes_its_share_up_to_rounding(num_layers, num_stored, num_n
         ratio=ratio,
         check_layers=check,
         selection=selection,
+        attention=np.random.default_rng(num_stored).random(len(kinds)),
     )
     counts = plan.counts
     assert len(counts) == num_layers

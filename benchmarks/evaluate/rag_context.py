@@ -132,8 +132,14 @@ def plan_of(
     selection: str = "hkvd",
     check_layers: int = 1,
     seed: int = 0,
+    attention: np.ndarray | None = None,
 ) -> Plan:
-    """How a prompt's context is blended: its first chunk is exact where nothing is before it, its head is computed."""
+    """How a prompt's context is blended: its first chunk is exact where nothing is before it, its head is computed.
+
+    Args:
+      seed: of the selection `random`.
+      attention: what places received from the question, for the selection `query`: f32 `[context tokens]`.
+    """
     kinds = np.full(len(prompt.context_ids), TokenKind.STORED, np.int32)
     kinds[: len(prompt.head)] = TokenKind.NEW
     start = 0 if prompt.head else len(prompt.chunks[0])
@@ -150,6 +156,7 @@ def plan_of(
         check_layers=check_layers,
         selection=selection,  # type: ignore[arg-type]
         order=order,
+        attention=None if attention is None else attention[start:],
     )
 
 

@@ -33,6 +33,7 @@ from benchmarks.harness import Checked, require
 from ca_jax import config
 from ca_jax.device.transfer import to_device, to_host
 from ca_jax.launch.texts import tokenizer_of
+from ca_jax.recompute import plan
 from ca_jax.recompute.plan import Plan
 
 SELECTIONS: tuple[str, ...] = (*config.SELECTIONS, "random")
@@ -152,6 +153,7 @@ class PromptContexts:
         """The chunks' KV one behind the other; a head has none."""
         self._contexts = contexts
         self._blends = blends
+        self._attention: np.ndarray | None = None
         self.num_tokens = len(prompt.context_ids)
         self.asked = self.ask(self.full)
         """What the question sees with full recompute."""
@@ -173,12 +175,20 @@ class PromptContexts:
             deviations=to_host(attention_deviations(asked.attention, self.asked.attention)),
         )
 
+    def attention(self) -> np.ndarray:
+        """What places receive from the question over stored KV, in the layers that are asked: f32 `[num_tokens]`."""
+        if self._attention is None:
+            num_asking = plan.num_asking(self._contexts.config.num_layers)
+            layers = self.ask(self.stored).attention[:num_asking]
+            self._attention = np.sum([to_host(each) for each in layers], axis=(0, 1, 2))[: self.num_tokens]
+        return self._attention
+
     def computed_tokens(self, method: Method) -> float:
         """Tokens that `recompute`, `prefix` or a method that `fuses` computes before the answer begins."""
         num_asked = len(self.prompt.question_ids)
         if method.fuses:
-            plan = self._plan(method)
-            return plan.num_recomputed + plan.num_new + num_asked
+            chosen = self._plan(method)
+            return chosen.num_recomputed + chosen.num_new + num_asked
         num_cached = len(self.prompt.chunks[0]) if method.kind == "prefix" and not self.prompt.head else 0
         return self.num_tokens - num_cached + num_asked
 
@@ -193,6 +203,7 @@ class PromptContexts:
 
     def _plan(self, method: Method) -> Plan:
         blends = self._blends
+        attention = self.attention() if method.selection == "query" else None
         return plan_of(
             self._contexts.config,
             self.prompt,
@@ -200,6 +211,7 @@ class PromptContexts:
             selection=method.selection or "hkvd",
             check_layers=blends.check_layers,
             seed=blends.seed,
+            attention=attention,
         )
 
 

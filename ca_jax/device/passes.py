@@ -42,8 +42,11 @@ class RunnerSizes:
 class LayerSource(Protocol):
     """Where a prefill takes its history from, layer by layer."""
 
-    def layer(self, layer: int) -> jax.Array:
-        """Unrotated KV `[2, S, K, H]`, or in int8 `[2, S, K, H + 2]`, S as `Runner.padded_history` says."""
+    def layer(self, layer: int) -> jax.Array | None:
+        """Unrotated KV `[2, S, K, H]`, or in int8 `[2, S, K, H + 2]`, S as `Runner.padded_history` says.
+
+        None: it is in its pages already.
+        """
 
     def computed(self, layer: int, result: jax.Array) -> None:
         """Nothing reads what `layer` gave when `result` is ready."""

@@ -23,7 +23,7 @@ from ca_jax.device import steps
 from ca_jax.device.adapters import AdapterSlots
 from ca_jax.device.buckets import batch_buckets, history_buckets, pad_to, token_buckets
 from ca_jax.device.pages import PagePool
-from ca_jax.device.passes import Decoded, Flight, Passed, PassPart, Received, RunnerSizes, Step
+from ca_jax.device.passes import Decoded, Flight, LayerSource, Passed, PassPart, Received, RunnerSizes, Step
 from ca_jax.device.sampler import Draw, Sampler
 from ca_jax.device.states import StatePool
 from ca_jax.device.transfer import params_to_device, to_device, to_host
@@ -248,21 +248,29 @@ class Runner:
         if part.history is None or part.error is not None:
             return
         try:
-            if layer in self.config.kv_layers:
-                slot, number = part.prefill.slot, self._kv_number[layer]
-                start = self.pool.first_seen(slot, number)
-                with self._timeline.annotate("engine", f"await {layer}", layer=layer):
-                    kv = part.history.layer(number)
-                count = part.prefill.history_length - start
-                part.history.computed(number, self.pool.fill(slot, number, kv, start, count))
+            self.bring(part.history, part.prefill.slot, layer, part.prefill.history_length)
             part.mend(layer)
         except Exception as error:
             part.error = error
 
-    def layer(self, layer: int, x: jax.Array, step: Step) -> list[Any]:
+    def bring(self, history: LayerSource, slot: int, layer: int, num_tokens: int) -> None:
+        """Puts a layer of a history of so many tokens into a slot's pages, if it has KV of its own."""
+        if layer not in self.config.kv_layers:
+            return
+        number = self._kv_number[layer]
+        with self._timeline.annotate("engine", f"await {layer}", layer=layer):
+            kv = history.layer(number)
+        if kv is not None:
+            start = self.pool.first_seen(slot, number)
+            history.computed(number, self.pool.fill(slot, number, kv, start, num_tokens - start))
+
+    def layer(self, layer: int, x: jax.Array, step: Step, *, with_attention: bool = False) -> list[Any]:
         """Dispatches a layer of a pass: `x`, new KV, that of first tokens and, if it is measured, what was received.
 
         Of one that keeps states `x` alone.
+
+        Args:
+          with_attention: whether it is measured in any case.
         """
         kind, source = self.config.kind_of(layer), self._kv_number[layer]
         if kind.is_recurrent:
@@ -277,7 +285,7 @@ class Runner:
             step.num_tokens,
             kind,
             self._num_slots // self._num_parts,
-            with_attention=self.with_attention,
+            with_attention=self.with_attention or with_attention,
             packs=self.packs_kv,
             sharding=self.sharding,
             adapters=step.adapters,

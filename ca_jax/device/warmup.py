@@ -119,10 +119,7 @@ def functions_of(shapes: Shapes, max_new: int) -> list[Compile]:
             of_states = shapes.states[0], shapes.cells(num_slots)
             shapes.compiled(state_steps.layer_step, config, shapes.layers[layer], x, *of_states, rows, num_tokens, kind)
             return
-        of_layer = shapes.layers[layer], x, shapes.pages[config.kv_number(layer)], rows, shapes.tables[kind.rope]
-        given = config, *of_layer, num_tokens, kind, each_part
-        adapters = shapes.adapters(shapes.num_parts, width)
-        given_out = shapes.compiled(steps.layer_step, *given, packs=runner.packs_kv, adapters=adapters, **attention)
+        given_out = compile_layer(shapes, layer, num_tokens, with_attention=runner.with_attention)
         if kind.has_kv:
             first[config.kv_shape(layer)] = given_out[2]
 
@@ -187,6 +184,19 @@ def functions_of(shapes: Shapes, max_new: int) -> list[Compile]:
     found += [partial(whole, size) for size in sizes if size <= runner.whole_tokens]
     fills = (partial(fill, layer, size) for size in runner.history_buckets[1:] for layer in runner.shapes)
     return [*found, stack, *fills, read]
+
+
+def compile_layer(shapes: Shapes, layer: int, num_tokens: int, *, with_attention: bool) -> Any:
+    """Compiles a layer with KV over so many tokens; what it gives, see `steps.layer_step`."""
+    runner, width, kind = shapes.runner, shapes.runner.step_tokens, shapes.runner.config.kind_of(layer)
+    x, rows = shapes.embedded(width), shapes.rows(runner.pool.size.num_rows, width)
+    pages = shapes.pages[runner.config.kv_number(layer)]
+    given = runner.config, shapes.layers[layer], x, pages, rows, shapes.tables[kind.rope], num_tokens, kind
+    options = {"packs": runner.packs_kv, "sharding": runner.sharding, "with_attention": with_attention}
+    adapters = shapes.adapters(shapes.num_parts, width)
+    return shapes.compiled(
+        steps.layer_step, *given, runner.pool.size.num_rows // shapes.num_parts, adapters=adapters, **options
+    )
 
 
 def compile_all(

@@ -15,10 +15,11 @@ whole (`plan_blend`): what a chunk lacks is what it would have seen of the token
 
 Tokens are chosen by how far their KV is from what computing gives (`deviating`, the paper's HKVD), fewer from layer to
 layer; or evenly apart (`spread`), and then say how the KV of all others moves: by a linear map, fitted to them in each
-layer and head. What moves KV when others left, or came before it, is mostly common to the tokens of a text.
+layer and head. What moves KV when others left, or came before it, is mostly common to the tokens of a text. Or some of
+them are those that the question attends to most (`query`), which its first layers tell over the KV as it is stored.
 
 Not here: one layer (layers), doing it (recomputer), which KV there is (kv.load).
-Source: CacheBlend (Yao et al., EuroSys 2025), section 4.
+Source: CacheBlend (Yao et al., EuroSys 2025), section 4; the question's attention: ProphetKV (arXiv 2602.02579).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -41,6 +43,8 @@ _SMALL_ROWS = 256
 _MAX_STEPS = 6  # Times that a blend's tokens become fewer, about.
 _SLOPE = 0.6  # By how much more than the mean the first filtered layer computes, and the last one less.
 _SPREAD_FIRST = 2  # Tokens of every chunk's start that are computed, where others are evenly apart.
+_ASKED_SHARE = 0.75  # Of the tokens that `query` computes: those that the question attends to most.
+_ASKING_SHARE = 0.25  # Of the layers: those whose attention says which these are.
 _UNFIT_TOKENS = 16  # First tokens of a history, which move as no others do: nothing is fitted to them.
 _UNFIT_CHUNK_TOKENS = 4  # The same of a chunk.
 
@@ -160,6 +164,7 @@ def plan_blend(
     check_layers: int = 1,
     selection: Selection = "hkvd",
     order: np.ndarray | None = None,
+    attention: np.ndarray | None = None,
 ) -> Plan:
     """How a context of chunks becomes whole.
 
@@ -175,6 +180,8 @@ def plan_blend(
       check_layers: first layers of which all tokens are computed; `hkvd` alone has any.
       order: in which order stored tokens are taken where the selection is `first`, a permutation of them; None: the
         first ones of every chunk.
+      attention: f32 `[n]`, what each token received from the question, where the selection is `query`; None: it is
+        not known yet, and how many tokens are computed does not depend on it.
 
     Raises:
       ValueError: a number out of range, or chunks that do not begin one behind the other among the tokens.
@@ -205,9 +212,10 @@ def plan_blend(
     else:
         counts = (num_new + int(ratio * num_stored),) * num_layers
     offsets = _offsets(start, len(kinds), chunk_starts)
-    carries = selection == "spread" and 0 < counts[0] - num_new < num_stored
+    carries = selection in ("spread", "query") and 0 < counts[0] - num_new < num_stored
     stored = np.flatnonzero(is_stored)
-    chosen = _taken(stored, offsets[stored], counts[0] - num_new, selection, order)
+    asked = attention if selection == "query" else None
+    chosen = _taken(stored, offsets[stored], counts[0] - num_new, selection, order, asked)
     return Plan(
         start=start,
         num_tokens=len(kinds),
@@ -223,7 +231,13 @@ def plan_blend(
 
 
 def blend_plan(
-    config: BlendConfig, num_layers: int, num_places: int, num_own: int, spans: Sequence[ChunkSpan], ratio: float
+    config: BlendConfig,
+    num_layers: int,
+    num_places: int,
+    num_own: int,
+    spans: Sequence[ChunkSpan],
+    ratio: float,
+    attention: np.ndarray | None = None,
 ) -> Plan:
     """How a prompt's context is blended, of which chunks are loaded.
 
@@ -232,6 +246,7 @@ def blend_plan(
       num_own: its first tokens whose KV is the session's own.
       spans: chunks that are loaded, in order.
       ratio: share of their tokens that is computed anew.
+      attention: f32 `[num_places]`, as of `plan_blend`.
     """
     kinds = np.full(num_places, TokenKind.NEW, np.int8)
     kinds[:num_own] = TokenKind.EXACT
@@ -247,7 +262,13 @@ def blend_plan(
         ratio=ratio,
         check_layers=config.check_layers,
         selection=config.selection,
+        attention=None if attention is None else attention[start:],
     )
+
+
+def num_asking(num_layers: int) -> int:
+    """The first layers whose attention says which tokens a question looks at."""
+    return math.ceil(_ASKING_SHARE * num_layers)
 
 
 def repaired_rows(count: int) -> int:
@@ -296,13 +317,25 @@ def _offsets(start: int, num_tokens: int, chunk_starts: Sequence[int]) -> np.nda
 
 
 def _taken(
-    stored: np.ndarray, offsets: np.ndarray, count: int, selection: Selection, order: np.ndarray | None
+    stored: np.ndarray,
+    offsets: np.ndarray,
+    count: int,
+    selection: Selection,
+    order: np.ndarray | None,
+    attention: np.ndarray | None,
 ) -> np.ndarray:
     """Which stored tokens are computed in the first layer; `offsets` of each in its chunk."""
     in_order = stored[np.argsort(offsets, kind="stable") if order is None else order]
-    if selection != "spread":
+    if selection not in ("spread", "query"):
         return in_order[:count]
     num_first = min(count, int((offsets < _SPREAD_FIRST).sum()))
-    rest, num_rest = np.sort(in_order[num_first:]), count - num_first
-    between = rest[(2 * np.arange(num_rest) + 1) * len(rest) // (2 * max(num_rest, 1))]
-    return np.concatenate([in_order[:num_first], between])
+    taken, rest = in_order[:num_first], np.sort(in_order[num_first:])
+    if attention is not None:
+        asked = rest[np.argsort(-attention[rest], kind="stable")][: int(_ASKED_SHARE * (count - num_first))]
+        taken, rest = np.concatenate([taken, asked]), np.setdiff1d(rest, asked)
+    return np.concatenate([taken, _evenly(rest, count - len(taken))])
+
+
+def _evenly(tokens: np.ndarray, count: int) -> np.ndarray:
+    """So many of them, evenly apart."""
+    return tokens[(2 * np.arange(count) + 1) * len(tokens) // (2 * max(count, 1))]

@@ -22,14 +22,15 @@ import numpy as np
 from ca_jax.device.passes import LayerSource
 from ca_jax.device.runner import Runner
 from ca_jax.device.steps import Params
-from ca_jax.device.warmup import Compile, Shapes
+from ca_jax.device.transfer import to_host
+from ca_jax.device.warmup import Compile, Shapes, compile_layer
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.paged_attention import Rows
 from ca_jax.models.rope import Rotation
 from ca_jax.models.sharding import ModelSharding
 from ca_jax.recompute.drift import Drift, add_drift
 from ca_jax.recompute.layers import choose_deviating, kv_kind, recompute_layer
-from ca_jax.recompute.plan import Plan, repaired_rows, step_width
+from ca_jax.recompute.plan import Plan, num_asking, repaired_rows, step_width
 
 JOINED_TOKENS = 128
 """Tokens, at most, of a history that are computed anew in one with new ones: more take long enough by themselves."""
@@ -210,6 +211,17 @@ class Repair:
     """First tokens that had seen no token that left; those behind them drift."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """What stands behind a context and says which of its tokens matter."""
+
+    token_ids: Sequence[int]
+    """At most as many as a pass may have."""
+    plan: Callable[[np.ndarray], Plan]
+    """How the context is blended, by the attention that its places received, f32 `[num_places]`: as many tokens in
+    each layer whatever that is."""
+
+
 class RecomputedHistory:
     """A history that is repaired, blended, or both, layer by layer; to a prefill it is like any other.
 
@@ -218,6 +230,7 @@ class RecomputedHistory:
       token_ids: of all its places.
       repair: of the session's own first tokens; None: they are as they should be.
       blend: how the chunks behind them are computed; None: without chunks.
+      question: by which the blend's tokens are chosen; None: they are chosen.
     """
 
     def __init__(
@@ -229,6 +242,7 @@ class RecomputedHistory:
         *,
         repair: Repair | None = None,
         blend: Plan | None = None,
+        question: Question | None = None,
     ) -> None:
         self._plans = [plan for plan in (None if repair is None else repair.plan, blend) if plan is not None]
         self.num_recomputed = self._plans[-1].num_recomputed if self._plans else 0.0
@@ -246,6 +260,8 @@ class RecomputedHistory:
         self._token_ids = token_ids
         self._runner = runner
         self._repair = repair
+        self._question = question
+        self._num_brought = 0  # First layers with KV that are in their pages already.
         self._recomputers: list[Recomputer] = []
         self._behind: Sequence[int] = ()
         is_alone = blend is None and len(self._plans) == 1 and not runner.with_attention
@@ -279,14 +295,36 @@ class RecomputedHistory:
         """See `LayerSource`."""
         self._source.computed(layer, result)
 
-    def layer(self, layer: int) -> jax.Array:
+    def layer(self, layer: int) -> jax.Array | None:
         """See `LayerSource`: as it is loaded, and drifted."""
+        if self._question is not None:
+            question, self._question = self._question, None
+            self._plans[-1] = question.plan(self._attention_of(question.token_ids))
+        if layer < self._num_brought:
+            return None
         kv, repair, put = self._source.layer(layer), self._repair, self._runner.to_device
-        if repair is not None and repair.drift is not None and repair.to_drift:
+        if kv is not None and repair is not None and repair.drift is not None and repair.to_drift:
             kv, drift = self._runner.unpacked(kv), put(repair.drift.values[layer])
             for stop in repair.to_drift:
                 kv = add_drift(kv, drift, put(repair.num_plain, np.int32), put(stop, np.int32))
         return kv
+
+    def _attention_of(self, question: Sequence[int]) -> np.ndarray:
+        """What places receive from a question in the first layers, over KV as it is stored, which stays in its pages.
+
+        f32 `[num_places]`, summed over layers, heads and tokens. Waits for the device.
+        """
+        runner, slot, num_places = self._runner, self._slot, len(self._token_ids)
+        runner.pool.make_room(slot, num_places + len(question), num_places)
+        step = runner.laid_out({slot: (num_places, question)})
+        x, seen_by = runner.embed(step.tokens), list[jax.Array]()
+        for layer in range(num_asking(runner.config.num_layers)):
+            runner.bring(self, slot, layer, num_places)
+            x, _, _, seen = runner.layer(layer, x, step, with_attention=True)
+            seen_by.append(seen)
+        self._num_brought = sum(each <= layer for each in runner.config.kv_layers)
+        received = np.sum([to_host(seen) for seen in seen_by], axis=0)
+        return received[step.slots.index(slot), :num_places]
 
     def mend(self, layer: int) -> None:
         """Computes a layer anew that is in its pages, as far as the plans say. In order of layers.
@@ -313,6 +351,14 @@ def make_recomputer(
     lies, adapters = PagedRow(table, size.page_tokens, part), runner.adapters
     adapter = None if adapters.are_off else adapters.of_row(slot)
     return Recomputer(runner, plan, token_ids, lies, width=width, behind=behind, adapter=adapter)
+
+
+def asking_functions(shapes: Shapes) -> list[Compile]:
+    """What asking a question which tokens matter needs to be compiled."""
+    runner = shapes.runner
+    kinds = {runner.config.kind_of(layer): layer for layer in range(num_asking(runner.config.num_layers))}
+    ask = partial(compile_layer, shapes, with_attention=True)
+    return [partial(ask, layer, size) for layer in kinds.values() for size in runner.token_buckets]
 
 
 def functions_of(shapes: Shapes, plan: Plan) -> list[Compile]:

@@ -177,6 +177,8 @@ class EngineCore:
             spans = [ChunkSpan("", start, size) for start, size in zip(starts, chunk_tokens, strict=False)]
             plan = blend_plan(self._config.blend, len(self.model.config.kv_layers), num_tokens, 0, spans, ratio)
             yield from recomputer.functions_of(shapes, plan)
+            if self._config.blend.selection == "query" and plan.moves is not None:
+                yield from recomputer.asking_functions(shapes)
 
     def _measure_transfers(self) -> None:
         """Saves, loads and forgets made-up KV of two lengths, so that there are rates before there are turns."""

@@ -37,7 +37,7 @@ from ca_jax.overflow.config import (
 )
 from ca_jax.recompute.drift import Drift, add_drift
 from ca_jax.recompute.plan import Plan, blend_plan, repair_plan, repaired_rows
-from ca_jax.recompute.recomputer import JOINED_TOKENS, RecomputedHistory, Repair, functions_of
+from ca_jax.recompute.recomputer import JOINED_TOKENS, Question, RecomputedHistory, Repair, functions_of
 from ca_jax.session import Job, Session
 from ca_jax.storage.records import Residency
 from ca_jax.telemetry.metrics import EngineMetrics
@@ -110,16 +110,22 @@ class Truncator:
         """A job's history, read in a slot, as its prefill should read it; None: as it is stored."""
         if history.source is None:
             return None
-        num_places, blend = history.num_places, None
+        num_places, blend, question = history.num_places, None, None
         num_own = history.num_stored if history.chunks else num_places
         repair = self.repair_of(session, num_own)
         if history.chunks:
             num_layers, ratio = len(self._runner.config.kv_layers), job.recompute_ratio
             blend = blend_plan(config, num_layers, num_places, num_own, history.chunks, ratio)
+            if config.selection == "query" and blend.moves is not None:
+                asked = job.prompt_ids[num_places:][-self._runner.chunk_tokens :]
+                by = partial(blend_plan, config, num_layers, num_places, num_own, history.chunks, ratio)
+                question = Question(asked, by)
         if repair is None and blend is None:
             return None
         token_ids = job.prompt_ids[:num_places]
-        return RecomputedHistory(history.source, slot, token_ids, self._runner, repair=repair, blend=blend)
+        return RecomputedHistory(
+            history.source, slot, token_ids, self._runner, repair=repair, blend=blend, question=question
+        )
 
     def _plan(self, num_tokens: int) -> Plan | None:
         return repair_plan(self._overflow, len(self._runner.config.kv_layers), num_tokens)

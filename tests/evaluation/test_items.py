@@ -9,6 +9,7 @@ from benchmarks.evaluate.items import read_prompts as read
 from ca_jax.launch.texts import EvaluationError
 from tests import engine_kit as kit
 from tests.evaluation.rag_kit import ITEMS, TEXTS, chunking, prompts, write
+from tools import needles
 
 EXAMPLE = {"1": "two", "0": "\n\none", "chunk_num": "2", "query": "\n\nAnswer. Question: who?\nAnswer:"}
 
@@ -117,3 +118,18 @@ def test_each_prompt_has_conversations_of_its_own_and_goes_on_with_the_last(tmp_
         conversation_prompts(kit.tiny_model(), Chunking(num_chunks=2, chunk_tokens=30), path)
     with pytest.raises(EvaluationError, match=r"data must be given, or .* no ShareGPT file"):
         conversation_prompts(kit.tiny_model(), Chunking(), tmp_path / "none.json")
+
+
+def test_needles_are_each_in_a_passage_of_their_own_and_one_is_asked_for(tmp_path):
+    texts = [f"Text {number}. " + "One says so. And another says that. " * 40 for number in range(5)]
+    made = needles.make_items([*texts, "short"], num_items=9, seed=1)
+    assert made == needles.make_items([*texts, "short"], num_items=9, seed=1) != needles.make_items(texts, 9, seed=2)
+    items = read_items(write(tmp_path / "needles.json", made))
+    assert len({item.question for item in items}) == len(items) == 9
+    for item in items:
+        [right] = item.answers
+        has = [f"The magic number of the {item.question} is {right}" in text for text in item.texts]
+        assert (sum(has), len(has)) == (1, 6)
+        assert sum(text.count("magic number") for text in item.texts) == 6
+    with pytest.raises(ValueError, match="more than 1200 characters, got 1 texts without one"):
+        needles.make_items(["short"], 1, seed=1)
