@@ -221,10 +221,14 @@ def test_a_session_is_forgotten_in_both_tiers_when_its_time_is_over(open_store):
     assert where(store, Residency.SSD) == "bc"
 
 
-def test_what_is_pinned_leaves_dram_and_not_the_ssd(open_store):
+@pytest.mark.parametrize("restarts", [False, True], ids=["", "over a restart"])
+def test_what_is_pinned_leaves_dram_and_not_the_ssd(open_store, restarts):
     store = open_store(4, ssd_blocks=4)
     kit.put(store, "a", 8)
     store.set_pinned("a", True)
+    if restarts:
+        assert store.settle(kit.PATIENCE_S)
+        store = open_store(4, ssd_blocks=4)
     kit.put(store, "b", 12)
     assert store.stats().ssd.failed_flushes[FlushFailure.NO_ROOM] >= 1
     assert store.residency("a") is Residency.SSD
