@@ -417,7 +417,7 @@ def test_first_tokens_are_those_of_every_chunk_or_in_the_order_that_is_given():
 
 
 def test_what_a_question_attends_to_is_computed_with_the_first_tokens_of_chunks():
-    """The rest is evenly apart, and moves. What is exact, or new, is none of it, however much it received."""
+    """Other chosen tokens are evenly apart. Exact and new tokens are never chosen, whatever attention they received."""
     kinds = [EXACT] * 20 + [STORED] * 40 + [NEW] * 4 + [STORED] * 40
     attention = np.zeros(len(kinds), np.float32)
     asked = [31, 32, 55, 70, 90, 101]

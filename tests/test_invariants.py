@@ -254,10 +254,13 @@ ASKED = [
 
 
 @pytest.mark.parametrize(
-    ("rest_dtype", "layers"),
-    [("model", {"head_dim": 12}), ("int8", {"head_dim": 36, "sliding_window": 20, "full_layers": (0,)})],
+    ("rest_dtype", "selection", "layers"),
+    [
+        ("model", "hkvd", {"head_dim": 12}),
+        ("int8", "query", {"head_dim": 36, "sliding_window": 20, "full_layers": (0,)}),
+    ],
 )
-def test_compiles_are_bounded_by_the_buckets_and_none_comes_after_warmup(rest_dtype, layers):
+def test_compiles_are_bounded_by_the_buckets_and_none_comes_after_warmup(rest_dtype, selection, layers):
     """Prompts and batches of any size, draws of any kind, contexts cut and repaired, chunks of the lengths it was told.
 
     Layers of another window are compiled too.
@@ -265,7 +268,7 @@ def test_compiles_are_bounded_by_the_buckets_and_none_comes_after_warmup(rest_dt
     The head dim is no other test's: functions compiled for another engine would hide that one is compiled here.
     """
     model = kit.model_of(num_layers=2, **layers)
-    blend = ca_jax.BlendConfig(recompute_ratio=0.5)
+    blend = ca_jax.BlendConfig(recompute_ratio=0.5, selection=selection)
     sizes = {"context_window": 256, "max_batch_size": 2}
     with kit.small_engine(model, blend=blend, kv_rest_dtype=rest_dtype, **sizes) as engine:
         with CompileCounter() as during:
