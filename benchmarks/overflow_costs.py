@@ -62,8 +62,11 @@ def gap_sample(engine: Engine, num_sessions: int, rng: np.random.Generator) -> S
     while not all(job.token_times_s or job.done for job in others):
         engine.step()
     job = _submit(engine, sessions[0], window - _TOKENS_BEFORE, _TOKENS_BEFORE + _TOKENS_AFTER, rng)
+    most = 0  # Tokens of one step.
     while not job.done:
+        num_tokens = len(job.token_times_s)
         engine.step()
+        most = max(most, len(job.token_times_s) - num_tokens)
     num_ended = sum(other.done for other in others)
     for other in others:
         engine.cancel(other)
@@ -78,6 +81,8 @@ def gap_sample(engine: Engine, num_sessions: int, rng: np.random.Generator) -> S
             f"an answer must overflow beside {len(others)} others that go on, got {usage.dropped_tokens} tokens "
             f"dropped and {num_ended} that had ended"
         )
+    if most > 1:
+        raise BenchError(f"a step must give an answer one token, or the gap is in none of its times; got {most}")
     times_s = np.diff(usage.token_times_s)
     at = _TOKENS_BEFORE - 1  # The token behind as many as fill the window.
     tpot_s = float(np.median([*times_s[SETTLING_STEPS:at], *times_s[at + 2 :]]))

@@ -27,7 +27,7 @@ _LEAST_MESSAGE = 4
 class OverflowBenchConfig(ServingConfig):
     """What a truncation costs, and what it saves over recomputing what is left."""
 
-    settled: ClassVar = ("recompute_if_faster",)
+    settled: ClassVar = ("recompute_if_faster", "max_draft_tokens")
     may_be_zero: ClassVar = frozenset({"seed", "num_sessions", "bookkeeping_sessions"})
     may_be_empty: ClassVar = frozenset({"overflow_methods", "gap_methods", "next_turn_methods", "gap_sessions"})
     choices: ClassVar = dict.fromkeys(("overflow_methods", "gap_methods", "next_turn_methods"), METHODS)

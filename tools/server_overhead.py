@@ -126,6 +126,7 @@ def _with(url: str, num_requests: int) -> tuple[list[float], float]:
     per_token = (time.perf_counter() - started_s) / (_NUM_STREAMS * _STREAM_TOKENS)
     if min(ended) < _STREAM_TOKENS // 2:
         raise RuntimeError(f"pieces of each stream must be about {_STREAM_TOKENS}, got {ended}")
+    connection.close()  # It was idle for as long as the streams took: the server may have closed its end.
     for name in names:
         _delete(connection, name)
     return seconds, per_token

@@ -114,6 +114,11 @@ class RagRow:
     rouge_l: float | None
     """Likewise."""
     rouge_l_interval: Interval | None
+    has_answer: float | None
+    """Share of those answers that have the words of a right one."""
+    has_answer_interval: Interval | None
+    has_answer_above_recompute_interval: Interval | None
+    """Of its difference to full recompute's."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,6 +132,7 @@ class _Result:
     answer: str | None = None
     f1: float | None = None
     rouge_l: float | None = None
+    has_answer: float | None = None
 
 
 def run_rag(model: LoadedModel, config: RagConfig, progress: Progress, *, least_chunks: int = 1) -> Evaluation:
@@ -177,7 +183,7 @@ def _item(of: PromptContexts, results: dict[Method, _Result]) -> dict[str, Any]:
         "question_tokens": len(of.prompt.question_ids),
         "right_answers": list(of.prompt.answers),
         "answers": by_method("answer"),
-        **{field: by_method(field) for field in ("f1", "kl", "same_top1")},
+        **{field: by_method(field) for field in ("f1", "has_answer", "kl", "same_top1")},
     }
 
 
@@ -190,9 +196,15 @@ def _rows(
         given = [getattr(results[method], field) for results in found if method in results]
         return np.array([value for value in given if value is not None])
 
+    def scored(method: Method, field: str) -> dict[str, Any]:
+        """A score of answers, and how far it is above full recompute's."""
+        own = values(method, field)
+        above = None if method == RECOMPUTE else _interval(own - values(RECOMPUTE, field))
+        return {**_estimated(field, own), f"{field}_above_recompute_interval": above}
+
     rows = []
     for method in methods:
-        kl, f1 = values(method, "kl"), values(method, "f1")
+        kl = values(method, "kl")
         reuse_kl = values(REUSE, "kl")
         hkvd = Method(kind="blend", ratio=method.ratio, selection="hkvd")
         above = np.zeros(0)
@@ -216,9 +228,9 @@ def _rows(
                 **_estimated("same_top1", values(method, "same_top1")),
                 attention_deviation=_mean(layers),
                 layer_deviations=layers.tolist(),
-                **_estimated("f1", f1),
-                f1_above_recompute_interval=None if method == RECOMPUTE else _interval(f1 - values(RECOMPUTE, "f1")),
                 **_estimated("rouge_l", values(method, "rouge_l")),
+                **scored(method, "f1"),
+                **scored(method, "has_answer"),
             )
         )
     return rows

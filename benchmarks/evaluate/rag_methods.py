@@ -28,7 +28,7 @@ from benchmarks.evaluate.rag_context import (
     kv_deviations,
     plan_of,
 )
-from benchmarks.evaluate.statistics import f1_score, first_line, kl_divergence, rouge_l
+from benchmarks.evaluate.statistics import f1_score, first_line, has_answer, kl_divergence, rouge_l
 from benchmarks.harness import Checked, require
 from ca_jax import config
 from ca_jax.device.transfer import to_device, to_host
@@ -237,11 +237,10 @@ class Asker:
         return answer
 
     def scored(self, prompt: RagPrompt, answer: Answer) -> dict[str, Any]:
-        """The answer's text and, where there are right ones, its `f1` and `rouge_l`."""
+        """The answer's text and, where there are right ones, its `f1`, `rouge_l` and `has_answer`."""
         text = first_line(self._tokenizer.decode(answer.token_ids))
-        if not prompt.answers:
-            return {"answer": text}
-        return {"answer": text, "f1": f1_score(text, prompt.answers), "rouge_l": rouge_l(text, prompt.answers)}
+        scores = {"f1": f1_score, "rouge_l": rouge_l, "has_answer": has_answer} if prompt.answers else {}
+        return {"answer": text, **{name: score(text, prompt.answers) for name, score in scores.items()}}
 
     def reduce(self, of: PromptContexts) -> tuple[Answer, int]:
         """Answers the question of summaries of the chunks."""

@@ -155,16 +155,32 @@ def f1_score(answer: str, truths: Sequence[str]) -> float:
     Source: Rajpurkar et al., EMNLP 2016, section 6.1.
     """
 
-    def words(text: str) -> list[str]:
-        return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
-
     def f1(answer: list[str], truth: list[str]) -> float:
         if not answer or not truth:
             return float(answer == truth)
         num_common = (collections.Counter(answer) & collections.Counter(truth)).total()
         return 2 * num_common / (len(answer) + len(truth))
 
-    return _best(answer, truths, f1, words)
+    return _best(answer, truths, f1, _words)
+
+
+def has_answer(answer: str, truths: Sequence[str]) -> float:
+    """1 where the words of a right answer stand in an answer, one behind the other, else 0; words as of `f1_score`.
+
+    What stands before and behind them does not count: a model may say more than it was asked for.
+    Source: Hsieh et al., RULER, COLM 2024, section 3 (recall of the expected outputs).
+    """
+
+    def has(answer: list[str], truth: list[str]) -> float:
+        places = range(len(answer) - len(truth) + 1)
+        return float(any(answer[place : place + len(truth)] == truth for place in places) and bool(truth or not answer))
+
+    return _best(answer, truths, has, _words)
+
+
+def _words(text: str) -> list[str]:
+    """Without case, punctuation and articles."""
+    return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
 
 
 def rouge_l(answer: str, truths: Sequence[str]) -> float:

@@ -344,6 +344,7 @@ ANSWER_COLUMNS: dict[str, Columns] = {
         ("95 %", "f1_interval", "to.3f"),
         ("less full\nrecompute's, 95 %", "f1_above_recompute_interval", "to+.3f"),
         _ROUGE_L,
+        ("have a\nright one", lambda row: percent(row.get("has_answer"))),  # Older reports do not say it.
     ),
     **dict.fromkeys(("figure 12", "figure 16"), _columns(_F1, _ROUGE_L)),
 }

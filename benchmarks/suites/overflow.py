@@ -123,6 +123,7 @@ def engine_config(config: OverflowBenchConfig, model: LoadedModel, method: str) 
         context_window=config.context_window,
         overflow=dataclasses.replace(config.overflow, method=method),
         recompute_if_faster=False,
+        max_draft_tokens=0,  # The gap is in decode steps, of one token each.
     )
     return sized_config(sized, model, num_blocks)
 

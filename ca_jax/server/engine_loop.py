@@ -55,8 +55,8 @@ class Feed:
         """Of the engine, once they are queued; each is only read, and once it has ended."""
         self.num_prompt_tokens: list[int] = []
         """Of each, when it was queued."""
-        self.came: asyncio.Queue[Part] = asyncio.Queue()
-        """What steps gave that no listener has taken yet."""
+        self.came: asyncio.Queue[Part | None] = asyncio.Queue()
+        """What steps gave that no listener has taken yet; None: it is too late for more."""
 
     async def parts(self, until_s: float | None = None) -> AsyncIterator[Part]:
         """What each step gave to each job, until all have ended; for one listener.
@@ -69,14 +69,21 @@ class Feed:
           Exception: whatever broke one of them.
         """
         num_jobs = len(self.jobs)
-        while num_jobs:
-            async with asyncio.timeout_at(until_s):  # Not around a yield: it would end what its taker does.
+        loop = asyncio.get_running_loop()
+        late = None if until_s is None else loop.call_at(until_s, self.came.put_nowait, None)
+        try:
+            while num_jobs:
                 part = await self.came.get()
-            error = self.jobs[part.index].error if part.done else None
-            if error is not None:
-                raise error
-            num_jobs -= part.done
-            yield part
+                if part is None:
+                    raise TimeoutError
+                error = self.jobs[part.index].error if part.done else None
+                if error is not None:
+                    raise error
+                num_jobs -= part.done
+                yield part
+        finally:
+            if late is not None:
+                late.cancel()
 
 
 class EngineLoop:

@@ -26,7 +26,16 @@ from ca_jax.server.router import client_name
 from ca_jax.server.service import Service
 from ca_jax.server.state import OpenRoute, TheService, TheTenant, session_header
 from ca_jax.server.tenants import Tenant
-from ca_jax.server.told import described, echoed, event, listed, prompt_logprobs, reported
+from ca_jax.server.told import (
+    described,
+    echoed,
+    event,
+    event_begins,
+    event_ends,
+    listed,
+    prompt_logprobs,
+    reported,
+)
 from ca_jax.server.tool_calls import CallDelta, Reply, parser_of, read_reply
 from ca_jax.session import Job
 from ca_jax.turns.requests import FinishReason
@@ -127,6 +136,7 @@ class _Answering:
         response_id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._head = {"id": response_id, "object": kind, "created": int(time.time()), "model": body.model}
         self._chunk_head = self._head | ({"object": f"{kind}.chunk"} if self._is_chat else {})
+        self._chunk_begins = event_begins(self._chunk_head)
         options = body.stream_options
         self._with_usage = options is not None and bool(options.include_usage)
         self._counts_on = options is not None and bool(options.continuous_usage_stats)
@@ -202,7 +212,7 @@ class _Answering:
         usage: _Body = {"usage": None} if self._with_usage else {}
         if self._with_usage and self._counts_on:
             usage = {"usage": _usage_counts(feed.num_prompt_tokens[part.index], part.num_tokens)}
-        return event({**self._chunk_head, "choices": [choice], **usage, **session})
+        return self._chunk_begins + event_ends({"choices": [choice], **usage, **session})
 
     def _usage(self, feed: Feed) -> _Body:
         """What a request took. `ca_jax` adds to OpenAI's fields where KV came from, and what the first answer took."""
@@ -272,16 +282,15 @@ class _StreamedReply:
 
     def delta(self, part: Part) -> _Body:
         """What a step gave."""
-        deltas = [self._parser.feed(part.text)]
+        delta = self._parser.feed(part.text)
         if part.done:
-            deltas.append(self._parser.finish(self._job.finish_reason is FinishReason.STOP))
-        content, reasoning = ("".join(getattr(each, name) for each in deltas) for name in ("content", "reasoning"))
-        told: _Body = {"reasoning_content": reasoning} if reasoning else {}
-        if content:
-            told["content"] = content
-        if calls := [call for each in deltas for call in each.calls]:
-            told["tool_calls"] = [_described_call(call) for call in calls]
-            self.has_calls |= any(call.is_whole for call in calls)
+            delta = delta + self._parser.finish(self._job.finish_reason is FinishReason.STOP)
+        told: _Body = {"reasoning_content": delta.reasoning} if delta.reasoning else {}
+        if delta.content:
+            told["content"] = delta.content
+        if delta.calls:
+            told["tool_calls"] = [_described_call(call) for call in delta.calls]
+            self.has_calls |= any(call.is_whole for call in delta.calls)
         return told
 
 

@@ -29,6 +29,16 @@ def event(body: _Body, name: str | None = None) -> str:
     return f"data: {json.dumps(body)}\n\n" if name is None else f"event: {name}\ndata: {json.dumps(body)}\n\n"
 
 
+def event_begins(body: _Body) -> str:
+    """An event of a stream up to where fields follow that differ from event to event; `body` must have a field."""
+    return f"data: {json.dumps(body)[:-1]}, "
+
+
+def event_ends(body: _Body) -> str:
+    """The rest of such an event; `body` must have a field."""
+    return f"{json.dumps(body)[1:]}\n\n"
+
+
 def reported(error: Exception) -> ApiError:
     """The error that a client gets for what broke its answer; more of it is in the log."""
     api_error = as_api_error(error)

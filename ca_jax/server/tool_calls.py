@@ -53,6 +53,14 @@ class ReplyDelta:
     calls: list[CallDelta] = dataclasses.field(default_factory=list)
     """Of calls, in order."""
 
+    def __add__(self, other: ReplyDelta) -> ReplyDelta:
+        """What two pieces gave, one behind the other."""
+        return ReplyDelta(
+            content=self.content + other.content,
+            reasoning=self.reasoning + other.reasoning,
+            calls=self.calls + other.calls,
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ToolCall:
@@ -101,6 +109,8 @@ class Markers:
 
     def feed(self, text: str) -> list[tuple[bool, str]]:
         """What is certain with a piece: markers (True) and text between them, in order."""
+        if not self._markers:
+            return [(False, text)] * bool(text)
         found, pending = list[tuple[bool, str]](), self._held + text
         while at := min(
             ((pending.find(each), -len(each), each) for each in self._markers if each in pending), default=None
@@ -295,15 +305,14 @@ class ReplyReader:
 
 def read(parser: ToolParser, text: str, is_whole: bool) -> Reply:
     """A whole text, read at once. A call that was cut is left out."""
-    deltas = [parser.feed(text), parser.finish(is_whole)]
+    delta = parser.feed(text) + parser.finish(is_whole)
     arguments: dict[int, str] = {}
     calls: list[ToolCall] = []
-    for call in (call for delta in deltas for call in delta.calls):
+    for call in delta.calls:
         arguments[call.index] = arguments.get(call.index, "") + call.arguments
         if call.is_whole:
             calls.append(ToolCall(call_id=call.call_id, name=call.name, arguments=arguments[call.index]))
-    content, reasoning = ("".join(getattr(each, name) for each in deltas) for name in ("content", "reasoning"))
-    return Reply(content=content, reasoning=reasoning, calls=tuple(calls))
+    return Reply(content=delta.content, reasoning=delta.reasoning, calls=tuple(calls))
 
 
 def parser_of(job: Job) -> ToolParser:

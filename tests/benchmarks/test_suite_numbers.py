@@ -260,6 +260,16 @@ def test_the_gap_is_where_the_truncation_is(wordless, monkeypatch):
     assert 0 < gap["tpot_s"] < 100
 
 
+def test_a_gap_is_not_taken_of_steps_that_give_several_tokens(wordless, monkeypatch):
+    config = overflow.engine_config(OVERFLOW, wordless, "ca")
+    assert config.max_draft_tokens == 0
+    with Engine(wordless, config) as engine:
+        step = engine.step
+        monkeypatch.setattr(engine, "step", lambda: [step() for _ in range(2)])
+        with pytest.raises(BenchError, match="a step must give an answer one token"):
+            overflow_costs.gap_sample(engine, 1, np.random.default_rng(0))
+
+
 # Contexts.
 
 

@@ -19,6 +19,7 @@ from tests import server_kit as sk
 pytest.importorskip("ray.serve")
 
 from ray import serve
+from ray.serve._private import constants
 
 from ca_jax.cluster.keys import REPLICA_HEADER
 from ca_jax.launch.cluster import build
@@ -59,6 +60,14 @@ def asked(content: str, **fields: object) -> dict[str, object]:
 
 def replica_of(answer: httpx2.Response) -> str:
     return answer.headers[REPLICA_HEADER]
+
+
+def test_requests_are_passed_on_by_grpc_on_one_event_loop_and_no_other_port_is_opened():
+    assert constants.RAY_SERVE_PROXY_USE_GRPC
+    assert constants.RAY_SERVE_USE_GRPC_BY_DEFAULT
+    assert not constants.RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD
+    assert not constants.RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP
+    assert not constants.RAY_SERVE_ENABLE_DIRECT_INGRESS
 
 
 def test_routes_answers_and_errors_are_those_of_a_single_server(http, said_by_engine):

@@ -38,6 +38,7 @@ def test_kubernetes_is_told_of_an_application_that_is_there_and_fits(monkeypatch
     heads, engines = (each["template"]["spec"] for each in (spec["headGroupSpec"], workers))
     for pod in (heads, engines):
         [container] = pod["containers"]
+        assert {each["name"]: each["value"] for each in container["env"]} == cluster.RAY_SETTINGS
         mounts = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
         assert set(mounts.values()) <= {each["name"] for each in pod["volumes"]}
         assert str(mounted.parent) in mounts
@@ -64,7 +65,7 @@ def test_compose_starts_an_ingress_and_replicas_that_fit():
     assert started["--address"] == "ingress:6379"
     assert "--port=6379" in words
     for service in (ingress, replica):
-        assert service["environment"]["RAY_AUTH_MODE"] == "token"
+        assert service["environment"].items() >= {"RAY_AUTH_MODE": "token", **cluster.RAY_SETTINGS}.items()
         assert "[cluster]" in service["build"]["dockerfile_inline"]
     assert (COMPOSE.parent / ingress["build"]["context"] / "pyproject.toml").resolve() == REPOSITORY / "pyproject.toml"
 

@@ -10,7 +10,15 @@ from benchmarks.evaluate.rag import MAX_TOP1_LOSS, GateConfig, RagConfig, held_a
 from benchmarks.evaluate.rag_context import ContextModel
 from benchmarks.evaluate.rag_deviation import ORACLE, run_deviation, true_kv
 from benchmarks.evaluate.rag_methods import SUMMARIZE, Blends, PromptContexts, methods_of
-from benchmarks.evaluate.statistics import f1_score, first_line, kl_divergence, log_softmax, mean_interval, rouge_l
+from benchmarks.evaluate.statistics import (
+    f1_score,
+    first_line,
+    has_answer,
+    kl_divergence,
+    log_softmax,
+    mean_interval,
+    rouge_l,
+)
 from ca_jax.launch.texts import EvaluationError
 from ca_jax.models.kv import KVCache, LayerKV
 from tests import engine_kit as kit
@@ -102,6 +110,7 @@ def test_answers_and_divergence_are_those_of_the_model_itself(measured, path):
     assert measured.rows[0].rouge_l == pytest.approx(
         np.mean([rouge_l(each["answers"]["full recompute"], each["right_answers"]) for each in measured.items])
     )
+    assert item["has_answer"]["full recompute"] == has_answer(text, prompt.answers)
     pairs = zip(logits[-NUM_POSITIONS:], _over_chunks_alone(prompt), strict=True)
     expected = np.mean([kl_divergence(log_softmax(full), log_softmax(reused)) for full, reused in pairs])
     assert item["kl"]["full reuse"] == pytest.approx(expected, rel=1e-3)

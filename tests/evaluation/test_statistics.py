@@ -88,10 +88,21 @@ IN_ORDER = [  # ROUGE-L: of the longest common subsequence.
     ("x", ["y", "x z"], 2 / 3),
     ("", ["y"], 0.0),
 ]
+HELD = [  # Whether an answer has a right one in it.
+    ("It is 4821, I think.", ["4821"], 1.0),
+    ("It is 48210.", ["4821"], 0.0),  # a word is a whole one
+    ("the College of Exeter", ["Exeter College"], 0.0),
+    ("He was at the Exeter College then", ["Oxford", "exeter college"], 1.0),
+    ("Exeter", ["Exeter College"], 0.0),
+    ("", ["Exeter"], 0.0),
+    ("Exeter", ["the"], 0.0),  # nothing is left of it
+    ("a", ["the"], 1.0),
+]
 
 
 def test_scores_of_answers_are_those_of_their_words_and_of_words_in_order():
-    for score_of, cases in ((statistics.f1_score, OF_WORDS), (statistics.rouge_l, IN_ORDER)):
+    scores = ((statistics.f1_score, OF_WORDS), (statistics.rouge_l, IN_ORDER), (statistics.has_answer, HELD))
+    for score_of, cases in scores:
         for answer, truths, score in cases:
             assert score_of(answer, truths) == pytest.approx(score), (score_of.__name__, answer)
 

@@ -1,8 +1,8 @@
 """A replica as a process of its own, which dies or stops at a step that it is told.
 
-    python -m tests.reliability.replica DIRECTORY STEP TURN SIGNAL
+    serve(pipe, directory, compile_cache, step, turn, with_signal)
 
-It reads commands, a JSON line each, and answers each with one:
+It takes commands from a pipe and answers each:
 
     {"do": "say", "text": ...}    claims the session, says a turn, waits until it is published or the session is lost
     {"do": "look"}                claims the session, says how many turns it has
@@ -14,13 +14,13 @@ Not here: what must hold (test_replica_kill).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
 import math
 import os
 import signal
-import sys
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 from ca_jax.errors import SessionMovedError
@@ -42,26 +42,26 @@ RUN_BYTES = 2 * kit.BLOCK_TOKENS * kit.TOKEN_BYTES
 class Replica:
     """One engine, and when it ends."""
 
-    def __init__(self, directory: str, step: str, turn: int, with_signal: int) -> None:
+    def __init__(self, directory: str, compile_cache: str, step: str, turn: int, with_signal: int) -> None:
         self._step, self._turn, self._signal = step, turn, with_signal
         self._num_turns = 0
         parts.RUN_BYTES = RUN_BYTES
         store = dataclasses.replace(kit.SMALL.store, objects_url=f"file://{directory}", objects_deadline_s=10.0)
-        self.engine = kit.small_engine(store=store, compile_cache_dir=os.environ["JAX_COMPILATION_CACHE_DIR"])
+        self.engine = kit.small_engine(store=store, compile_cache_dir=compile_cache)
         self._hook(SharedKV, "restore", before=lambda *_: self._at("load"))
         self._hook(type(self.engine._runner), "run_pass", after=lambda *_: self._at("prefill"))
         self._hook(ObjectStore, "write", before=self._before_write, after=self._after_write)
 
-    def serve(self) -> None:
+    def serve(self, pipe: Connection[dict[str, Any], dict[str, Any]]) -> None:
         """Answers commands until there are no more."""
-        for line in sys.stdin:
-            asked = json.loads(line)
-            try:
-                told = self._look() if asked["do"] == "look" else self._say(asked["text"])
-            except ObjectsError as error:
-                told = {"unknown": str(error)}
-            sys.stdout.write(json.dumps(told) + "\n")
-            sys.stdout.flush()
+        with contextlib.suppress(EOFError):
+            while True:
+                asked = pipe.recv()
+                try:
+                    told = self._look() if asked["do"] == "look" else self._say(asked["text"])
+                except ObjectsError as error:
+                    told = {"unknown": str(error)}
+                pipe.send(told)
         self.engine.close()
 
     def _look(self) -> dict[str, Any]:
@@ -123,11 +123,13 @@ class Replica:
         setattr(owner, name, hooked)
 
 
-def main() -> None:
-    """From the command line: directory, step, turn, name of the signal."""
-    directory, step, turn, name = sys.argv[1:]
-    Replica(directory, step, int(turn), getattr(signal, name)).serve()
-
-
-if __name__ == "__main__":
-    main()
+def serve(
+    pipe: Connection[dict[str, Any], dict[str, Any]],
+    directory: str,
+    compile_cache: str,
+    step: str,
+    turn: int,
+    with_signal: str,
+) -> None:
+    """All that the process does: one replica, until its pipe is closed or it ends itself."""
+    Replica(directory, compile_cache, step, turn, getattr(signal, with_signal)).serve(pipe)

@@ -6,13 +6,10 @@ differs from those of an engine that served the conversation alone.
 
 from __future__ import annotations
 
-import contextlib
-import json
+import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,8 @@ from typing import Any
 import pytest
 
 from tests import engine_kit as kit
-from tests.reliability.replica import GREEDY, STEPS
+from tests import server_kit as sk
+from tests.reliability.replica import GREEDY, STEPS, serve
 
 SAID = (
     "Who wrote Faust, and how long did it take him?",
@@ -32,24 +30,28 @@ SAID = (
 )
 
 
+FORKS = multiprocessing.get_context("forkserver")
+
+
 class Process:
-    """A replica."""
+    """A replica: a fork of a process that has imported what it needs, which takes longer than what most of them do."""
 
     def __init__(self, directory: Path, cache: str, step: str = "none", turn: int = 0, with_signal: str = "SIGKILL"):
-        command = [sys.executable, "-m", "tests.reliability.replica", str(directory), step, str(turn), with_signal]
-        environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": cache, "JAX_PLATFORMS": "cpu"}
-        self.child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=os.getcwd()
-        )
+        FORKS.set_forkserver_preload([serve.__module__])
+        self._pipe, theirs = FORKS.Pipe()
+        self.child = FORKS.Process(target=serve, args=(theirs, str(directory), cache, step, turn, with_signal))
+        self.child.start()
+        theirs.close()
 
     def tell(self, **command: Any) -> None:
-        self.child.stdin.write(json.dumps(command) + "\n")
-        self.child.stdin.flush()
+        self._pipe.send(command)
 
     def hear(self) -> dict[str, Any] | None:
         """The next answer; None: it has died."""
-        line = self.child.stdout.readline()
-        return json.loads(line) if line else None
+        try:
+            return self._pipe.recv()
+        except (EOFError, ConnectionResetError):
+            return None
 
     def ask(self, **command: Any) -> dict[str, Any] | None:
         try:
@@ -58,16 +60,22 @@ class Process:
             return None
         return self.hear()
 
+    def signal(self, number: int) -> None:
+        os.kill(self.child.pid, number)
+
     def wait_until_stopped(self) -> None:
-        _, status = os.waitpid(self.child.pid, os.WUNTRACED)
-        assert os.WIFSTOPPED(status)
+        status = Path(f"/proc/{self.child.pid}/stat")
+        sk.wait_for(lambda: status.read_text().rpartition(")")[2].split()[0] == "T")
+
+    def exit_code(self) -> int | None:
+        self.child.join(60)
+        return self.child.exitcode
 
     def end(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self.child.send_signal(signal.SIGCONT)
-        with contextlib.suppress(BrokenPipeError):
-            self.child.stdin.close()
-        self.child.wait(60)
+        if self.child.is_alive():
+            self.signal(signal.SIGCONT)
+        self._pipe.close()
+        assert self.exit_code() is not None
 
 
 @pytest.fixture
@@ -118,7 +126,7 @@ def test_a_conversation_outlives_every_owner_that_is_killed(tmp_path, replica, n
         else:
             num_turns += 1  # It may have been published before its owner died.
             num_killed += 1
-            assert process.child.wait(60) == -signal.SIGKILL
+            assert process.exit_code() == -signal.SIGKILL
         if num_turns >= len(SAID):  # The conversation is at its end: another one begins.
             process.end()
             (tmp_path / "shared").rename(tmp_path / f"shared-{number}")
@@ -138,7 +146,7 @@ def test_an_owner_that_was_stopped_and_replaced_mixes_nothing_in(tmp_path, repli
         old.wait_until_stopped()
         found = new.ask(do="look")
         if "unknown" in found:  # It stands within a write and holds the file's lock: until it goes on nobody knows.
-            old.child.send_signal(signal.SIGCONT)
+            old.signal(signal.SIGCONT)
             assert old.hear() == {"answer": answers[1], "published": True}
             assert new.ask(do="look")["said"][1::2] == answers[:2]
             old.end()
@@ -151,7 +159,7 @@ def test_an_owner_that_was_stopped_and_replaced_mixes_nothing_in(tmp_path, repli
             answered = new.ask(do="say", text=text)
             assert answered == {"answer": answers[num_turns], "published": True}
             num_turns += 1
-        old.child.send_signal(signal.SIGCONT)
+        old.signal(signal.SIGCONT)
         told = old.hear()
         assert told["published"] == (step == "published"), "its client is told"
         found = new.ask(do="look")
