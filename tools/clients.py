@@ -1,10 +1,11 @@
-"""Runs public clients, unmodified, on `ca_jax serve`: one row a client in docs/guides/clients.md, with transcripts.
+r"""Runs public clients, unmodified, on `ca_jax serve`: one row a client in docs/guides/clients.md, with transcripts.
 
     python -m venv build/clients && build/clients/bin/pip install anthropic guidellm langchain-openai litellm llm openai
-    .venv/bin/python -m tools.clients --python=build/clients/bin/python --aiperf=build/aiperf/bin/aiperf
+    .venv/bin/python -m tools.clients --python=build/clients/bin/python --aiperf=build/aiperf/bin/aiperf \
+        --inference_perf=build/inference_perf/bin/inference-perf
 
 Scripts are those of `tools/client_scripts`; load generators do a little of what `tools.load_generators` has them do.
-It exits with 1 where a client failed.
+With --only the other clients keep their rows. It exits with 1 where a client failed.
 
 Not here: what the same clients must get, byte for byte (`tests.server`).
 """
@@ -18,6 +19,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,8 @@ class Row:
     ran: str
     outcome: str
     transcript: str = ""
+    date: str = ""
+    """When, where that was not with the others."""
 
 
 def main() -> None:
@@ -59,8 +63,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", required=True, help="of the environment that the clients are in")
     parser.add_argument("--aiperf", help="its executable")
+    parser.add_argument("--inference_perf", help="its executable")
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--only", action="append", help="a client; by default all")
+    parser.add_argument("--only", action="append", help="a client; by default all. Others keep their rows")
     parser.add_argument("--json_out", type=Path, default=Path("results/server/clients.json"))
     args = parser.parse_args()
     rows: list[Row] = []
@@ -72,17 +77,23 @@ def main() -> None:
             for client, script in _CLIENTS.items():
                 if not args.only or client in args.only:
                     rows.append(_run(client, _SCRIPTS / f"{script}.py", args, url))
-            tools = {"guidellm": str(Path(args.python).parent / "guidellm"), "aiperf": args.aiperf}
+            guidellm = str(Path(args.python).parent / "guidellm")
+            tools = {"guidellm": guidellm, "aiperf": args.aiperf, "inference_perf": args.inference_perf}
             for tool, path in tools.items():
                 if path and (not args.only or tool in args.only):
                     rows.append(_load(Run(tool, path, _LOAD, args.model, url, 60, folder / tool)))
+    if args.only:
+        rows = [dataclasses.replace(row, date=time.strftime("%Y-%m-%d")) for row in rows]
     for row in rows:
         print(row.client, row.version, row.outcome, row.transcript, sep="\n", end="\n\n")
     found: dict[str, Any] = {"machine": describe_machine(), "versions": describe_versions(), "model": args.model}
-    found["clients"] = [dataclasses.asdict(row) for row in rows]
+    all_rows = {row.client: row for row in rows}
+    if args.only:
+        found = json.loads(args.json_out.read_text(encoding="utf-8"))
+        all_rows = {each["client"]: Row(**each) for each in found["clients"]} | all_rows
+    found["clients"] = [dataclasses.asdict(row) for row in all_rows.values()]
     args.json_out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    if not args.only:
-        _write_page(rows)
+    _write_page(list(all_rows.values()))
     sys.exit(any(row.outcome != "passed" for row in rows))
 
 
@@ -100,12 +111,13 @@ def _run(client: str, script: Path, args: argparse.Namespace, url: str) -> Row:
 
 
 def _load(run: Run) -> Row:
+    name = run.tool.replace("_", "-")
     try:
         told = run.measure()
     except (RuntimeError, subprocess.TimeoutExpired) as error:
-        return Row(run.tool, "", _SAID_OF_LOAD, "failed", str(error)[-2000:])
+        return Row(name, "", _SAID_OF_LOAD, "failed", str(error)[-2000:])
     is_good = told["requests"] == _LOAD.requests and not told["errors"] and told["returning_turns_found"]
-    return Row(run.tool, told["version"], _SAID_OF_LOAD, "passed" if is_good else "failed", json.dumps(told))
+    return Row(name, told["version"], _SAID_OF_LOAD, "passed" if is_good else "failed", json.dumps(told))
 
 
 def _write_page(rows: list[Row]) -> None:

@@ -1,8 +1,10 @@
-"""Serves a model and has public load generators, unmodified, put load on it.
+r"""Serves a model and has public load generators, unmodified, put load on it.
 
     python -m venv /tmp/guidellm && /tmp/guidellm/bin/pip install torch==2.13.0+cpu guidellm==0.8.1
     python -m venv /tmp/aiperf && /tmp/aiperf/bin/pip install aiperf==0.13.0
-    .venv/bin/python -m tools.load_generators --guidellm=/tmp/guidellm/bin/guidellm --aiperf=/tmp/aiperf/bin/aiperf
+    python3.12 -m venv /tmp/perf && /tmp/perf/bin/pip install inference-perf==0.7.0
+    .venv/bin/python -m tools.load_generators --guidellm=/tmp/guidellm/bin/guidellm --aiperf=/tmp/aiperf/bin/aiperf \
+        --inference_perf=/tmp/perf/bin/inference-perf
 
 Each tool streams in three modes, one after the other, with random texts, others in each: one request at a time, eight
 at a time, and conversations of several turns, four at a time, each turn sent with all that was said before. Tokens are
@@ -65,6 +67,7 @@ MODES = (
     Mode("multi_turn", streams=4, conversations=8, seed=3, turns=6),
 )
 """By name in this order."""
+TOOLS = ("guidellm", "aiperf", "inference_perf")
 
 
 def main() -> None:
@@ -72,14 +75,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--guidellm", default=os.environ.get("GUIDELLM"), help="its executable; by default $GUIDELLM")
     parser.add_argument("--aiperf", default=os.environ.get("AIPERF"), help="its executable; by default $AIPERF")
+    parser.add_argument("--inference_perf", default=os.environ.get("INFERENCE_PERF"), help="its executable, likewise")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--mode", action="append", choices=[mode.name for mode in MODES], help="by default all")
     parser.add_argument("--seconds", type=int, default=75, help="after which a mode begins no more requests")
     parser.add_argument("--out", type=Path, default=Path("results/server"))
     args = parser.parse_args()
-    tools = {name: path for name in ("guidellm", "aiperf") if (path := getattr(args, name))}
+    tools = {name: path for name in TOOLS if (path := getattr(args, name))}
     if not tools:
-        parser.error("one of --guidellm and --aiperf must be given, got neither")
+        parser.error(f"one of {', '.join(f'--{name}' for name in TOOLS)} must be given, got none")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # So that the server is ended too.
     args.out.mkdir(parents=True, exist_ok=True)
     rows = []
@@ -119,14 +123,18 @@ class Run:
         self.folder.mkdir()
         offline = {"HF_HOME": str(self.folder.parent / "hub"), "HF_HUB_OFFLINE": "1"}
         environment = {**os.environ, **_TERMINAL, **offline}
-        version = _output([self.path, "--version"], environment, self.folder).split()[-1]
+        version = self._version(environment)
         before, started_s = _counters(self.url), time.monotonic()
         limit_s = self.seconds + _TOOL_S
-        arguments = self._guidellm() if self.tool == "guidellm" else self._aiperf()
-        _output([self.path, *arguments], environment, self.folder, limit_s)
+        arguments, read = {
+            "guidellm": (self._guidellm, _said_by_guidellm),
+            "aiperf": (self._aiperf, _said_by_aiperf),
+            "inference_perf": (self._inference_perf, _said_by_inference_perf),
+        }[self.tool]
+        _output([self.path, *arguments()], environment, self.folder, limit_s)
         wall_s = time.monotonic() - started_s
         after = _counters(self.url)
-        said = _said_by_guidellm(self.folder) if self.tool == "guidellm" else _said_by_aiperf(self.folder)
+        said = read(self.folder)
         return {
             "tool": self.tool,
             "version": version,
@@ -137,6 +145,12 @@ class Run:
             "wall_s": round(wall_s, 1),
             "server": {name: int(after[name] - before[name]) for name in _COUNTERS},
         }
+
+    def _version(self, environment: dict[str, str]) -> str:
+        if self.tool != "inference_perf":
+            return _output([self.path, "--version"], environment, self.folder).split()[-1]
+        says = "import importlib.metadata; print(importlib.metadata.version('inference-perf'))"  # It does not say it.
+        return _output([str(Path(self.path).parent / "python"), "-c", says], environment, self.folder).strip()
 
     def _guidellm(self) -> list[str]:
         mode = self.mode
@@ -163,6 +177,27 @@ class Run:
             *("--use-server-token-count", "--per-chunk-usage", "--artifact-dir", "."),
             *("--ui", "none", "--no-gpu-telemetry"),
         ]
+
+    def _inference_perf(self) -> list[str]:
+        """By a file of its own. Turns of a conversation are plain prompts, each with all that was said before."""
+        mode = self.mode
+        texts = {
+            **{"num_groups": 1, "num_prompts_per_group": mode.conversations, "seed": mode.seed},
+            **{"system_prompt_len": 1, "question_len": _PROMPT_TOKENS, "output_len": _ANSWER_TOKENS},
+            "enable_multi_turn_chat": mode.turns > 1,
+        }
+        stage = {"num_requests": mode.requests, "concurrency_level": mode.streams}
+        config = {
+            "api": {"type": "chat", "streaming": True},
+            "server": {"type": "vllm", "model_name": self.model, "base_url": self.url, "ignore_eos": True},
+            "tokenizer": {"pretrained_model_name_or_path": "../tokenizer"},
+            "data": {"type": "shared_prefix", "shared_prefix": texts},
+            "load": {"type": "concurrent", "num_workers": 1, "base_seed": mode.seed, "stages": [stage]},
+            "report": {"request_lifecycle": {"summary": True, "per_request": True}},
+            "storage": {"local_storage": {"path": "reports"}},
+        }
+        (self.folder / "config.yml").write_text(json.dumps(config), encoding="utf-8")  # YAML has all of JSON.
+        return ["--config_file", "config.yml"]
 
 
 def _said_by_guidellm(folder: Path) -> dict[str, Any]:
@@ -201,6 +236,34 @@ def _said_by_aiperf(folder: Path) -> dict[str, Any]:
         **{f"ttft_ms_{share}": report["time_to_first_token"][share] for share in ("p50", "p99")},
         **{f"itl_ms_{share}": report["inter_token_latency"][share] for share in ("p50", "p99")},
         "prompt_tokens": int(report["total_usage_prompt_tokens"]["avg"]),
+        **_of_turns(turns),
+    }
+
+
+def _said_by_inference_perf(folder: Path) -> dict[str, Any]:
+    read = {
+        name: json.loads((folder / "reports" / f"{name}_lifecycle_metrics.json").read_text(encoding="utf-8"))
+        for name in ("summary", "per_request")
+    }
+    report, requests = read["summary"]["successes"], read["per_request"]
+    good = [each["info"] for each in requests if not each["error"]]
+    usages = [each["response_metrics"]["server_usage"] for each in good]
+    turns = [
+        (each["extra_info"].get("chat_round", 1) - 1, usage["prompt_tokens_details"]["cached_tokens"])
+        for each, usage in zip(good, usages, strict=True)
+    ]
+    times = {
+        f"{name}_ms_{share}": 1e3 * report["latency"][metric][of]
+        for name, metric in (("ttft", "time_to_first_token"), ("itl", "inter_token_latency"))
+        for share, of in (("p50", "median"), ("p99", "p99"))
+    }
+    return {
+        "requests": len(good),
+        "errors": len(requests) - len(good),
+        "requests_per_s": report["throughput"]["requests_per_sec"],
+        "output_tokens_per_s": report["throughput"]["output_tokens_per_sec"],
+        **times,
+        "prompt_tokens": sum(usage["prompt_tokens"] for usage in usages),
         **_of_turns(turns),
     }
 
