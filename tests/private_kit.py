@@ -10,7 +10,7 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 
-__all__ = ["gen_ai_attributes", "races_found", "watching_races"]
+__all__ = ["gen_ai_attributes", "passes_requests_on", "races_found", "watching_races"]
 
 
 def watching_races(**options: Any) -> pltpu.InterpretParams:
@@ -29,3 +29,12 @@ def races_found() -> bool:
     """
     races = interpret_pallas_call.races
     return races is not None and races.races_found
+
+
+def passes_requests_on() -> set[str]:
+    """Of the ways to pass requests on that `ca_jax cluster` chooses by the environment, those that Ray Serve takes."""
+    from ray.serve._private import constants
+
+    ways = ("PROXY_USE_GRPC", "USE_GRPC_BY_DEFAULT", "ENABLE_DIRECT_INGRESS")
+    threads = ("RUN_USER_CODE_IN_SEPARATE_THREAD", "RUN_ROUTER_IN_SEPARATE_LOOP")
+    return {name for name in (*ways, *threads) if getattr(constants, f"RAY_SERVE_{name}")}

@@ -19,11 +19,11 @@ from tests import server_kit as sk
 pytest.importorskip("ray.serve")
 
 from ray import serve
-from ray.serve._private import constants
 
 from ca_jax.cluster.keys import REPLICA_HEADER
 from ca_jax.launch.cluster import build
 from tests.cluster.kit import running
+from tests.private_kit import passes_requests_on
 
 pytestmark = pytest.mark.timeout(900)
 CHAT = "/v1/chat/completions"
@@ -63,11 +63,7 @@ def replica_of(answer: httpx2.Response) -> str:
 
 
 def test_requests_are_passed_on_by_grpc_on_one_event_loop_and_no_other_port_is_opened():
-    assert constants.RAY_SERVE_PROXY_USE_GRPC
-    assert constants.RAY_SERVE_USE_GRPC_BY_DEFAULT
-    assert not constants.RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD
-    assert not constants.RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP
-    assert not constants.RAY_SERVE_ENABLE_DIRECT_INGRESS
+    assert passes_requests_on() == {"PROXY_USE_GRPC", "USE_GRPC_BY_DEFAULT"}
 
 
 def test_routes_answers_and_errors_are_those_of_a_single_server(http, said_by_engine):
