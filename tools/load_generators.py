@@ -1,10 +1,10 @@
 r"""Serves a model and has public load generators, unmodified, put load on it.
 
-    python -m venv /tmp/guidellm && /tmp/guidellm/bin/pip install torch==2.13.0+cpu guidellm==0.8.1
-    python -m venv /tmp/aiperf && /tmp/aiperf/bin/pip install aiperf==0.13.0
-    python3.12 -m venv /tmp/perf && /tmp/perf/bin/pip install inference-perf==0.7.0
-    .venv/bin/python -m tools.load_generators --guidellm=/tmp/guidellm/bin/guidellm --aiperf=/tmp/aiperf/bin/aiperf \
-        --inference_perf=/tmp/perf/bin/inference-perf
+    python -m venv build/guidellm && build/guidellm/bin/pip install torch==2.13.0+cpu guidellm==0.8.1
+    python -m venv build/aiperf && build/aiperf/bin/pip install aiperf==0.13.0
+    python3.12 -m venv build/inference_perf && build/inference_perf/bin/pip install inference-perf==0.7.0
+    .venv/bin/python -m tools.load_generators --guidellm=build/guidellm/bin/guidellm --aiperf=build/aiperf/bin/aiperf \
+        --inference_perf=build/inference_perf/bin/inference-perf
 
 Each tool streams in three modes, one after the other, with random texts, others in each: one request at a time, eight
 at a time, and conversations of several turns, four at a time, each turn sent with all that was said before. Tokens are
