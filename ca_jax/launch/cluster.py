@@ -100,14 +100,14 @@ def main(_: Sequence[str]) -> None:
         print(_NO_RAY, file=sys.stderr)
         sys.exit(2)
     console = rich.console.Console(stderr=True)
+    for name, value in RAY_SETTINGS.items():
+        os.environ.setdefault(name, value)  # Before anything of Ray is imported, which reads them.
     try:
         application = _application(FLAGS)
         tenants, config, engine_config = serve.read_flags()
     except (ValueError, OSError) as error:
         print(f"cluster: {error}", file=sys.stderr)
         sys.exit(2)
-    for name, value in RAY_SETTINGS.items():
-        os.environ.setdefault(name, value)  # Before Ray is imported, which reads them.
     import ray
     from ray import serve as ray_serve
 

@@ -61,7 +61,8 @@ _OF_TRACES = (
     *("model", "window", "num_devices", "cost", "policy", "dram_gb", "ssd_gb", "capacity_share", "ttl_s"),
     "block_tokens",
 )
-_OF_SHAREGPT = ("chars_per_token", "max_turns", "arrival_rate", "think_time_s", "wait_for_answers", "seed")
+_OF_SHAREGPT = ("chars_per_token", "max_turns", "think_time_s")
+_OF_DRAWN = ("arrival_rate", "wait_for_answers", "seed")
 _OF_FIGURES = ("price_device", "price_dram_gb", "price_ssd_gb")
 _OF_ONE_SERVER = (
     *("policy", "cost", "figure", "capacity_share", "ttl_s", "num_sessions", "warmup_share", "wait_for_answers"),
@@ -87,11 +88,11 @@ class SimulateConfig(TraceConfig):
     num_sessions: int | None = None
     """Sessions that come; None: all of a trace, 9,000 for figures."""
     arrival_rate: float = 1.0
-    """ShareGPT: conversations a second, Poisson."""
+    """ShareGPT and sessions of agents: how many come a second, Poisson."""
     think_time_s: float = 0.0
     """ShareGPT: mean time before a further turn, exponential. The paper gives none."""
     wait_for_answers: bool = True
-    """ShareGPT: turns come after answers, not at times of their own."""
+    """ShareGPT and sessions of agents: turns come after answers, not at times of their own."""
     warmup_share: float | None = None
     """Share of the turns that come first and do not count; None: none of a trace, 10 of 52 for figures."""
     seed: int = 0
@@ -153,15 +154,14 @@ class SimulateConfig(TraceConfig):
 
     def drawn_sessions(self, lengths: workload.Lengths) -> list[workload.SimSession]:
         """Conversations of those lengths, which come at random; without `num_sessions` each once."""
-        drawn = workload.poisson_sessions(
-            lengths,
-            num_sessions=self.num_sessions or len(lengths),
-            arrival_rate=self.arrival_rate,
-            think_s=self.think_time_s,
-            waits_for_answers=self.wait_for_answers,
-            seed=self.seed,
-        )
-        return list(drawn)
+        coming = self.coming | {"num_sessions": self.num_sessions or len(lengths)}
+        return list(workload.poisson_sessions(lengths, think_s=self.think_time_s, **coming))
+
+    @property
+    def coming(self) -> dict[str, Any]:
+        """How sessions come, for `workload`."""
+        drawn = {name: getattr(self, name) for name in ("num_sessions", "arrival_rate", "seed")}
+        return drawn | {"waits_for_answers": self.wait_for_answers}
 
     def server(self, model: sim.SimModel, num_devices: int, **others: Any) -> sim.ServerConfig:
         """A server of so many devices, by their data sheet, and of `others` of its fields.
@@ -268,6 +268,9 @@ def read_trace(
     if config.path is None or config.trace_format == "sharegpt":
         return config.drawn_sessions(config.lengths()), None
     requests = load_requests(config.trace_format, config.path, config.num_tokens, bad_rows)
+    if config.trace_format == "agent_sessions":
+        drawn = workload.recorded_sessions(requests, **config.coming)
+        return list(drawn), share_of_seen_blocks(requests)
     hashed = [request for request in requests if request.hash_ids]
     seen_share = share_of_seen_blocks(hashed) if hashed else None
     return workload.trace_sessions(requests)[: config.num_sessions], seen_share
@@ -434,7 +437,8 @@ def main(_: Sequence[str]) -> None:
     else:
         refuse((*_FLEET.names(), "routing"), "one server")
         if FLAGS.trace_format != "sharegpt":
-            refuse(_OF_SHAREGPT, f"a trace of {FLAGS.trace_format}")
+            drawn = () if FLAGS.trace_format == "agent_sessions" else _OF_DRAWN
+            refuse((*_OF_SHAREGPT, *drawn), f"a trace of {FLAGS.trace_format}")
     config, json_out = _CONFIG.read(), out_path("json_out")
     plot_dir = None if FLAGS.plot_dir is None else Path(FLAGS.plot_dir).expanduser()
     if plot_dir is not None:

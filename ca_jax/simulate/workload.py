@@ -87,11 +87,10 @@ def poisson_sessions(
       ValueError: no conversation, or a rate or time outside its range.
     """
     check(len(lengths) > 0, "conversations", "at least one", len(lengths))
-    check(arrival_rate > 0, "arrival_rate", "above 0", arrival_rate)
     check(think_s >= 0, "think_s", "at least 0", think_s)
     rng = np.random.default_rng(seed)
-
-    def session(index: int, turns: Sequence[tuple[int, int]], arrival_s: float) -> SimSession:
+    for index, which, arrival_s in _coming(len(lengths), num_sessions, arrival_rate, rng):
+        turns = lengths[which]
         pauses = rng.exponential(think_s, len(turns)) if think_s else np.zeros(len(turns))
         pauses[:1] = 0.0
         name, times = ("think_s", pauses) if waits_for_answers else ("arrival_s", arrival_s + np.cumsum(pauses))
@@ -99,13 +98,64 @@ def poisson_sessions(
             SimTurn(user_tokens=user, answer_tokens=answer, **{name: time_s})
             for (user, answer), time_s in zip(turns, times.tolist(), strict=True)
         )
-        return SimSession(session_id=f"s{index}", arrival_s=arrival_s, turns=tuple(sim_turns))
+        yield SimSession(session_id=f"s{index}", arrival_s=arrival_s, turns=tuple(sim_turns))
 
-    order = itertools.chain.from_iterable(rng.permutation(len(lengths)) for _ in itertools.count())
+
+def recorded_sessions(
+    requests: Iterable[Request],
+    *,
+    num_sessions: int | None = None,
+    arrival_rate: float,
+    waits_for_answers: bool = True,
+    seed: int = 0,
+) -> Iterator[SimSession]:
+    """Draws recorded sessions that come at random, all in random order, then all again.
+
+    Args:
+      requests: those of a session in order.
+      num_sessions: how many; None: each recorded one once.
+      arrival_rate: sessions a second, Poisson.
+      waits_for_answers: whether a request comes as long after the answer before it as recorded (`think_s`), however
+        long answers take here. If not, as long after the session's first request.
+      seed: of what is drawn.
+
+    Raises:
+      ValueError: no request, or a rate outside its range.
+    """
+    of_session: dict[str, list[Request]] = collections.defaultdict(list)
+    for request in requests:
+        of_session[request.session_id].append(request)
+    check(len(of_session) > 0, "requests", "at least one", len(of_session))
+    recorded = list(of_session.values())
+    rng = np.random.default_rng(seed)
+    for index, which, arrival_s in _coming(len(recorded), num_sessions or len(recorded), arrival_rate, rng):
+        first_s = recorded[which][0].arrival_s
+        turns = (
+            _turn_of(each, think_s=each.think_s)
+            if waits_for_answers
+            else _turn_of(each, arrival_s=arrival_s + each.arrival_s - first_s)
+            for each in recorded[which]
+        )
+        yield SimSession(session_id=f"s{index}", arrival_s=arrival_s, turns=tuple(turns))
+
+
+def _coming(
+    num_recorded: int, num_sessions: int, arrival_rate: float, rng: np.random.Generator
+) -> Iterator[tuple[int, int, float]]:
+    """Sessions that come at random: number, which recorded one it is, and when; all in random order, then all again."""
+    check(arrival_rate > 0, "arrival_rate", "above 0", arrival_rate)
+    order = itertools.chain.from_iterable(rng.permutation(num_recorded) for _ in itertools.count())
     now_s = 0.0
     for index, which in enumerate(itertools.islice(order, num_sessions)):
         now_s += rng.exponential(1 / arrival_rate)
-        yield session(index, lengths[which], now_s)
+        yield index, which, now_s
+
+
+def _turn_of(request: Request, **when: float) -> SimTurn:
+    kept = min(request.shared_tokens, request.input_tokens - 1)  # One token at least gives the first of the answer.
+    return SimTurn(
+        user_tokens=request.input_tokens - kept, answer_tokens=request.output_tokens, kept_tokens=kept, **when
+    )
 
 
 def trace_sessions(requests: Iterable[Request]) -> list[SimSession]:
@@ -126,14 +176,7 @@ def trace_sessions(requests: Iterable[Request]) -> list[SimSession]:
         if request.arrival_s < last_s:
             raise ValueError(f"requests must be in order of arrival, got one of {request.arrival_s} after {last_s} s")
         last_s = request.arrival_s
-        kept = min(request.shared_tokens, request.input_tokens - 1)  # One token at least gives the first of the answer.
-        turn = SimTurn(
-            user_tokens=request.input_tokens - kept,
-            answer_tokens=request.output_tokens,
-            arrival_s=request.arrival_s,
-            kept_tokens=kept,
-        )
-        of_session[request.session_id].append(turn)
+        of_session[request.session_id].append(_turn_of(request, arrival_s=request.arrival_s))
     return [
         SimSession(session_id=name, arrival_s=turns[0].arrival_s or 0.0, turns=tuple(turns))
         for name, turns in of_session.items()

@@ -19,11 +19,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from ca_jax.storage.catalog.file import write_file
 from ca_jax.storage.catalog.records import Namespace
 from ca_jax.storage.codec import KVCodec
 from ca_jax.storage.config import StoreConfig
@@ -51,6 +54,8 @@ from ca_jax.storage.tiers.dram import DramTier, touch
 from ca_jax.storage.transfers import Transfers
 from ca_jax.storage.truncation import Truncation
 
+_LOG = logging.getLogger(__name__)
+_LEARNT_NAME = "returns.json"  # In the SSD's directory: what `ReturnTimes` has learnt.
 _CLOSE_S = 60.0  # How long `close` waits for what is on its way to SSD.
 _CLOSE_UNSETTLED_S = 1.0  # And for an SSD that has not answered in that time.
 _P = ParamSpec("_P")
@@ -118,8 +123,8 @@ class AttentionStore:
             self._dram.num_blocks, config.tenant_quota_bytes, config.tenant_quotas, layout.block_bytes
         )
         self._look_ahead = look_ahead = LookAhead()
-        returns = ReturnTimes(runtime.clock) if isinstance(policy, ReturnAwarePolicy) else None
-        self._index = SessionIndex(look_ahead, self._dram.num_blocks, layout.block_tokens, returns)
+        self._returns = ReturnTimes(runtime.clock) if isinstance(policy, ReturnAwarePolicy) else None
+        self._index = SessionIndex(look_ahead, self._dram.num_blocks, layout.block_tokens, self._returns)
         self._counters = StoreStats()
         parts = StoreParts(
             index=self._index,
@@ -143,6 +148,9 @@ class AttentionStore:
             )
             open_ssd = functools.partial(open_ssd_index, config, namespace, codec=codec)
         self._ssd = None if open_ssd is None else open_ssd(parts)
+        directory = config.ssd_directory
+        self._learnt_path = None if directory is None else directory / _LEARNT_NAME
+        self._adopt_learnt()
         self._placement = Placement(parts, self._ssd, free_fraction=config.dram_free_fraction)
         self._truncation = Truncation(parts, self._placement, self._ssd)
         self._transfers = Transfers(parts, self._placement, self._truncation, ttl_s=config.ttl_s)
@@ -389,9 +397,28 @@ class AttentionStore:
         settled = self.settle(timeout_s)
         self._closed = True
         self._truncation.close()
+        if settled:  # The disk answers.
+            self._keep_learnt()
         if self._ssd is not None:
             self._ssd.close(timeout_s if settled else _CLOSE_UNSETTLED_S)
         self._dram.close()
+
+    def _adopt_learnt(self) -> None:
+        """Begins with what the directory's last store has learnt of returns, if anything."""
+        if self._returns is None or self._learnt_path is None or not self._learnt_path.exists():
+            return
+        try:
+            self._returns.adopt(json.loads(self._learnt_path.read_bytes()))
+        except (OSError, ValueError) as error:
+            _LOG.warning("what was learnt of returns is not used: %s: %s", self._learnt_path, error)
+
+    def _keep_learnt(self) -> None:
+        if self._returns is None or self._learnt_path is None:
+            return
+        try:
+            write_file(self._learnt_path, json.dumps(self._returns.learnt()))
+        except OSError as error:
+            _LOG.warning("what was learnt of returns is not kept: %s: %s", self._learnt_path, error)
 
     def _describe(self, entry: Entry) -> EntryInfo:
         ssd_blocks = 0 if entry.ssd is None else len(entry.ssd.block_ids)

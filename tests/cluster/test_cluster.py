@@ -8,6 +8,8 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 
 import httpx2
 import pytest
@@ -30,6 +32,20 @@ CHAT = "/v1/chat/completions"
 APPLICATION = "tested"
 MAX_BODY_BYTES = 50_000
 START_S = 300.0
+AS_RAY_STARTS = """
+import os
+import ray
+from ca_jax.launch import cluster
+from tests.private_kit import passes_requests_on
+
+def start(**_):
+    print(*sorted(passes_requests_on()), flush=True)
+    os._exit(0)
+
+ray.init = start
+cluster.define_flags()
+cluster.run(cluster.main)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +80,13 @@ def replica_of(answer: httpx2.Response) -> str:
 
 def test_requests_are_passed_on_by_grpc_on_one_event_loop_and_no_other_port_is_opened():
     assert passes_requests_on() == {"PROXY_USE_GRPC", "USE_GRPC_BY_DEFAULT"}
+
+
+def test_the_command_starts_ray_so_where_nothing_of_it_is_set():
+    unset = {name: value for name, value in os.environ.items() if not name.startswith("RAY_SERVE_")}
+    run = [sys.executable, "-c", AS_RAY_STARTS, "--model=m"]
+    found = subprocess.run(run, env=unset, capture_output=True, text=True, check=False)
+    assert found.stdout.split() == ["PROXY_USE_GRPC", "USE_GRPC_BY_DEFAULT"], found.stderr
 
 
 def test_routes_answers_and_errors_are_those_of_a_single_server(http, said_by_engine):

@@ -1,6 +1,7 @@
 """The simulated server, held against what follows from its workload alone; policies beside each other; fitted costs."""
 
 import dataclasses
+import itertools
 import json
 
 import numpy as np
@@ -19,7 +20,15 @@ from ca_jax.simulate.config import (
 )
 from ca_jax.simulate.server import RECOMPUTE, Server, check_capacity, compare_policies, working_set_bytes
 from ca_jax.simulate.traces.requests import Request
-from ca_jax.simulate.workload import SimSession, SimTurn, num_turns, poisson_sessions, stored_tokens, trace_sessions
+from ca_jax.simulate.workload import (
+    SimSession,
+    SimTurn,
+    num_turns,
+    poisson_sessions,
+    recorded_sessions,
+    stored_tokens,
+    trace_sessions,
+)
 from ca_jax.storage.placement.policy import EVICTION_POLICIES
 
 MODEL = SimModel(name="small", num_params=1e9, num_layers=8, num_heads=8, num_kv_heads=8, head_dim=64, window=1 << 20)
@@ -203,6 +212,34 @@ def test_requests_of_a_trace_are_turns_of_sessions():
     assert stored_tokens(first) == 190
     with pytest.raises(ValueError, match=r"in order of arrival, got one of 1\.0 after 2\.0 s"):
         trace_sessions([request("a", 2.0, 9), request("a", 1.0, 9)])
+
+
+def test_recorded_sessions_come_at_random_and_think_as_recorded():
+    """Each once and then again, whole; in simulated time a turn comes its pause after the answer before it."""
+    asked = [("a", 5.0, 100, 0, 0.0), ("b", 0.0, 50, 0, 0.0), ("a", 9.0, 180, 110, 3.0), ("a", 99.0, 300, 190, 80.0)]
+    requests = [
+        dataclasses.replace(request(name, arrival_s, size, shared), think_s=think_s)
+        for name, arrival_s, size, shared, think_s in asked
+    ]
+    drawn = list(recorded_sessions(requests, num_sessions=4, arrival_rate=0.01, seed=3))
+    assert sorted(len(each.turns) for each in drawn[:2]) == sorted(len(each.turns) for each in drawn[2:]) == [1, 3]
+    long = next(each for each in drawn if len(each.turns) == 3)
+    assert [(each.user_tokens, each.kept_tokens, each.think_s) for each in long.turns] == [
+        (100, 0, 0.0),
+        (70, 110, 3.0),
+        (110, 190, 80.0),
+    ]
+    assert all(before.arrival_s < after.arrival_s for before, after in itertools.pairwise(drawn))
+    assert list(recorded_sessions(requests, num_sessions=4, arrival_rate=0.01, seed=4)) != drawn
+    served = server()
+    served.serve([dataclasses.replace(long, arrival_s=0.0)])
+    assert served.counts.elapsed_s == pytest.approx(83.0, abs=1.0)  # Its pauses; computing takes the rest.
+
+    by_time = recorded_sessions(requests, arrival_rate=0.01, waits_for_answers=False)
+    long = next(each for each in by_time if len(each.turns) == 3)
+    assert [each.arrival_s - long.arrival_s for each in long.turns] == pytest.approx([0.0, 4.0, 94.0])
+    with pytest.raises(ValueError, match="requests must be at least one, got 0"):
+        list(recorded_sessions([], arrival_rate=1.0))
 
 
 def test_what_a_prompt_shares_with_the_one_before_is_loaded_and_the_rest_is_not():

@@ -6,6 +6,7 @@ How soon what was evicted is wanted again: the book alone, and a store of each k
 from __future__ import annotations
 
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from ca_jax.storage.placement import returns
 from ca_jax.storage.placement.returns import NUM_GROUPS, ReturnTimes, ReuseGaps, best_rates
 from ca_jax.storage.records import GAP_BOUNDS_S, GapHistogram, Residency
+from ca_jax.storage.store import AttentionStore
 
 from .store_helpers import LAYOUT, StoppedClock, ids, load, make_kv, make_store, put, save
 
@@ -78,6 +80,68 @@ def test_a_clock_that_goes_back_is_borne(clock):
         times.left("a")
     assert np.all(times._fit() > 0)
     assert times.rate(0, 1e6) > 0
+
+
+def test_another_process_goes_on_with_what_was_learnt():
+    """Who waits at the end counts with the time so far; what came before counts as if it had been seen here."""
+    clock = StoppedClock()
+    first, second = ReturnTimes(clock), ReturnTimes(clock)
+    serve(first, clock, [(3.0 * i, f"s{i % 7}") for i in range(100)])
+    clock.now_s += 500.0
+    second.adopt(json.loads(json.dumps(first.learnt())))
+    np.testing.assert_array_equal(second._num_returns, first._num_returns)
+    np.testing.assert_array_equal(second._exposed(), first._exposed())
+    assert [second.rate(3, clock.now_s - wait_s) for wait_s in (1.0, 20.0, 90.0)] == [
+        first._fit()[3][returns._bin_of(wait_s)] for wait_s in (1.0, 20.0, 90.0)
+    ]
+    assert second.group("s0") == 0, "sessions themselves are not known"
+
+
+@pytest.mark.parametrize(
+    ("learnt", "told"),
+    [
+        ([], "must be tables of numbers"),
+        ({"num_returns": [[1.0]]}, "must be tables of numbers"),
+        ({"num_returns": [[1.0]], "exposure": [[1.0]]}, r"got \(1, 1\)"),
+        ({"num_returns": [[-1.0] * 32] * 4, "exposure": [[1.0] * 32] * 4}, "numbers >= 0"),
+        ({"num_returns": [[1.0] * 32] * 4, "exposure": [[float("nan")] * 32] * 4}, "numbers >= 0"),
+        ({"num_returns": [[1.0], [1.0, 2.0]], "exposure": [[1.0]]}, "inhomogeneous"),
+    ],
+)
+def test_what_is_nothing_learnt_is_refused(learnt, told):
+    times = ReturnTimes(StoppedClock())
+    before = times.learnt()
+    with pytest.raises(ValueError, match=told):
+        times.adopt(learnt)
+    assert times.learnt() == before
+
+
+def test_a_directory_s_next_store_knows_who_comes_back(open_store, directory, clock, caplog):
+    """Sessions of two turns came back, those of one did not: the next store evicts by that from its first turn on."""
+
+    def rates(store: AttentionStore) -> list[float]:
+        return [store._returns.rate(group, clock.now_s - 20) for group in range(NUM_GROUPS)]
+
+    store = open_store(8, clock=clock, eviction_policy="return_aware")
+    unknown = rates(store)
+    for i in range(40):
+        for turn in range(3 if i % 2 else 1):
+            clock.now_s += 20 if turn else 1
+            store.enqueue((i, turn), f"s{i}")
+            store.pin(f"s{i}")
+            store.dequeue((i, turn))
+            store.unpin(f"s{i}")
+    store.close()
+    assert not list(directory.glob("*.new"))
+    known = rates(open_store(8, clock=clock, eviction_policy="return_aware"))
+    assert known[1] > 2 * known[0] > 0
+    assert known != unknown
+
+    open_store(8, clock=clock, eviction_policy="lru").close()
+    assert (directory / "returns.json").exists(), "one that learns nothing leaves it"
+    (directory / "returns.json").write_text("{")
+    assert rates(open_store(8, clock=clock, eviction_policy="return_aware")) == unknown
+    assert "what was learnt of returns is not used" in caplog.text
 
 
 def test_the_rate_is_that_of_the_best_time_to_give_up():

@@ -26,7 +26,8 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -100,6 +101,26 @@ class ReturnTimes:
         if self._num_turns >= max(_REFIT_TURNS, len(self._last) // _REFIT_SHARE):
             self._rates, self._num_turns = self._fit().tolist(), 0
         return float(self._rates[group][_bin_of(self._clock() - since_s)])
+
+    def learnt(self) -> dict[str, list[list[float]]]:
+        """What was seen so far, for `adopt` by a later process; who still waits counts with the time so far."""
+        return {"num_returns": self._num_returns.tolist(), "exposure": self._exposed().tolist()}
+
+    def adopt(self, learnt: Mapping[str, Any]) -> None:
+        """Begins with what another process has learnt, before any turn.
+
+        Raises:
+          ValueError: it is nothing that `learnt` gives.
+        """
+        try:
+            seen = [np.array(learnt[name], float) for name in ("num_returns", "exposure")]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"num_returns and exposure must be tables of numbers, got {error!r}") from error
+        for table in seen:
+            if table.shape != self._exposure.shape or not np.isfinite(table).all() or (table < 0).any():
+                raise ValueError(f"each table must be {self._exposure.shape} of numbers >= 0, got {table.shape}")
+        self._num_returns, self._exposure = seen
+        self._rates = self._fit().tolist()
 
     def _fit(self) -> np.ndarray:
         """The rate by group and bin, from what was seen so far."""
