@@ -68,37 +68,34 @@ def _half(names: Any, half: str) -> set[Any]:
 WORKLOADS = {"agents": of_agents, "mooncake": of_mooncake, "sharegpt": of_sharegpt}
 
 
-def _config(name: str, seed: int) -> SimulateConfig:
+def config(name: str, seed: int, trace: str | None = None) -> SimulateConfig:
     """Who serves a workload, and how its sessions come: agents one a minute, conversations one a second."""
     came: dict[str, dict[str, Any]] = {
-        "agents": {
-            "trace_format": "agent_sessions",
-            "trace": FLAGS.agents,
-            "num_sessions": 150,
-            "arrival_rate": 1 / 60,
-        },
-        "mooncake": {"trace_format": "mooncake", "trace": FLAGS.mooncake},
+        "agents": {"trace_format": "agent_sessions", "num_sessions": 150, "arrival_rate": 1 / 60},
+        "mooncake": {"trace_format": "mooncake"},
         "sharegpt": {"num_sessions": 1000, "think_time_s": 60.0},
     }
-    return SimulateConfig(seed=seed, device="h100", num_devices=8, flops_share=0.5, model="llama3-8b", **came[name])
+    node = {"device": "h100", "num_devices": 8, "flops_share": 0.5, "model": "llama3-8b"}
+    return SimulateConfig(seed=seed, trace=trace, **node, **came[name])  # type: ignore[arg-type]
 
 
-def serve(name: str, seed: int, half: str, shares: Sequence[float], policies: Sequence[str]) -> list[dict[str, Any]]:
-    """Rows of one workload of a seed: every policy with room for every share, and room for everything."""
-    config = _config(name, seed)
-    sessions = WORKLOADS[name](config, half)
-    server = config.trace_server(workload.num_turns(sessions), max(map(workload.stored_tokens, sessions)))
+def serve(
+    name: str, asked: SimulateConfig, half: str, shares: Sequence[float], policies: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Rows of one workload: every policy with room for every share, and room for everything."""
+    sessions = WORKLOADS[name](asked, half)
+    server = asked.trace_server(workload.num_turns(sessions), max(map(workload.stored_tokens, sessions)))
     all_bytes = working_set_bytes(server, sessions)
     rows = []
     for share in (_EVERYTHING, *shares):
-        store = StoreSizes(dram_bytes=share * all_bytes, ssd_bytes=0.0, block_tokens=config.block_tokens)
+        store = StoreSizes(dram_bytes=share * all_bytes, ssd_bytes=0.0, block_tokens=asked.block_tokens)
         named = policies if share != _EVERYTHING else ["lru"]
         for result in compare_policies(server, store, named, sessions)[1:]:
             counts = result.counts
             rows.append(
                 {
                     "workload": name,
-                    "seed": seed,
+                    "seed": asked.seed,
                     "half": half,
                     "policy": "everything" if share == _EVERYTHING else result.policy,
                     "capacity_share": share,
@@ -163,7 +160,8 @@ def main(_: Sequence[str]) -> None:
     console = script.make_console()
     shares, rows = [float(each) for each in FLAGS.shares], []
     for seed, name in itertools.product(range(FLAGS.seeds), FLAGS.workloads):
-        rows += serve(name, seed, FLAGS.half, shares, FLAGS.policies)
+        trace = {"agents": FLAGS.agents, "mooncake": FLAGS.mooncake}.get(name)
+        rows += serve(name, config(name, seed, trace), FLAGS.half, shares, FLAGS.policies)
         script.note(console, f"{name}, seed {seed}: done")
     found = list(summary(rows))
     print("\n".join(_table(found)))

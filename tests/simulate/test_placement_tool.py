@@ -1,0 +1,44 @@
+"""The table of policies: what each saves beside recency, and how much of its room, against figures made by hand."""
+
+import pytest
+
+from ca_jax.simulate.workload import num_turns
+from tools import placement
+
+
+def row(policy, seed, share, saved):
+    return {
+        "workload": "w",
+        "policy": policy,
+        "seed": seed,
+        "capacity_share": share,
+        "saved_of_possible": saved,
+        "cached_share": saved / 2,
+        "hit_rate": saved,
+        "ttft_mean_s": 1.0,
+    }
+
+
+def test_gains_are_of_the_same_draw_and_room_lies_on_the_line_between_sizes():
+    everything = [row("everything", seed, 1.05, 1.0) for seed in (0, 1)]
+    recency = [row("lru", 0, 0.1, 0.3), row("lru", 1, 0.1, 0.5), row("lru", 0, 0.2, 0.7), row("lru", 1, 0.2, 0.9)]
+    own = [row("own", 0, 0.1, 0.5), row("own", 1, 0.1, 0.5), row("own", 0, 0.05, 0.1), row("own", 1, 0.05, 0.3)]
+    found = {(each["policy"], each["capacity_share"]): each for each in placement.summary(everything + recency + own)}
+    assert found["own", 0.1]["gain_points"] == pytest.approx([10.0, 0.0, 20.0])
+    assert found["own", 0.1]["saved_of_possible"] == pytest.approx(0.5)
+    # Recency saves 0.4 with a tenth; the line from (0.05, 0.2) to (0.1, 0.5) is there at 0.0833.
+    assert found["own", 0.1]["room_of_recency"] == pytest.approx(0.05 * (1 + 2 / 3) / 0.1)
+    assert found["lru", 0.1]["room_of_recency"] == pytest.approx(1.0)
+    assert found["own", 0.05]["gain_points"] is found["own", 0.05]["room_of_recency"] is None
+    assert found["everything", 1.05]["saved_of_possible"] == 1.0
+
+
+def test_halves_share_no_conversation_and_policies_are_served_the_same():
+    halves = [placement.of_sharegpt(placement.config("sharegpt", 0), half) for half in placement.HALVES]
+    lengths = [{tuple((t.user_tokens, t.answer_tokens) for t in each.turns) for each in half} for half in halves]
+    assert len(halves[0]) == len(halves[1]) == 1000
+    shared = lengths[0] & lengths[1]
+    assert len(shared) < 0.1 * len(lengths[0]), "but for short ones that are alike by chance"
+    again = placement.of_sharegpt(placement.config("sharegpt", 0), "held")
+    assert (again, num_turns(again)) == (halves[1], num_turns(halves[1]))
+    assert placement.of_sharegpt(placement.config("sharegpt", 1), "held") != again
