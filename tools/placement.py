@@ -15,7 +15,9 @@ Not here: the policies (`ca_jax.storage.placement`), the simulated server (`ca_j
 from __future__ import annotations
 
 import itertools
+import shlex
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -165,7 +167,12 @@ def main(_: Sequence[str]) -> None:
         script.note(console, f"{name}, seed {seed}: done")
     found = list(summary(rows))
     print("\n".join(_table(found)))
-    report = {"command": script.command_line("placement"), "half": FLAGS.half, "summary": found, "rows": rows}
+    report = {
+        "command": shlex.join(["python", "-m", "tools.placement", *sys.argv[1:]]),
+        "half": FLAGS.half,
+        "summary": found,
+        "rows": rows,
+    }
     if FLAGS.json_out is not None:
         told = {"machine": describe_machine(), "versions": describe_versions()}
         script.write_json(report | told, Path(FLAGS.json_out))
