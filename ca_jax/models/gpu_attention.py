@@ -52,6 +52,9 @@ class Tiling(NamedTuple):
 
 
 DECODING, PROMPTS = Tiling(num_warps=4, num_stages=5), Tiling(num_warps=8, num_stages=3)
+_WIDE_PROMPTS = PROMPTS._replace(query_tile=8192)  # Of heads of 256 numbers: of more queries an A100 spills registers.
+_NARROW = 128
+_WIDEST = 256  # Of heads of 512 numbers every tiling that was tried spills hundreds of bytes a thread.
 
 
 def attend_pages_kernel(
@@ -78,10 +81,11 @@ def attend_pages_kernel(
     from jax.experimental import pallas as pl  # Here: a jax without it serves all the same, by another implementation.
     from jax.experimental.pallas import triton
 
-    tiling = tiling or (DECODING if one_each else PROMPTS)
     num_tokens, num_heads, head_dim = q.shape
     num_kv, page = pages.shape[2:4]
-    groups, num_keys = num_heads // num_kv, math.gcd(page, min(64, tiling.key_tile // _padded(head_dim)))
+    tiling = tiling or (DECODING if one_each else PROMPTS if head_dim <= _NARROW else _WIDE_PROMPTS)
+    num_keys = math.gcd(page, max(min(64, tiling.key_tile // _padded(head_dim)), _LEAST_TILE))
+    groups = num_heads // num_kv
     block = 1 if one_each else max(min(128, tiling.query_tile // _padded(head_dim)) // groups, 1)
     blocks = _row_blocks(rows, num_tokens, block)
     places = rows[2][:num_tokens]
@@ -237,7 +241,7 @@ def _kernel(
 def fits_kernel(pages: jax.Array | jax.ShapeDtypeStruct) -> bool:
     """Whether `attend_pages_kernel` is for pages `[P, 2, K, page, H]` of this kind."""
     page, head_dim = pages.shape[3:]
-    return pages.dtype in _HALF and head_dim % 8 == 0 and page % _LEAST_TILE == 0
+    return pages.dtype in _HALF and head_dim % 8 == 0 and head_dim <= _WIDEST and page % _LEAST_TILE == 0
 
 
 @functools.cache

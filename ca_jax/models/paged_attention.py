@@ -199,9 +199,16 @@ def read_places(pages: jax.Array, table: jax.Array, places: jax.Array) -> jax.Ar
     """The KV `[2, S, K, H]` at places i32 `[S]` of the row that `table`, i32 `[M]`, says the pages of."""
     size = pages.shape[3]
     if backend.here().writes_whole_pages:
-        kv = pages.at[table].get(mode="clip").transpose(1, 0, 3, 2, 4)
+        kv = take_pages(pages, table).transpose(1, 0, 3, 2, 4)
         return kv.reshape(kv.shape[0], -1, *kv.shape[3:]).at[:, places].get(mode="clip")
     return pages.at[table[places // size], :, :, places % size].get(mode="clip").swapaxes(0, 1)
+
+
+def take_pages(pages: jax.Array, numbers: jax.Array) -> jax.Array:
+    """Pages `[m, 2, K, page, H]` by their numbers, i32 `[m]`; numbers out of range give any."""
+    if backend.here().kernel == "mosaic" and tpu_attention.fits_kernel(pages):
+        return tpu_attention.take_pages(pages, jnp.clip(numbers, 0, len(pages) - 1))
+    return pages.at[numbers].get(mode="clip")
 
 
 def _put(pages: jax.Array, kv: jax.Array, numbers: jax.Array, places: jax.Array, is_there: jax.Array) -> jax.Array:
@@ -219,7 +226,7 @@ def _mixed(pages: jax.Array, kv: jax.Array, numbers: jax.Array, source: jax.Arra
     """
     is_new = (source >= 0)[:, None, None, :, None]
     new = kv.at[jnp.maximum(source, 0)].get(mode="clip").transpose(0, 2, 3, 1, 4)
-    mixed = jnp.where(is_new, new, pages.at[numbers].get(mode="clip"))
+    mixed = jnp.where(is_new, new, take_pages(pages, numbers))
     return pages.at[numbers].set(mixed, mode="drop", unique_indices=True)
 
 
@@ -343,7 +350,7 @@ def _by_pages(
         def scores_of(i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             """Scores f32 `[b, K, R, page]` of the blocks' i-th pages, their values and where these are."""
             where = (first_page + i)[:, None] * size + jnp.arange(size)  # [b, page]
-            kv = pages.at[rows.table.at[row, first_page + i].get(mode="clip")].get(mode="clip")
+            kv = take_pages(pages, rows.table.at[row, first_page + i].get(mode="clip"))
             turning = rope.Rotation(*(part[:, None] for part in _at(rotation, where)))
             keys = rope.rotate(scaled_keys(kv[:, 0], key_scale)[..., None, :], turning)[..., 0, :]
             is_there = (where <= last[:, None])[:, None, :, None]

@@ -4,9 +4,11 @@
     pages     stay in HBM; some at a time are copied to VMEM, the next ones while these are computed with, and behind
               a block's last ones the next block's first
     keys      are turned in VMEM: by the turn of their page's first place, and then by that within the page
+    lanes     of which a vector has 128, have the numbers of a head, where these fill them; else the tokens of a page,
+              as XLA lays out pages of narrower heads
 
-Shapes: b blocks, K KV heads, R queries of a block and KV head (a multiple of 16), H head dim (of 128), n rows, M pages
-of a row, P pages, C places.
+Shapes: b blocks, K KV heads, R queries of a block and KV head (a multiple of 16), H head dim, n rows, M pages of a row,
+P pages, C places. H or a page's tokens are a multiple of 128, the other of 16.
 
 Not here: which queries make a block, and the form that this replaces (paged_attention).
 Source: flash attention (Dao, 2023); copying pages ahead across programs is known from jax's paged attention.
@@ -15,6 +17,7 @@ Source: flash attention (Dao, 2023); copying pages ahead across programs is know
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -36,7 +39,59 @@ _MOST_AT_ONCE = 4
 def fits_kernel(pages: jax.Array | jax.ShapeDtypeStruct) -> bool:
     """Whether `attend_blocks` is for pages `[P, 2, K, page, H]` of this kind."""
     page, head_dim = pages.shape[3:]
-    return pages.dtype == jnp.bfloat16 and head_dim % LANES == 0 and page % LEAST_QUERIES == 0
+    lanes, others = (page, head_dim) if _has_places_in_lanes(pages) else (head_dim, page)
+    return pages.dtype == jnp.bfloat16 and lanes % LANES == 0 and others % LEAST_QUERIES == 0
+
+
+def _has_places_in_lanes(pages: jax.Array | jax.ShapeDtypeStruct) -> bool:
+    return pages.shape[4] % LANES != 0
+
+
+def take_pages(pages: jax.Array, numbers: jax.Array, *, interpret: Any = False) -> jax.Array:
+    """Pages `[m, 2, K, page, H]` by their numbers, i32 `[m]`, each of them one of the P.
+
+    Each is copied by itself: XLA would bring pages that fit VMEM there, all of them each time, before it took some.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    held, turned_back = _as_it_lies(pages, interpret)
+    count = len(numbers)
+
+    def kernel(numbers: Any, held: Any, out: Any, copied: Any) -> None:
+        def each(do: Any) -> None:
+            copy = functools.partial(pltpu.make_async_copy, sem=copied)
+            lax.fori_loop(0, count, lambda i, _: do(copy(held.at[numbers[i]], out.at[i])), None)
+
+        each(lambda copy: copy.start())
+        each(lambda copy: copy.wait())
+
+    taken = pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(1,),
+            in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
+            out_specs=pl.BlockSpec(memory_space=pl.ANY),
+            scratch_shapes=[pltpu.SemaphoreType.DMA],
+        ),
+        out_shape=jax.ShapeDtypeStruct((count, *held.shape[1:]), pages.dtype),
+        interpret=interpret,
+        name="take_pages",
+    )(numbers, held)
+    return turned_back(taken)
+
+
+def _as_it_lies(pages: jax.Array, interpret: Any) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+    """Pages in the order of their memory, there; and what puts some of them in the order of pages again."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    def turned(pages: jax.Array) -> jax.Array:  # Moves nothing.
+        return pages.swapaxes(3, 4) if has_places_in_lanes else pages
+
+    has_places_in_lanes = _has_places_in_lanes(pages)
+    held = turned(pages)
+    return held if interpret else pltpu.with_memory_space_constraint(held, pltpu.HBM), turned
 
 
 def attend_blocks(
@@ -81,10 +136,15 @@ def attend_blocks(
     whole = [*within, *starts, *([] if sinks is None else [sinks[..., None]])]
     of_block = pl.BlockSpec((1, num_kv, num_queries, head_dim), lambda b, *_: (b, 0, 0, 0))
     most_keys = min(table.shape[1] * page, (window or table.shape[1] * page) + num_queries)
-    # XLA would bring pages that fit VMEM there, all of them each time, and back.
-    held = pages if interpret else pltpu.with_memory_space_constraint(pages, pltpu.HBM)
+    held, _ = _as_it_lies(pages, interpret)
     kernel = functools.partial(
-        _kernel, half=rotation[0].shape[1], at_once=at_once, window=window, cap=cap, has_sinks=sinks is not None
+        _kernel,
+        half=rotation[0].shape[1],
+        has_places_in_lanes=_has_places_in_lanes(pages),
+        at_once=at_once,
+        window=window,
+        cap=cap,
+        has_sinks=sinks is not None,
     )
     return pl.pallas_call(
         kernel,
@@ -99,7 +159,7 @@ def attend_blocks(
             ],
             out_specs=of_block,
             scratch_shapes=[
-                pltpu.VMEM((2, at_once, *pages.shape[1:]), pages.dtype),
+                pltpu.VMEM((2, at_once, *held.shape[1:]), pages.dtype),
                 *[pltpu.VMEM((num_kv, num_queries, 1), jnp.float32)] * 2,
                 pltpu.SMEM((1,), jnp.int32),
                 pltpu.SemaphoreType.DMA((2,)),
@@ -148,6 +208,7 @@ def _kernel(
     first_sin: Any,
     *refs: Any,
     half: int,
+    has_places_in_lanes: bool,
     at_once: int,
     window: int | None,
     cap: float | None,
@@ -159,7 +220,8 @@ def _kernel(
 
     *sinks, pages, out, buffers, tops, totals, slot, copied = refs
     _, num_kv, _, head_dim = queries.shape
-    page, block = buffers.shape[4], pl.program_id(0)
+    page, block = cos.shape[0], pl.program_id(0)
+    of_numbers, of_places = (0, 1) if has_places_in_lanes else (1, 0)  # Axes of a page's keys and values of a head.
 
     def num_stages(block: Any) -> Any:
         return lax.div(bounds[2, block] - bounds[1, block] + at_once - 1, jnp.int32(at_once))
@@ -188,22 +250,23 @@ def _kernel(
     last = places.max()
 
     def turned(keys: jax.Array, turn: tuple[jax.Array, jax.Array]) -> jax.Array:
-        """Keys `[page, H]`, element i paired with element i + half."""
-        lane = lax.broadcasted_iota(jnp.int32, keys.shape, 1)
-        before = pltpu.roll(keys, half, 1)
-        after = before if 2 * half == head_dim else pltpu.roll(keys, head_dim - half, 1)
-        return keys * turn[0] + jnp.where(lane < half, -after, before) * turn[1]
+        """Keys of a page, element i paired with element i + half."""
+        element = lax.broadcasted_iota(jnp.int32, keys.shape, of_numbers)
+        before = pltpu.roll(keys, half, of_numbers)
+        after = before if 2 * half == head_dim else pltpu.roll(keys, head_dim - half, of_numbers)
+        return keys * turn[0] + jnp.where(element < half, -after, before) * turn[1]
 
     def attend(head: Any, at: Any, into: Any, i: int, turn: tuple[jax.Array, jax.Array]) -> None:
         """A page's keys and values of a head, its first at that place."""
         where = at + lax.broadcasted_iota(jnp.int32, (1, page), 1)
         keys = turned(buffers[into, i, 0, head].astype(jnp.float32), turn).astype(buffers.dtype)
         values = buffers[into, i, 1, head]
-        is_there = at + lax.broadcasted_iota(jnp.int32, (page, 1), 0) <= last
+        of_page = (1, page) if has_places_in_lanes else (page, 1)
+        is_there = at + lax.broadcasted_iota(jnp.int32, of_page, of_places) <= last
         values = jnp.where(is_there, values, jnp.zeros_like(values))
         precision = matmul_precision(keys)
         scores = lax.dot_general(
-            queries[0, head], keys, (((1,), (1,)), ((), ())), precision, preferred_element_type=jnp.float32
+            queries[0, head], keys, (((1,), (of_numbers,)), ((), ())), precision, preferred_element_type=jnp.float32
         )
         if cap is not None:
             scores = cap * jnp.tanh(scores / cap)
@@ -215,7 +278,10 @@ def _kernel(
         weights = jnp.where(seen, jnp.exp(scores - top), 0)
         rescale = jnp.exp(tops[head] - top)
         totals[head] = totals[head] * rescale + weights.sum(-1, keepdims=True)
-        added = jnp.dot(weights.astype(values.dtype), values, precision=precision, preferred_element_type=jnp.float32)
+        weights = weights.astype(values.dtype)
+        added = lax.dot_general(
+            weights, values, (((1,), (of_places,)), ((), ())), precision, preferred_element_type=jnp.float32
+        )
         out[0, head] = out[0, head] * rescale + added
         tops[head] = top
 
@@ -238,6 +304,7 @@ def _kernel(
             def with_page(i: int = i, at: Any = at) -> None:
                 c, s = first_cos[pl.ds(at, 1), :], first_sin[pl.ds(at, 1), :]
                 turn = cos[...] * c - sin[...] * s, sin[...] * c + cos[...] * s
+                turn = tuple(each.T for each in turn) if has_places_in_lanes else turn
                 each = functools.partial(attend, at=at * page, into=now, i=i, turn=turn)
                 lax.fori_loop(0, num_kv, lambda head, _: each(head), None, unroll=num_kv <= 8)
 

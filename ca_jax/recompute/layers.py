@@ -135,7 +135,7 @@ def carry_along(pages: jax.Array, new: LayerKV, rows: paged.Rows, fitted: jax.Ar
     moving = jnp.pad(moves, (0, padded * size)).reshape(-1, some, size)
 
     def move(i: jax.Array, pages: jax.Array) -> jax.Array:
-        kv = pages[numbers[i]]  # [some, 2, K, page, H]
+        kv = paged.take_pages(pages, numbers[i])  # [some, 2, K, page, H]
         heads = kv.astype(jnp.float32).transpose(1, 2, 0, 3, 4).reshape(num_parts * num_kv, -1, head_dim)
         carried = dot(heads, eye + linear) + offset
         carried = carried.reshape(num_parts, num_kv, some, size, head_dim).transpose(2, 0, 1, 3, 4).astype(kv.dtype)

@@ -20,7 +20,7 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,11 +80,15 @@ class Instruction(NamedTuple):
         kept = [each for each in self._arrays if self.opcode != "custom-call" or each[0] != "s8"]
         return sum(_width(kind) * math.prod(map(int, filter(None, dims.split(",")))) for kind, dims in kept)
 
-    def is_of(self, pages: tuple[int, ...]) -> bool:
-        """Whether an array of its result is all pages `[P, 2, K, page, H]`, or their keys, however laid out."""
-        sizes = math.prod(pages), math.prod(pages) // pages[1]
+    def is_of(self, layers: Collection[tuple[int, ...]]) -> bool:
+        """Whether an array of its result is all pages `[P, 2, K, page, H]` of a layer, or their keys, however laid out.
+
+        Args:
+          layers: the shapes of these.
+        """
         shapes = [list(map(int, dims.split(","))) for _, dims in self._arrays if dims]
-        return any(math.prod(shape) in sizes and pages[0] in shape for shape in shapes)
+        sizes = {(size, pages[0]) for pages in layers for size in (math.prod(pages), math.prod(pages) // pages[1])}
+        return any(math.prod(shape) == size and count in shape for shape in shapes for size, count in sizes)
 
     @property
     def _arrays(self) -> list[tuple[str, str]]:
@@ -146,7 +150,7 @@ class Figures:
     temp_bytes: int
     """What it needs besides."""
     pool_bytes: int
-    """Of a layer's pages."""
+    """Of the largest layer's pages."""
     num_pool_copies: int
     """What copies, turns or converts as much as a layer's pages, or their keys alone."""
     pool_copy: str | None
@@ -204,7 +208,7 @@ def figures(setup: Setup, step: Step) -> Figures:
         kernel = _kernel(setup.chip, Path(folder), launches)
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
     instructions = list(read(compiled.as_text()))
-    pages = setup.pages.sharding.shard_shape(setup.pages.shape)
+    pages = {each.sharding.shard_shape(each.shape) for each in setup.all_pages}
     moves = [each for each in instructions if each.opcode in _MOVES]
     copies = [each for each in moves if each.is_stored and each.num_bytes >= LARGE_BYTES and each.opcode != "convert"]
     of_pool = [each for each in moves if each.is_of(pages)]
@@ -221,7 +225,7 @@ def figures(setup: Setup, step: Step) -> Figures:
         donated_bytes=setup.bytes_of(step.donated),
         alias_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
-        pool_bytes=setup.bytes_of(setup.pages),
+        pool_bytes=max(map(setup.bytes_of, setup.all_pages)),
         num_pool_copies=len(of_pool),
         pool_copy=str(of_pool[0]) if of_pool else None,
         num_copies=len(copies),
@@ -254,7 +258,7 @@ def read(text: str) -> Iterator[Instruction]:
             yield Instruction(number, *parts, source.group(1) if source else "", is_stored, operands, is_fused)
 
 
-def _moved_bytes(instructions: list[Instruction], pages: tuple[int, ...]) -> int:
+def _moved_bytes(instructions: list[Instruction], pages: Collection[tuple[int, ...]]) -> int:
     """What kernels read and write, those of loops once. Of pages only some are touched: they do not count."""
     sizes = {each.name: 0 if each.is_of(pages) else each.all_bytes for each in instructions}
     kernels = [each for each in instructions if not each.is_fused and not each.opcode.endswith("-done")]

@@ -1,46 +1,36 @@
-"""What an engine would compile to serve a model on a chip: every kind of jitted step, with shapes in place of arrays.
+"""What an engine would compile to serve a model on a chip: every kind of jitted step.
 
-The only file here that knows the steps' arguments. Shapes are those of `Runner` and `PagePool`, and come from the same
-functions: buckets, pool, mesh.
+The only file here that knows the steps' arguments.
 
-Not here: compiling them, and what is read from the result (compiling).
+Not here: their shapes (shapes), compiling them, and what is read from the result (compiling).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from functools import cached_property, partial
 from typing import Any
 
-import flax.traverse_util
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 
-from ca_jax.config import EngineConfig
-from ca_jax.device import page_steps, sampler, steps
-from ca_jax.device.buckets import batch_buckets, history_buckets, token_buckets
-from ca_jax.device.pages import PoolSize
-from ca_jax.kv.layout import pool_bytes, pool_size
-from ca_jax.models.config import ModelConfig
-from ca_jax.models.kv import SCALE_BYTES
+from ca_jax.device import page_steps, sampler, state_steps, steps
+from ca_jax.device.buckets import history_buckets, token_buckets
+from ca_jax.device.prompt_logprobs import token_logprobs
 from ca_jax.models.paged_attention import Rows
-from ca_jax.models.presets import PRESETS
-from ca_jax.models.sharding import Axes, ModelSharding, model_sharding
-from ca_jax.models.weights import parameter_slots, resolve_dtype
-from ca_jax.recompute.layers import recompute_layer
-from ca_jax.serving.core import DEFAULT_WINDOW_TOKENS
-from tests.accelerators.chips import Chip
+from ca_jax.recompute.layers import choose_deviating, kv_kind, recompute_layer
+from ca_jax.turns.requests import MAX_LOGPROBS
+from tests.accelerators.shapes import DTYPE, Shapes
 
-DTYPE = "bfloat16"
-"""Of weights and KV as it is computed."""
 HISTORY_TOKENS = 1024
 """Of histories that are brought into pages."""
 _READ_TOKENS = 512
 REPAIRED_TOKENS = 256
 """Of a history that is repaired, those that are computed anew."""
+PROMPT_LOGPROBS = 64
+"""Tokens of a prompt whose likelihoods are computed together."""
+WITH_ADAPTERS = ("llama3-8b",)
+"""Models that decode with adapters, too."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,121 +69,14 @@ class Step:
         return self.function.lower(*self.arguments, **self.options)
 
 
-@dataclasses.dataclass(frozen=True)
-class Setup:
-    """A model on a chip, or on four."""
-
-    chip: Chip
-    preset: str
-    num_devices: int = 1
-
-    def __str__(self) -> str:
-        return f"{self.preset} on {self.num_devices if self.num_devices > 1 else 'one'} {self.chip.name}"
-
-    @property
-    def model(self) -> ModelConfig:
-        """Its architecture."""
-        return PRESETS[self.preset]
-
-    @property
-    def engine(self) -> EngineConfig:
-        """By default, but for the mesh."""
-        return EngineConfig(tensor_parallel_size=self.num_devices, context_window=self.window, overflow=None)
-
-    @property
-    def window(self) -> int:
-        """Of an engine that is asked for none."""
-        return min(self.model.steady_positions, DEFAULT_WINDOW_TOKENS)
-
-    @cached_property
-    def sharding(self) -> ModelSharding | None:
-        """As `model_sharding` has it, over devices that are not there."""
-        paper = model_sharding(self.model, tensor_parallel_size=self.num_devices, on_paper=True)
-        if paper is None:
-            return None
-        devices = np.array(self.chip.devices(self.num_devices)).reshape(paper.mesh.axis_sizes)
-        auto = (AxisType.Auto,) * len(paper.mesh.axis_names)
-        return ModelSharding(Mesh(devices, paper.mesh.axis_names, axis_types=auto))
-
-    @cached_property
-    def pool(self) -> PoolSize:
-        """Of all that running jobs may come to need."""
-        return pool_size(self.model, DTYPE, self.engine, self.window)
-
-    @property
-    def has_kernel(self) -> bool:
-        """Whether attention over its pages is by a kernel of ours: on a TPU heads of 128 numbers alone."""
-        return self.chip.platform == "gpu" or self.model.head_dim % 128 == 0
-
-    @property
-    def pool_bytes(self) -> int:
-        """Of each device."""
-        return pool_bytes(self.model, DTYPE, self.pool, self.sharding)
-
-    @cached_property
-    def weight_bytes(self) -> int:
-        """Of each device."""
-        return self.bytes_of(self.params)
-
-    def bytes_of(self, tree: Any) -> int:
-        """What a tree of shapes takes of each device."""
-        leaves = jax.tree.leaves(tree)
-        return sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in leaves)
-
-    # Shapes.
-
-    def shape(self, *sizes: int, dtype: Any = jnp.int32, axes: Axes = ()) -> jax.ShapeDtypeStruct:
-        """Of an array where it would lie."""
-        place = self._device if self.sharding is None else self.sharding.of(axes, sizes)
-        return jax.ShapeDtypeStruct(sizes, dtype, sharding=place)
-
-    @cached_property
-    def _device(self) -> SingleDeviceSharding:
-        return SingleDeviceSharding(self.chip.devices(1)[0])
-
-    @cached_property
-    def params(self) -> steps.Params:
-        """Of the whole model."""
-        leaves = {
-            ("params", *slot.path): self.shape(*slot.shape, dtype=resolve_dtype(DTYPE), axes=slot.axes)
-            for slot in parameter_slots(self.model)
-        }
-        return flax.traverse_util.unflatten_dict(leaves)
-
-    @property
-    def outer(self) -> steps.Params:
-        """What is outside the layers."""
-        return {"params": {name: part for name, part in self.params["params"].items() if not name.startswith("layer_")}}
-
-    @property
-    def pages(self) -> jax.ShapeDtypeStruct:
-        """Of one layer."""
-        sizes = (self.pool.num_pages, 2, self.model.num_kv_heads, self.pool.page_tokens, self.model.head_dim)
-        return self.shape(*sizes, dtype=jnp.bfloat16, axes=steps.PAGES)
-
-    @cached_property
-    def tables(self) -> Any:
-        """Of the rotations of all places, of each of the model's ropes."""
-        num_places = max(history_buckets(self.window)[-1], self.pool.most_pages * self.pool.page_tokens)
-        rotations = jax.eval_shape(partial(steps.rotation_tables, self.model, num_places))
-        return jax.tree.map(lambda part: self.shape(*part.shape, dtype=part.dtype), rotations)
-
-    def rows(self, count: int, num_tokens: int) -> Rows:
-        """So many rows of a step, with places for so many tokens."""
-        return Rows(self.shape(count, self.pool.most_pages), self.shape(count + 1), self.shape(num_tokens))
-
-    def kv(self, num_tokens: int, *, packed: bool = False, axes: Axes = steps.KV_HEADS) -> jax.ShapeDtypeStruct:
-        """One layer's, on its way to pages or from them."""
-        width = self.model.head_dim + (SCALE_BYTES if packed else 0)
-        sizes = (2, num_tokens, self.model.num_kv_heads, width)
-        return self.shape(*sizes, dtype=jnp.int8 if packed else jnp.bfloat16, axes=axes)
-
-    # Steps.
+class Setup(Shapes):
+    """A model on a chip, or on four, and all steps that serve it there."""
 
     def steps(self) -> Iterator[Step]:
         """All that serving uses, the smallest and the largest of those that come in several sizes."""
         yield from self._passes()
-        yield from self._decoding()
+        yield from self._decoding() if self.model.num_states else self._all_layers()
+        yield from self._drawing()
         yield from self._moves()
         if self.chip.platform == "tpu":
             yield from self._yardsticks()
@@ -207,102 +90,160 @@ class Setup:
         model, sharding, engine = self.model, self.sharding, self.engine
         num_rows, longest = engine.max_batch_size, engine.max_num_batched_tokens
         width = longest + num_rows
-        x = self.shape(1, width, model.embed_dim, dtype=jnp.bfloat16, axes=steps.ROWS)
-        of_layer = {"donated": (x, self.pages), "num_kernels": 1, "num_sums": 2, "sharding": sharding}
         tokens = self.shape(1, width)
-        sent = {"num_sums": 1, "sent_bytes": self._activations(width)}
+        sent = {"num_sums": 1, "sent_bytes": self.activations(width)}
         yield self._step("embed", steps.embed, model, self.outer, tokens, sharding=sharding, **sent)
+        yield self._step("rotation_tables", steps.rotation_tables, model, self.window, self.window, sharding)
         buckets = token_buckets(longest, coarse=True)
-        layer, kind = steps.layer_of(self.params, 0), model.kind_of(0)
-        for num_tokens in (buckets[0], buckets[-1]):
-            arguments = (model, layer, x, self.pages, self.rows(num_rows, width), self.tables[kind.rope], num_tokens)
-            yield self._step(
-                f"layer_step, {num_tokens} tokens",
-                steps.layer_step,
-                *arguments,
-                kind,
-                num_rows,
-                **of_layer,
-                sent_bytes=self._activations(num_tokens),
-                **self._work(layer, num_tokens),
-            )
-        arguments = (model, layer, x, self.pages, self.rows(1, width), self.tables[kind.rope], REPAIRED_TOKENS)
-        places = self.pool.most_pages * self.pool.page_tokens
-        moved = [self.shape(1, size, dtype=bool) for size in (REPAIRED_TOKENS, places)]
-        yield self._step(
-            f"recompute_layer, {REPAIRED_TOKENS} tokens",
-            recompute_layer,
-            *(*arguments, kind, tuple(moved)),
-            **of_layer,
-            sent_bytes=self._activations(REPAIRED_TOKENS),
-            **self._work(layer, REPAIRED_TOKENS),
-        )
-        first = [self.kv(num_rows, axes=steps.STEP_KV)] * model.num_layers
+        for name, layer in self.kinds.items():
+            for num_tokens in (buckets[0], buckets[-1]):
+                yield self._layer_step(f"layer_step, {num_tokens} tokens{name}", layer, num_tokens)
+            if not model.num_states:
+                yield self._recompute(f"recompute_layer, {REPAIRED_TOKENS} tokens{name}", layer)
+        if not model.num_states:
+            yield self._layer_step(f"layer_step, {longest} tokens, attention", 0, longest, with_attention=True)
+            yield self._choice()
+        first = [self.kv(num_rows, number, axes=steps.STEP_KV) for number in range(len(model.kv_shapes))]
         for packs in (False, True):
             name = "stack_layers" + (", int8" if packs else "")
             yield self._step(name, steps.stack_layers, model, first, packs=packs, sharding=sharding)
 
-    def _decoding(self) -> Iterator[Step]:
-        """A step of decoding, and drawing."""
-        model, sharding = self.model, self.sharding
-        width = self.engine.max_num_batched_tokens + self.engine.max_batch_size
-        x = self.shape(1, width, model.embed_dim, dtype=jnp.bfloat16, axes=steps.ROWS)
-        few, pages = token_buckets(self.engine.max_num_batched_tokens, coarse=True)[0], [self.pages] * model.num_layers
-        num_rows = self.engine.max_batch_size
+    def _layer_step(self, name: str, layer: int, num_tokens: int, *, with_attention: bool = False) -> Step:
+        model, kind, num_rows = self.model, self.model.kind_of(layer), self.engine.max_batch_size
+        params, rows = steps.layer_of(self.variables, layer), self.rows(num_rows, self.x.shape[1])
+        work = self.work(params, num_tokens)
+        if kind.is_recurrent:
+            arguments = (model, params, self.x, self.states[0], self.cells(num_rows), rows, num_tokens, kind)
+            donated = (self.x, *self.states[0])
+            return self._step(name, state_steps.layer_step, *arguments, donated=donated, **work)
+        pages = self.pages_of(layer)
+        received = 4 * num_rows * self.num_places if with_attention else 0
+        return self._step(
+            name,
+            steps.layer_step,
+            *(model, params, self.x, pages, rows, self.tables[kind.rope], num_tokens, kind, num_rows),
+            with_attention=with_attention,
+            sharding=self.sharding,
+            donated=(self.x, pages),
+            num_kernels=int(self.has_kernel(layer)),
+            num_sums=3 if with_attention else 2,
+            sent_bytes=max(self.activations(num_tokens), received),
+            **work,
+        )
+
+    def _recompute(self, name: str, layer: int) -> Step:
+        kind, pages = self.model.kind_of(layer), self.pages_of(layer)
+        params, rows = steps.layer_of(self.variables, layer), self.rows(1, self.x.shape[1])
+        moved = [self.shape(1, size, dtype=bool) for size in (REPAIRED_TOKENS, self.num_places)]
+        table = self.tables[kind.rope]
+        return self._step(
+            name,
+            recompute_layer,
+            *(self.model, params, self.x, pages, rows, table, REPAIRED_TOKENS, kind),
+            carried=tuple(moved) if kind.has_kv else (),
+            sharding=self.sharding,
+            donated=(self.x, pages),
+            num_kernels=int(self.has_kernel(layer)),
+            num_sums=2,
+            sent_bytes=self.activations(REPAIRED_TOKENS),
+            **self.work(params, REPAIRED_TOKENS),
+        )
+
+    def _choice(self) -> Step:
+        """Which tokens are computed anew from the second layer on."""
+        always = self.shape(1, self.num_places, dtype=bool)
+        rows, params = self.rows(1, self.x.shape[1]), steps.layer_of(self.variables, 1)
+        arguments = (self.model, params, self.x, self.pages_of(1), rows, always, self.shape(), REPAIRED_TOKENS)
+        kind = kv_kind(self.model, 1)
+        sent = {"num_sums": 1, "sent_bytes": 4 * REPAIRED_TOKENS}
+        return self._step("choose_deviating", choose_deviating, *arguments, kind, self.sharding, **sent)
+
+    def _all_layers(self) -> Iterator[Step]:
+        """Steps through all layers and, of decoding, the head."""
+        model, sharding, pages = self.model, self.sharding, self.all_pages
+        width, num_rows = self.x.shape[1], self.engine.max_batch_size
+        few = token_buckets(self.engine.max_num_batched_tokens, coarse=True)[0]
+        of_all = {
+            **{"sharding": sharding, "donated": pages, "num_kernels": self.num_kernels},
+            "num_sums": 2 * model.num_layers + 1,
+        }
+        rows, tables = self.rows(num_rows, width), self.tables
         yield self._step(
             f"model_step, {few} tokens",
             steps.model_step,
-            *(model, self.params, pages, self.shape(1, width), self.rows(num_rows, width), self.tables, few, num_rows),
-            sharding=sharding,
-            donated=pages,
-            num_kernels=model.num_layers,
-            num_sums=2 * model.num_layers + 1,
-            sent_bytes=self._activations(width),
-            **self._work(self.params, few),
+            *(model, self.variables, pages, self.shape(1, width), rows, tables, few, num_rows),
+            sent_bytes=self.activations(width),
+            **of_all,
+            **self.work(self.params, few),
         )
+
+        def decode(name: str, count: int, rows: Rows, params: steps.Params, **options: Any) -> Step:
+            return self._step(
+                name,
+                steps.decode,
+                *(model, params, pages, self.shape(count), rows, tables),
+                takes_everything=True,
+                num_gathers=1,
+                sent_bytes=max(self.activations(count), self.logits(count)),
+                **of_all,
+                **options,
+                **self.work(self.params, count),
+            )
+
         drafts = self.chip.served_as.draft_sizes[0]
-        pages = [self.pages] * model.num_layers
-        yield self._step(
-            f"decode, drafts in {drafts} tokens",
-            steps.decode,
-            *(model, self.params, pages, self.shape(drafts), self.rows(num_rows, drafts), self.tables),
-            one_each=False,
-            sharding=sharding,
-            donated=pages,
-            takes_everything=True,
-            num_kernels=model.num_layers,
-            num_sums=2 * model.num_layers + 1,
-            num_gathers=1,
-            sent_bytes=max(self._activations(drafts), self._logits(drafts)),
-            **self._work(self.params, drafts),
-        )
-        buckets = batch_buckets(self.engine.max_batch_size, self.chip.served_as.least_rows)
-        for count in (buckets[0], buckets[-1]):
-            pages = [self.pages] * model.num_layers
-            for packs in (False, True) if count == buckets[-1] else (False,):
+        rows = self.rows(num_rows, drafts)
+        yield decode(f"decode, drafts in {drafts} tokens", drafts, rows, self.variables, one_each=False)
+        for count in (self.row_buckets[0], self.row_buckets[-1]):
+            yield decode(f"decode, {count} rows", count, self.rows(count, count), self.variables)
+        rows = self.rows(count, count)
+        yield decode(f"decode, {count} rows, int8", count, rows, self.variables, packs=True)
+        if self.preset in WITH_ADAPTERS:
+            step = decode(
+                f"decode, {count} rows, adapters", count, rows, self.with_adapters, adapters=self.shape(count)
+            )
+            yield dataclasses.replace(step, takes_everything=False, num_gathers=1)
+
+    def _decoding(self) -> Iterator[Step]:
+        """Steps of decoding with layers that keep states."""
+        pages = self.all_pages
+        for count in (self.row_buckets[0], self.row_buckets[-1]):
+            of_rows = self.cells(count), self.shape(count), self.rows(count, count), self.tables
+            for packs in (False, True) if count == self.row_buckets[-1] else (False,):
                 yield self._step(
                     f"decode, {count} rows" + (", int8" if packs else ""),
-                    steps.decode,
-                    *(model, self.params, pages, self.shape(count), self.rows(count, count), self.tables),
+                    state_steps.decode,
+                    *(self.model, self.variables, pages, self.states, *of_rows),
                     packs=packs,
-                    sharding=sharding,
-                    donated=pages,
+                    donated=(pages, self.states),
                     takes_everything=True,
-                    num_kernels=model.num_layers,
-                    num_sums=2 * model.num_layers + 1,
-                    num_gathers=1,
-                    sent_bytes=max(self._activations(count), self._logits(count)),
-                    **self._work(self.params, count),
+                    num_kernels=self.num_kernels,
+                    **self.work(self.params, count),
                 )
+
+    def _drawing(self) -> Iterator[Step]:
+        """The head by itself, and what is drawn from what it gives."""
+        model, sharding = self.model, self.sharding
+        for count in (self.row_buckets[0], self.row_buckets[-1]):
             yield self._step(
                 f"row_logits, {count} rows",
                 steps.row_logits,
-                *(model, self.outer, x, self.shape(count), sharding),
+                *(model, self.outer, self.x, self.shape(count), sharding),
                 num_gathers=1,
-                sent_bytes=self._logits(count),
-                **self._work(self.outer, count),
+                sent_bytes=self.logits(count),
+                **self.work(self.outer, count),
             )
             yield self._sample(count)
+        logits = self.shape(count, model.vocab_size, dtype=jnp.float32)
+        yield self._step("log_probabilities", sampler.log_probabilities, logits, self.shape(count), MAX_LOGPROBS)
+        index = self.shape(PROMPT_LOGPROBS)
+        yield self._step(
+            f"token_logprobs, {PROMPT_LOGPROBS} tokens",
+            token_logprobs,
+            *(model, self.outer, self.x, index, index, MAX_LOGPROBS, sharding),
+            num_gathers=1,
+            sent_bytes=self.logits(PROMPT_LOGPROBS),
+            **self.work(self.outer, PROMPT_LOGPROBS),
+        )
 
     def _sample(self, count: int) -> Step:
         slots, vocab = self.engine.max_batch_size, self.model.vocab_size
@@ -315,25 +256,30 @@ class Setup:
         return self._step(f"sample, {count} rows", sampler.sample, *arguments)
 
     def _moves(self) -> Iterator[Step]:
-        """What moves KV into pages and between them."""
-        model, sharding, pool = self.model, self.sharding, self.pool
-        one = self.shape()
-        for num_tokens in (HISTORY_TOKENS, history_buckets(self.window)[-1]):
-            for packed in (False, True):
-                arguments = (self.pages, self.kv(num_tokens, packed=packed), self.shape(pool.most_pages), one, one, one)
-                name = f"fill_pages, {num_tokens} tokens" + (", int8" if packed else "")
-                yield self._step(name, page_steps.fill_pages, *arguments, sharding, donated=self.pages)
-        packed_kv = self.kv(HISTORY_TOKENS, packed=True)
-        arguments = (self.pages, self.shape(pool.most_pages), one, _READ_TOKENS)
-        yield self._step("read_pages", page_steps.read_pages, *arguments, sharding=sharding)
-        yield self._step(f"unpack_kv, {HISTORY_TOKENS} tokens", steps.unpack_kv, packed_kv, DTYPE, sharding)
-        pages = [self.pages] * model.num_layers
-        places = self.shape(pool.most_pages * pool.page_tokens)
-        arguments = (pages, self.shape(2, pool.most_pages), one, places, one)
-        yield self._step("cut_pages", page_steps.cut_pages, *arguments, sharding=sharding, donated=pages)
-        drift = self.shape(model.num_layers, 2, model.num_kv_heads, model.head_dim, dtype=jnp.float32)
-        yield self._step("cut_pages, drift", page_steps.cut_pages, *arguments, drift, one, sharding, donated=pages)
+        """What moves KV into pages and between them, and states."""
+        model, sharding, most_pages, pages = self.model, self.sharding, self.pool.most_pages, self.all_pages
+        one, table = self.shape(), self.shape(self.pool.most_pages)
+        for own, number in self.own_shapes.items():
+            for num_tokens in (HISTORY_TOKENS, history_buckets(self.window)[-1]):
+                for packed in (False, True):
+                    arguments = (pages[number], self.kv(num_tokens, number, packed=packed), table, one, one, one)
+                    name = f"fill_pages, {num_tokens} tokens{own}" + (", int8" if packed else "")
+                    yield self._step(name, page_steps.fill_pages, *arguments, sharding, donated=pages[number])
+            arguments = (pages[number], table, one, _READ_TOKENS)
+            yield self._step(f"read_pages{own}", page_steps.read_pages, *arguments, sharding=sharding)
+            packed_kv = self.kv(HISTORY_TOKENS, number, packed=True)
+            name = f"unpack_kv, {HISTORY_TOKENS} tokens{own}"
+            yield self._step(name, steps.unpack_kv, packed_kv, DTYPE, sharding)
         yield self._step("copy_page", page_steps.copy_page, pages, one, one, one, sharding, donated=pages)
+        if model.num_states:
+            yield self._step("read_state", state_steps.read_state, self.states, one)
+            state = tuple(self.shape(len(self.states), *part.shape[1:], dtype=part.dtype) for part in self.states[0])
+            yield self._step("write_state", state_steps.write_state, self.states, one, state, donated=self.states)
+            return
+        arguments = (pages, self.shape(2, most_pages), one, self.shape(self.num_places), one)
+        yield self._step("cut_pages", page_steps.cut_pages, *arguments, sharding=sharding, donated=pages)
+        drift = [self.shape(parts, *sizes, dtype=jnp.float32) for parts, *sizes in model.kv_shapes]
+        yield self._step("cut_pages, drift", page_steps.cut_pages, *arguments, drift, one, sharding, donated=pages)
 
     def _yardsticks(self) -> Iterator[Step]:
         """A product by one matrix and nothing else: what XLA estimates of that is no step's fault."""
@@ -341,30 +287,4 @@ class Setup:
         matrix = self.shape(model.embed_dim, model.mlp_dim, dtype=jnp.bfloat16, axes=("embed", "mlp"))
         for count in (self.engine.max_batch_size, self.engine.max_num_batched_tokens):
             x = self.shape(count, model.embed_dim, dtype=jnp.bfloat16)
-            yield self._step(f"a product, {count} tokens", jax.jit(jnp.dot), x, matrix, **self._work(matrix, count))
-
-    # Least that must be.
-
-    def _activations(self, num_tokens: int) -> int:
-        """Of one tensor of the residual stream, in float32."""
-        return 4 * num_tokens * self.model.embed_dim
-
-    def _logits(self, count: int) -> int:
-        return 4 * count * self.model.vocab_size
-
-    def _work(self, params: Any, num_tokens: int) -> dict[str, float]:
-        """Of the matrices in them, but for embeddings that are only looked up: of experts those that tokens choose."""
-        table, num_experts = self.params["params"]["embed"]["embedding"], self.model.num_experts
-        flops = read_bytes = product_bytes = 0.0
-        for leaf in jax.tree.leaves(params):
-            if leaf.ndim < 2 or (leaf is table and not self.model.tie_embeddings):
-                continue
-            size = self.bytes_of(leaf) / leaf.dtype.itemsize
-            is_of_experts = num_experts and leaf.ndim == 3 and leaf.shape[0] == num_experts
-            chosen = self.model.num_experts_per_token / num_experts if is_of_experts else 1.0
-            flops += 2 * size * chosen * num_tokens
-            read_bytes += size * leaf.dtype.itemsize * min(chosen * num_tokens, 1)
-            width, of_each = self.model.embed_dim, num_experts if is_of_experts else 1
-            ends = width + size / of_each / width  # Of a product: all have the residual stream at one end.
-            product_bytes += ends * leaf.dtype.itemsize * num_tokens * of_each * chosen
-        return {"flops": flops, "read_bytes": read_bytes, "product_bytes": read_bytes + product_bytes}
+            yield self._step(f"a product, {count} tokens", jax.jit(jnp.dot), x, matrix, **self.work(matrix, count))

@@ -22,15 +22,17 @@ from ca_jax.launch.plan import Plan, make_plan
 from tests.accelerators import compiling
 from tests.accelerators.chips import A100, CHIPS, GIB, H100, V5E, V6E, Chip
 from tests.accelerators.known import defects
-from tests.accelerators.serving import DTYPE, Setup, Step
+from tests.accelerators.serving import Setup, Step
+from tests.accelerators.shapes import DTYPE
 
 if any(importlib.util.find_spec(name) is None for name in ("libtpu", "jax_cuda12_plugin")):
     pytest.skip("there are no compilers: make test-accelerators", allow_module_level=True)
 
 _LOG = logging.getLogger(__name__)
 
-MOST_TEMPORARIES = 128 << 20
-"""Bytes of any step: activations of 512 tokens in the widest layers, and no KV of a whole context in all layers."""
+MOST_TEMPORARIES = 129 << 20
+"""Bytes of any step: activations of 512 tokens in the widest layers, logits of 64 tokens twice in the largest
+vocabulary, and no KV of a whole context in all layers."""
 PLAN_TOLERANCE = 0.02
 
 SETUPS = [
@@ -79,9 +81,8 @@ def complaints(setup: Setup, step: Step, found: compiling.Figures) -> dict[str, 
         wrong["collectives"] = f"{counts}, at most {allowed} should be"
     if too_large := [each for each in sent.values() if each.largest_bytes > step.sent_bytes]:
         wrong["sent"] = f"{too_large[0].largest}, at most {step.sent_bytes:,} bytes should be"
-    num_kernels = step.num_kernels if setup.has_kernel else 0
-    if found.num_kernels != num_kernels:
-        wrong["kernels"] = f"{found.num_kernels} calls, {num_kernels} should be"
+    if found.num_kernels != step.num_kernels:
+        wrong["kernels"] = f"{found.num_kernels} calls, {step.num_kernels} should be"
     if found.kernel is not None and found.kernel.spilled_bytes:
         wrong["spilled"] = f"{found.kernel.spilled_bytes} bytes a thread, {found.kernel.registers} registers"
     if step.takes_everything:

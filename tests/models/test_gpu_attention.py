@@ -43,6 +43,7 @@ def options_of(case: Case, window: int | None) -> dict[str, object]:
         ({"heads": (8, 1), "head_dim": 40, "rotary_dim": 12}, 11, 256),
         ({"heads": (8, 1), "page": 48}, None, 256),
         ({"heads": (2, 2), "head_dim": 64}, 37, 1),
+        ({"heads": (4, 1), "head_dim": 256, "page": 32}, 37, 256),
     ],
     ids=str,
 )
@@ -114,6 +115,8 @@ def test_off_the_gpu_blocks_are_taken_and_nothing_is_tried(monkeypatch):
         (jnp.float16, 128, 128, "triton"),
         (jnp.float32, 64, 128, "blocks"),
         (jnp.bfloat16, 80, 128, "triton"),
+        (jnp.bfloat16, 256, 128, "triton"),
+        (jnp.bfloat16, 512, 128, "blocks"),
         (jnp.bfloat16, 12, 128, "blocks"),
         (jnp.bfloat16, 64, 24, "blocks"),
     ],

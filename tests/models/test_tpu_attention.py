@@ -21,8 +21,9 @@ AMONG = (80, np.sort(np.random.default_rng(6).choice(80, 40, replace=False)))  #
 @pytest.fixture(autouse=True)
 def steps_through(monkeypatch) -> Iterator[None]:
     """The kernel runs step by step, and nothing is read while it is written."""
-    kernel = functools.partial(tpu_attention.attend_blocks, interpret=STRICT)
-    monkeypatch.setattr(tpu_attention, "attend_blocks", kernel)
+    for name in ("attend_blocks", "take_pages"):
+        kernel = functools.partial(getattr(tpu_attention, name), interpret=STRICT)
+        monkeypatch.setattr(tpu_attention, name, kernel)
     yield
     assert not races_found()
 
@@ -35,6 +36,8 @@ def steps_through(monkeypatch) -> Iterator[None]:
         ({"heads": (3, 3), "head_dim": 256, "rotary_dim": 64}, {"window": 11}),
         ({"heads": (8, 1), "page": 48}, {"cap": 2.0, "sinks": True}),
         ({"heads": (2, 2), "page": 128}, {"window": 37, "sinks": True}),
+        ({"heads": (6, 2), "head_dim": 64, "page": 128}, {"window": 37, "sinks": True}),
+        ({"heads": (3, 1), "head_dim": 80, "page": 128, "rotary_dim": 32}, {"cap": 2.0}),
     ],
     ids=str,
 )
@@ -47,10 +50,12 @@ def test_the_kernel_gives_what_blocks_give(monkeypatch, sizes, options):
     expect_as_by_blocks(case, "mosaic", dtype, **options)
 
 
-@pytest.mark.parametrize(("heads", "window"), [((6, 2), None), ((16, 8), 70)], ids=str)
-def test_rows_of_one_token_each(heads, window):
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "page", "window"), [((6, 2), 128, 32, None), ((16, 8), 128, 32, 70), ((4, 2), 64, 128, 70)]
+)
+def test_rows_of_one_token_each(heads, head_dim, page, window):
     rows = [(17, 1), (0, 1), (400, 1), (8, 1), (63, 1), (9, 0)]
-    case = Case(rows, heads=heads, page=32, head_dim=128, padding=1)
+    case = Case(rows, heads=heads, page=page, head_dim=head_dim, padding=1)
     expect_as_by_blocks(case, "mosaic", one_each=True, window=window)
 
 
@@ -60,13 +65,28 @@ def test_rows_of_one_token_each(heads, window):
         (jnp.bfloat16, 128, 128, "mosaic"),
         (jnp.bfloat16, 256, 16, "mosaic"),
         (jnp.float32, 128, 128, "blocks"),
-        (jnp.bfloat16, 64, 128, "blocks"),
+        (jnp.bfloat16, 64, 128, "mosaic"),
+        (jnp.bfloat16, 80, 256, "mosaic"),
+        (jnp.bfloat16, 72, 128, "blocks"),
+        (jnp.bfloat16, 64, 64, "blocks"),
         (jnp.bfloat16, 128, 24, "blocks"),
     ],
 )
 def test_on_a_tpu_what_fits_is_taken(dtype, head_dim, page, expected):
     with backend.assumed(backend.TPU):
         assert paged_attention.paged_attention(jax.ShapeDtypeStruct((9, 2, 2, page, head_dim), dtype)) == expected
+
+
+@pytest.mark.parametrize(("head_dim", "page"), [(128, 16), (64, 128)])
+def test_pages_are_taken_by_their_numbers(head_dim, page):
+    pages = jax.random.normal(jax.random.key(1), (5, 2, 2, page, head_dim)).astype(jnp.bfloat16)
+    numbers = jnp.array([3, 0, 3, 5, 1])
+    with backend.assumed(backend.TPU):
+        found = jax.jit(paged_attention.take_pages)(pages, numbers)
+        kernels = str(jax.make_jaxpr(paged_attention.take_pages)(pages, numbers)).count("take_pages")
+    np.testing.assert_array_equal(found[:3], pages[numbers[:3]])
+    np.testing.assert_array_equal(found[4], pages[1])
+    assert kernels, "not by the kernel"
 
 
 # Pages are written whole there.
