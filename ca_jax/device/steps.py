@@ -31,6 +31,7 @@ from ca_jax.models import paged_attention as paged
 from ca_jax.models import rope
 from ca_jax.models.config import LayerKind, ModelConfig
 from ca_jax.models.kv import LayerKV, dequantize, quantize
+from ca_jax.models.parts import look_up
 from ca_jax.models.sharding import Axes, ModelSharding, by_device, constrain
 from ca_jax.models.transformer import Layer, Learned, Transformer, put_stream, scale_embedded, scale_queries
 
@@ -134,12 +135,12 @@ def embed(config: ModelConfig, params: Params, tokens: jax.Array, sharding: Mode
     if sharding is None or config.vocab_size % sharding.num_tensor:
         return constrain(apply(Transformer(config), params, tokens, method=Transformer.embed), sharding, ROWS)
 
-    def look_up(table: jax.Array, ids: jax.Array, tokens: jax.Array) -> jax.Array:
+    def own_rows(table: jax.Array, ids: jax.Array, tokens: jax.Array) -> jax.Array:
         places = tokens - ids[0]
         is_own = (places >= 0) & (places < len(table))
-        return jnp.where(is_own[..., None], table.at[places].get(mode="clip"), 0)[None]
+        return jnp.where(is_own[..., None], look_up(table, jnp.clip(places, 0, len(table) - 1)), 0)[None]
 
-    of_device = by_device(look_up, sharding, (("vocab", None), ("vocab",), ROWS), ("vocab", *ROWS))
+    of_device = by_device(own_rows, sharding, (("vocab", None), ("vocab",), ROWS), ("vocab", *ROWS))
     names, ids = ("embed", "inputs") if config.layer_input_dim else ("embed",), jnp.arange(config.vocab_size)
     found, *rows = (of_device(params["params"][name]["embedding"], ids, tokens).sum(0) for name in names)
     x = scale_embedded(config, found)

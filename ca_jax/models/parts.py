@@ -12,13 +12,34 @@ import math
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from ca_jax import backend
 from ca_jax.models import cpu_kernels
 from ca_jax.models.attention import matmul_precision
 from ca_jax.models.config import ModelConfig
+from ca_jax.models.tpu_attention import LANES
 
 INIT = nn.initializers.normal(0.02)
 """Of matrices, where parameters are made by linen."""
+_FEW_ROWS = 16  # Cut out one by one; a function with so many cuts compiles in seconds.
+
+
+def look_up(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """Rows of a table `[V, F]`, by their numbers: i32 `[B, T]` below V to `[B, T, F]`.
+
+    On a TPU a table lies with V on the lanes where F does not fill them, and XLA would lay out all of it anew, at each
+    step, to gather from it. There few rows are cut out, and many come of a product, which may have it as it is.
+    """
+    if backend.here().kernel != "mosaic" or table.shape[1] % LANES == 0:
+        return jnp.take(table, ids, axis=0)
+    flat = ids.reshape(-1)
+    if len(flat) <= _FEW_ROWS:
+        rows = jnp.concatenate([lax.dynamic_slice_in_dim(table, number, 1) for number in flat])
+    else:
+        chosen = jax.nn.one_hot(flat, len(table), dtype=table.dtype)
+        rows = jnp.dot(chosen, table, precision=matmul_precision(table))
+    return rows.reshape(*ids.shape, -1)
 
 
 def project(x: jax.Array, weights: jax.Array, num_inputs: int = 1) -> jax.Array:

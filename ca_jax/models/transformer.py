@@ -25,7 +25,7 @@ from ca_jax.models.attention import attend, matmul_precision
 from ca_jax.models.config import LayerKind, ModelConfig
 from ca_jax.models.feed_forward import MLP, Experts, activated
 from ca_jax.models.kv import KVCache, LayerKV, State, no_states
-from ca_jax.models.parts import INIT, Norm, Scale, adapted, norm_of, packed_product, project
+from ca_jax.models.parts import INIT, Norm, Scale, adapted, look_up, norm_of, packed_product, project
 from ca_jax.models.recurrent import RowStates, mixer_of
 from ca_jax.models.sharding import ModelSharding
 
@@ -313,10 +313,10 @@ class Transformer(nn.Module):
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """i32 `[B, T]` to `[B, T, F]` in the dtype of the parameters, and behind it what layers are given."""
-        x = scale_embedded(self.config, jnp.take(self.embedder.embedding, tokens, axis=0))
+        x = scale_embedded(self.config, look_up(self.embedder.embedding, tokens))
         if not self.config.layer_input_dim:
             return x
-        return self.with_inputs(x, jnp.take(self.inputs.embedding, tokens, axis=0))
+        return self.with_inputs(x, look_up(self.inputs.embedding, tokens))
 
     def with_inputs(self, x: jax.Array, rows: jax.Array) -> jax.Array:
         """As `LayerInputs`."""

@@ -70,5 +70,7 @@ _DESCRIBED: dict[str, dict[str, Any]] = {
 }
 """By name, what releases say in their config.json, but for the number of layers: of each kind there are some."""
 
+KINDS = tuple(_DESCRIBED)
+"""Names of these."""
 MODELS: dict[str, ModelConfig] = {**PRESETS, **{name: config_from_hf(each) for name, each in _DESCRIBED.items()}}
 """By name."""

@@ -11,6 +11,7 @@ import pytest
 from ca_jax import backend
 from ca_jax.models import paged_attention, tpu_attention
 from ca_jax.models.paged_attention import read_places, write_places, write_rows
+from ca_jax.models.parts import look_up
 from tests.models.test_paged_attention import RAGGED, Case, expect_as_by_blocks
 from tests.private_kit import races_found, watching_races
 
@@ -119,3 +120,18 @@ def test_whole_pages_come_to_hold_places_of_one_row(size, start, count):
         read = jax.jit(read_places)(found, arguments[0], jnp.asarray(token, jnp.int32))
     np.testing.assert_array_equal(found, expected)
     np.testing.assert_array_equal(read, kv[:, :count])
+
+
+# Tables of embeddings.
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("width", "count", "gathers"), [(40, 3, False), (40, 70, False), (128, 70, True)])
+def test_rows_of_a_table_are_found_without_laying_it_out_anew(width, count, gathers, dtype):
+    rng = np.random.default_rng(count)
+    table = jnp.asarray(rng.standard_normal((33, width)), dtype)
+    ids = jnp.asarray(rng.integers(33, size=(2, count)), jnp.int32)
+    with backend.assumed(backend.TPU):
+        found = jax.jit(look_up)(table, ids)
+        assert ("gather" in str(jax.make_jaxpr(look_up)(table, ids))) == gathers
+    np.testing.assert_array_equal(found, np.asarray(table)[ids])
