@@ -59,8 +59,9 @@ def _of_defects(report: Report) -> Iterator[str]:
         for (check, name, chip), each in sorted(found.items())
     ]
     total, wrong = len(report["step"]), sum(bool(step["wrong"]) for step in report["step"].values())
-    yield from (f"{total} compiled steps, {total - wrong} of them as they should be.", "")
-    yield from make_markdown(("check", "step", "chip", "models", "for instance"), rows)
+    yield f"{total} compiled steps, {total - wrong} of them as they should be."
+    if rows:
+        yield from ("", *make_markdown(("check", "step", "chip", "models", "for instance"), rows))
 
 
 def _step_of(pair: tuple[Any, str]) -> str:
