@@ -76,6 +76,9 @@ def take_pages(pages: jax.Array, numbers: jax.Array, *, interpret: Any = False) 
             scratch_shapes=[pltpu.SemaphoreType.DMA],
         ),
         out_shape=jax.ShapeDtypeStruct((count, *held.shape[1:]), pages.dtype),
+        cost_estimate=pl.CostEstimate(
+            flops=0, transcendentals=0, bytes_accessed=2 * count * pages.nbytes // len(pages)
+        ),
         interpret=interpret,
         name="take_pages",
     )(numbers, held)
