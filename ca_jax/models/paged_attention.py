@@ -95,7 +95,7 @@ def attend_pages(
         return given, pages
     blocks = _blocks_of(q, pages, rows, rotation, 1 if one_each else _block_tokens(q, pages, implementation))
     if implementation == "mosaic":
-        out = _by_kernel(blocks, pages, rows, rotation, window, cap, sinks)
+        out = _by_kernel(blocks, pages, rows, rotation, window, cap, sinks, key_scale)
     else:
         out, _ = _by_pages(blocks, pages, rows, rotation, window, cap, sinks, key_scale, receives=False)
     return blocks.taken_apart(out, q), pages
@@ -134,8 +134,8 @@ def paged_attention(pages: jax.Array | jax.ShapeDtypeStruct) -> PagedAttention:
         is_served = gpu_attention.fits_kernel(pages) and gpu_attention.kernel_is_served(dtype, head_dim)
     else:
         is_served = kernel == "mosaic" and tpu_attention.fits_kernel(pages)
-    has_values = pages.shape[1] == 2
-    return kernel if is_served and has_values and kernel is not None else "blocks"
+    is_served &= pages.shape[1] == 2 or kernel == "mosaic"
+    return kernel if is_served and kernel is not None else "blocks"
 
 
 def write_rows(
@@ -305,8 +305,9 @@ def _by_kernel(
     window: int | None,
     cap: float | None,
     sinks: jax.Array | None,
+    key_scale: jax.Array | None,
 ) -> jax.Array:
-    """As a TPU is best at it: `[b, K, G block, H]`."""
+    """As a TPU is best at it: `[b, K, G block, H]`, H of values."""
     b, num_kv, *of_block, head_dim = blocks.queries.shape
     size, num_queries = pages.shape[3], math.prod(of_block)
     more = -num_queries % tpu_attention.LEAST_QUERIES
@@ -315,7 +316,8 @@ def _by_kernel(
     of_heads = None if sinks is None else jnp.pad(blocks.of_heads(sinks), ((0, 0), (0, more)))
     last = blocks.place.max(1)
     bounds = jnp.stack([blocks.row, blocks.first_page(size, window), jnp.where(last < 0, 0, last // size + 1)])
-    out = tpu_attention.attend_blocks(queries, own, bounds, rows.table, pages, rotation, window, cap, of_heads)
+    given = (queries, own, bounds, rows.table, pages, rotation)
+    out = tpu_attention.attend_blocks(*given, window, cap, of_heads, key_scale)
     return out[:, :, :num_queries]
 
 

@@ -7,8 +7,8 @@
     lanes     of which a vector has 128, have the numbers of a head, where these fill them; else the tokens of a page,
               as XLA lays out pages of narrower heads
 
-Shapes: b blocks, K KV heads, R queries of a block and KV head (a multiple of 16), H head dim, n rows, M pages of a row,
-P pages, C places. H or a page's tokens are a multiple of 128, the other of 16.
+Shapes: b blocks, K KV heads, R queries of a block and KV head (a multiple of 16), H head dim, V of values, n rows, M
+pages of a row, P pages, C places. H or a page's tokens are a multiple of 128, the other of 16.
 
 Not here: which queries make a block, and the form that this replaces (paged_attention).
 Source: flash attention (Dao, 2023); copying pages ahead across programs is known from jax's paged attention.
@@ -26,6 +26,7 @@ import numpy as np
 from jax import lax
 
 from ca_jax.models.attention import MASKED, matmul_precision
+from ca_jax.models.kv import value_dim
 
 LANES = 128
 LEAST_QUERIES = 16
@@ -37,7 +38,7 @@ _MOST_AT_ONCE = 4
 
 
 def fits_kernel(pages: jax.Array | jax.ShapeDtypeStruct) -> bool:
-    """Whether `attend_blocks` is for pages `[P, 2, K, page, H]` of this kind."""
+    """Whether `attend_blocks` is for pages `[P, 2, K, page, H]`, or `[P, 1, K, page, H]`, of this kind."""
     page, head_dim = pages.shape[3:]
     lanes, others = (page, head_dim) if _has_places_in_lanes(pages) else (head_dim, page)
     return pages.dtype == jnp.bfloat16 and lanes % LANES == 0 and others % LEAST_QUERIES == 0
@@ -107,6 +108,7 @@ def attend_blocks(
     window: int | None = None,
     cap: float | None = None,
     sinks: jax.Array | None = None,
+    key_scale: jax.Array | None = None,
     *,
     interpret: Any = False,
 ) -> jax.Array:
@@ -118,26 +120,31 @@ def attend_blocks(
       bounds: i32 `[3, b]`, a block's row, the first of its pages that is read, and one past the last; where there is
         none, neither there nor in any block behind.
       table: i32 `[n, M]`, the rows' pages.
-      pages: `[P, 2, K, page, H]`, unrotated.
+      pages: `[P, 2, K, page, H]`, unrotated; `[P, 1, K, page, H]` where keys and values are one, see `kv.values_of`.
       rotation: of all places, f32 `[C, R/2]` as in `rope`.
       window: how many tokens a token sees; None: all.
       cap: scores are `cap * tanh(score / cap)`; None: as they are.
       sinks: f32 `[K, R]`, a score beside those of keys, that weighs on no value; None: none.
+      key_scale: f32 `[H]`, where values alone are kept: keys are these times it; None: keys are kept.
       interpret: run step by step on any backend: `pltpu.InterpretParams`.
 
     Returns:
-      f32 `[b, K, R, H]`, 0 of padding.
+      f32 `[b, K, R, V]`, 0 of padding.
     """
     from jax.experimental import pallas as pl  # Here: a jax without it serves all the same, by another implementation.
     from jax.experimental.pallas import tpu as pltpu
 
     num_blocks, num_kv, num_queries, head_dim = queries.shape
-    page = pages.shape[3]
-    page_bytes = 2 * num_kv * page * head_dim * pages.dtype.itemsize
+    page, page_bytes = pages.shape[3], pages.nbytes // len(pages)
+    num_values = value_dim(head_dim, pages.shape[1], 2 * rotation[0].shape[1])
     at_once = min(max(_STAGE_BYTES // page_bytes, 1), _MOST_AT_ONCE, table.shape[1])
     within, starts = _turns(rotation, page, table.shape[1], head_dim)
     whole = [*within, *starts, *([] if sinks is None else [sinks[..., None]])]
-    of_block = pl.BlockSpec((1, num_kv, num_queries, head_dim), lambda b, *_: (b, 0, 0, 0))
+    if key_scale is not None:
+        whole.append(key_scale[:, None] if _has_places_in_lanes(pages) else key_scale[None])
+    of_queries, of_block = (
+        pl.BlockSpec((1, num_kv, num_queries, width), lambda b, *_: (b, 0, 0, 0)) for width in (head_dim, num_values)
+    )
     most_keys = min(table.shape[1] * page, (window or table.shape[1] * page) + num_queries)
     held, _ = _as_it_lies(pages, interpret)
     kernel = functools.partial(
@@ -148,6 +155,7 @@ def attend_blocks(
         window=window,
         cap=cap,
         has_sinks=sinks is not None,
+        has_scale=key_scale is not None,
     )
     return pl.pallas_call(
         kernel,
@@ -156,7 +164,7 @@ def attend_blocks(
             grid=(num_blocks,),
             in_specs=[
                 pl.BlockSpec((1, num_queries, 1), lambda b, *_: (b, 0, 0)),
-                of_block,
+                of_queries,
                 *(pl.BlockSpec(memory_space=pltpu.VMEM) for _ in whole),
                 pl.BlockSpec(memory_space=pl.ANY),
             ],
@@ -168,7 +176,7 @@ def attend_blocks(
                 pltpu.SemaphoreType.DMA((2,)),
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct(queries.shape, jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((*queries.shape[:3], num_values), jnp.float32),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         cost_estimate=pl.CostEstimate(  # Of rows as long as may be.
             flops=4 * queries.size * most_keys,
@@ -216,12 +224,14 @@ def _kernel(
     window: int | None,
     cap: float | None,
     has_sinks: bool,
+    has_scale: bool,
 ) -> None:
     """A block's queries over all that they see."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    *sinks, pages, out, buffers, tops, totals, slot, copied = refs
+    *more, pages, out, buffers, tops, totals, slot, copied = refs
+    sinks, scale = more[: int(has_sinks)], more[int(has_sinks) :]
     _, num_kv, _, head_dim = queries.shape
     page, block = cos.shape[0], pl.program_id(0)
     of_numbers, of_places = (0, 1) if has_places_in_lanes else (1, 0)  # Axes of a page's keys and values of a head.
@@ -262,8 +272,15 @@ def _kernel(
     def attend(head: Any, at: Any, into: Any, i: int, turn: tuple[jax.Array, jax.Array]) -> None:
         """A page's keys and values of a head, its first at that place."""
         where = at + lax.broadcasted_iota(jnp.int32, (1, page), 1)
-        keys = turned(buffers[into, i, 0, head].astype(jnp.float32), turn).astype(buffers.dtype)
-        values = buffers[into, i, 1, head]
+        kept = buffers[into, i, 0, head]
+        keys = kept.astype(jnp.float32)
+        if has_scale:
+            keys = (keys * scale[0][...]).astype(buffers.dtype).astype(jnp.float32)
+        keys = turned(keys, turn).astype(buffers.dtype)
+        if buffers.shape[2] > 1:
+            values = buffers[into, i, 1, head]
+        else:
+            values = lax.slice_in_dim(kept, head_dim - out.shape[3], head_dim, axis=of_numbers)
         of_page = (1, page) if has_places_in_lanes else (page, 1)
         is_there = at + lax.broadcasted_iota(jnp.int32, of_page, of_places) <= last
         values = jnp.where(is_there, values, jnp.zeros_like(values))

@@ -83,12 +83,12 @@ class Shapes:
     def has_kernel(self, layer: int) -> bool:
         """Whether a layer's attention over its pages is by a kernel of ours.
 
-        Not where they hold no values, and on a GPU not of heads of more than 256 numbers.
+        On a GPU not where they hold no values, and not of heads of more than 256 numbers.
         """
         if self.model.is_recurrent(layer):
             return False
         _, parts, *_, head_dim = self.pages_of(layer).shape
-        return parts == 2 and (head_dim <= 256 or self.chip.platform == "tpu")
+        return self.chip.platform == "tpu" or (parts == 2 and head_dim <= 256)
 
     @property
     def num_kernels(self) -> int:

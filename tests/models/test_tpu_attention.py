@@ -10,6 +10,7 @@ import pytest
 
 from ca_jax import backend
 from ca_jax.models import paged_attention, tpu_attention
+from ca_jax.models.kv import LayerKV
 from ca_jax.models.paged_attention import read_places, write_places, write_rows
 from ca_jax.models.parts import look_up
 from tests.models.test_paged_attention import RAGGED, Case, expect_as_by_blocks
@@ -52,6 +53,23 @@ def test_the_kernel_gives_what_blocks_give(monkeypatch, sizes, options):
 
 
 @pytest.mark.parametrize(
+    ("sizes", "has_scale"),
+    [
+        ({"heads": (6, 1), "head_dim": 80, "page": 128, "rotary_dim": 16}, False),  # Latents: 64 numbers are values.
+        ({"heads": (4, 2), "head_dim": 128, "page": 16}, True),
+        ({"heads": (4, 2), "head_dim": 48, "page": 128}, True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("one_each", [False, True])
+def test_the_kernel_reads_pages_that_hold_no_values(sizes, has_scale, one_each):
+    case = Case([(17, 1), (0, 1), (300, 1)] if one_each else [*RAGGED, AMONG], **sizes)
+    case.pages, case.new = case.pages[:, :1], LayerKV(case.new.k, None)
+    options = {"key_scale": jnp.linspace(0.5, 2, sizes["head_dim"])} if has_scale else {}
+    expect_as_by_blocks(case, "mosaic", jnp.bfloat16, one_each=one_each, window=37, **options)
+
+
+@pytest.mark.parametrize(
     ("heads", "head_dim", "page", "window"), [((6, 2), 128, 32, None), ((16, 8), 128, 32, 70), ((4, 2), 64, 128, 70)]
 )
 def test_rows_of_one_token_each(heads, head_dim, page, window):
@@ -75,7 +93,9 @@ def test_rows_of_one_token_each(heads, head_dim, page, window):
 )
 def test_on_a_tpu_what_fits_is_taken(dtype, head_dim, page, expected):
     with backend.assumed(backend.TPU):
-        assert paged_attention.paged_attention(jax.ShapeDtypeStruct((9, 2, 2, page, head_dim), dtype)) == expected
+        for parts in (1, 2):
+            pages = jax.ShapeDtypeStruct((9, parts, 2, page, head_dim), dtype)
+            assert paged_attention.paged_attention(pages) == expected
 
 
 @pytest.mark.parametrize(("head_dim", "page"), [(128, 16), (64, 128)])
