@@ -3,13 +3,16 @@
 Not here: attention over pages (test_paged_attention).
 """
 
+import tomllib
 from functools import partial
+from pathlib import Path
 
 import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from packaging.requirements import Requirement
 
 from ca_jax.models import cpu_kernels
 from ca_jax.models.random_weights import random_params
@@ -58,6 +61,18 @@ TYPES = {
 def stored(kind, rows, columns, seed=0, scale=1.0):
     """Weights `[rows, columns]` as a file of that type gives them."""
     return gguf.dequantize(gguf.quantize(scale * normal(seed, rows, columns), kind), kind)
+
+
+def test_the_kernels_are_compiled_with_the_oldest_jax_that_is_served():
+    """An older one than they are compiled with refuses them, and computes nothing at all then."""
+    described = tomllib.loads(Path(cpu_kernels.__file__).parents[2].joinpath("pyproject.toml").read_text())
+
+    def taken(name: str, requirements: list[str]) -> list[int]:
+        found = next(each for each in map(Requirement, requirements) if each.name == name)
+        return [minor for minor in range(30) if f"0.{minor}.0" in found.specifier]
+
+    served = taken("jax", described["project"]["dependencies"])
+    assert taken("jaxlib", described["build-system"]["requires"]) == served[:1]
 
 
 @pytest.mark.parametrize(("packed_as", "kind"), [(name, kind) for name, kinds in TYPES.items() for kind in kinds])
