@@ -115,9 +115,10 @@ COMPILING := PYTHONPATH=$(COMPILERS) JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 TF_C
   ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
   $(BIN)/python -m pytest tests/accelerators
 
-# Every step of the smallest model for a GPU; a layer on four of them; a layer with the TPU's kernel, and pages there.
+# Every step of the smallest model for a GPU; a layer on four of them; layers with the TPU's kernel, of wide heads and
+# narrow ones, and pages there.
 QUICK := (smollm2 and H100) or (layer_step and 16 and llama2 and H100) or (layer_step and 16 and llama3 and v6e) \
-  or (fill_pages and llama3 and v6e)
+  or (fill_pages and llama3 and v6e) or ((layer_step and 16 or read_pages) and smollm2 and v6e)
 
 test-accelerators-quick: $(COMPILERS)/.setup ## Compile a small part of these steps, for H100 and v6e: a minute or two; fetches 436 MB
 	$(COMPILING) -k "$(QUICK)" $(ARGS)
