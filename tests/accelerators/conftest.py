@@ -36,6 +36,8 @@ class _Recorder:
                 self._found.setdefault(name, {})[key] = value
 
     def pytest_sessionfinish(self) -> None:
+        if not self._found:  # No test ran: a wrong expression, say.
+            return
         kept = json.loads(self._path.read_text(encoding="utf-8")) if self._is_part and self._path.exists() else {}
         every = {name: {**kept.get(name, {}), **of_name} for name, of_name in self._found.items()}
         self._path.parent.mkdir(parents=True, exist_ok=True)
