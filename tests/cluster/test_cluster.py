@@ -5,11 +5,13 @@ Ray runs here for all tests of this file, and ends with them. The last two tests
 
 import collections
 import contextlib
+import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import httpx2
 import pytest
@@ -24,7 +26,7 @@ from ray import serve
 
 from ca_jax.cluster.keys import REPLICA_HEADER
 from ca_jax.launch.cluster import build
-from tests.cluster.kit import running
+from tests.cluster.kit import free_port, running
 from tests.private_kit import passes_requests_on
 
 pytestmark = pytest.mark.timeout(900)
@@ -48,12 +50,20 @@ cluster.run(cluster.main)
 """
 
 
+def has_events() -> bool:
+    return all(importlib.util.find_spec(module) for module in ("msgspec", "zmq"))
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     root = tmp_path_factory.mktemp("kv")
     store = StoreConfig(ssd_dir=str(root), dram_gib=0.05, ssd_gib=0.1, ssd_free_floor_gib=0.0)
     server = {"max_body_bytes": MAX_BODY_BYTES, "shutdown_grace_s": 10.0}
+    events_port = free_port()  # Of the first replica; the second one has the next.
+    if has_events():
+        server["kv_events_url"] = f"tcp://127.0.0.1:{events_port}"
     with running(tmp_path_factory.mktemp("model"), store, name=APPLICATION, **server) as started:
+        started.events_port = events_port
         yield started
 
 
@@ -192,6 +202,62 @@ def test_a_conversation_is_gone_on_with_by_whatever_name_it_was_given(http):
             assert live.json()["session"]["session_id"] == name
         gone = http.delete(f"/v1/sessions/{mine.json()['id']}")
         assert (gone.status_code, replica_of(gone)) == (200, replica_of(mine))
+
+
+def test_a_fork_is_gone_on_with_where_its_origin_is(http):
+    """It is known by a name that its answer told, at the replica that has what it begins with."""
+    for number in range(4):
+        origin = http.post(CHAT, json=asked(f"I am number {number}, and have much to say."))
+        forked = http.post(f"/v1/sessions/{origin.json()['session_id']}/fork", json={"at": 2})
+        assert (forked.status_code, replica_of(forked)) == (201, replica_of(origin)), forked.text
+        for answer, name in ((origin, origin.json()["session_id"]), (forked, forked.json()["id"])):
+            state = {"session_state": answer.json()["session_state"]}
+            turn = http.post(CHAT, json=asked("More.", session_id=name, **state))
+            assert (turn.status_code, replica_of(turn)) == (200, replica_of(origin)), turn.text
+            assert turn.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        listed = http.get(f"/v1/sessions/{forked.json()['id']}").json()
+        assert listed["forked_from"] == {"id": origin.json()["session_id"], "at": 2}
+
+
+@pytest.mark.skipif(not has_events(), reason="needs zmq and msgspec")
+def test_each_replica_tells_at_a_port_of_its_own_which_blocks_it_stores(cluster, http):
+    import msgspec
+    import zmq
+
+    def told_by(socket: Any) -> list[list[int]]:
+        """Token ids of the blocks that have been told of since."""
+        batches = []
+        while socket.poll(0):
+            batches.append(msgspec.msgpack.decode(socket.recv_multipart()[-1]))
+        events = [event for batch in batches for event in batch[1]]
+        return [event["token_ids"] for event in events if event["type"] == "BlockStored"]
+
+    with zmq.Context() as context, contextlib.ExitStack() as stack:
+        sockets = {}
+        for name in cluster.names():  # As `replica-1-5fa2c4`.
+            sockets[name] = stack.enter_context(context.socket(zmq.SUB))
+            sockets[name].subscribe("")
+            sockets[name].connect(f"tcp://127.0.0.1:{cluster.events_port + int(name.split('-')[1])}")
+        assert len(sockets) == 2
+        missing = set(sockets)
+        for number in range(100):
+            messages = [sk.user(f"{number} is a day of which there is much to tell. " * 4)]
+            said = http.post(CHAT, json=asked("", messages=messages))
+            prompt = http.post(f"{CHAT}/render", json=asked("", messages=messages)).json()["token_ids"]
+            replica, found = replica_of(said), []
+
+            def is_told(replica: str = replica, found: list[list[int]] = found, prompt: list[int] = prompt) -> bool:
+                found += told_by(sockets[replica])
+                return any(prompt[: len(block)] == block for block in found)
+
+            with contextlib.suppress(AssertionError):  # What is told before a socket is connected is lost.
+                sk.wait_for(is_told, 10.0 if replica in missing else sk.DEADLINE_S, every_s=0.05)
+                missing.discard(replica)
+            if not missing:
+                break
+        assert not missing
+        others = [block for name, socket in sockets.items() if name != replica for block in told_by(socket)]
+        assert not any(prompt[: len(block)] == block for block in others), "no other one has it"
 
 
 def test_a_replica_that_is_killed_leaves_the_others_serving_and_its_sessions_come_back(cluster, http):
