@@ -155,6 +155,18 @@ class SharedSessions:
         with self._lock:
             self._claims[key] = held
 
+    def theirs(self, key: str) -> Manifest | None:
+        """The manifest of a session that another replica owns; None where none does. Waits; any thread may.
+
+        Raises:
+          ObjectsError: that is not known.
+        """
+        try:
+            manifest = self._kv.objects.run(ownership.look(self._kv.namespace, key))
+        except ManifestError:  # `claim` says so.
+            return None
+        return None if manifest is None or manifest.owner == self.replica else manifest
+
     def taken(self, key: str, known: Conversation | None) -> Conversation | None:
         """The conversation that a session which was claimed goes on with; None: with what is known of it here.
 

@@ -32,6 +32,7 @@ from ca_jax.server.service import Service
 from ca_jax.server.state import OpenRoute, TheService, TheTenant
 from ca_jax.server.tenants import Tenant
 from ca_jax.turns.conversations import Conversation, Message
+from ca_jax.turns.text import Texts
 
 ROUTES = fastapi.APIRouter(prefix="/v1/conversations", tags=["conversations"], route_class=OpenRoute)
 _MOST_WAITING = 256  # Items of a conversation that no turn has taken.
@@ -91,7 +92,8 @@ async def update_conversation(
 @ROUTES.delete("/{conversation_id}", responses=responses(401, 404, 408, 429, 503, content=OBJECT))
 async def delete_conversation(conversation_id: str, service: TheService, tenant: TheTenant) -> JSONResponse:
     """Forgets a conversation, its responses and its KV, in every tier. A turn of it that runs is cancelled."""
-    await service.ask(tenant, lambda engine: service.router.delete(tenant.domain, conversation_id))
+    texts = Texts()
+    await service.ask(tenant, lambda engine: service.router.delete(tenant.domain, conversation_id, texts))
     return JSONResponse({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
 
 
@@ -156,11 +158,12 @@ async def delete_item(conversation_id: str, item_id: str, service: TheService, t
 
 
 async def _look(service: Service, tenant: Tenant, name: str) -> Conversation:
-    return await service.ask(tenant, lambda engine: _found(service, tenant, name))
+    texts = Texts()
+    return await service.ask(tenant, lambda engine: _found(service, tenant, name, texts))
 
 
-def _found(service: Service, tenant: Tenant, name: str) -> Conversation:
-    conversation = service.router.look(tenant.domain, name)
+def _found(service: Service, tenant: Tenant, name: str, texts: Texts) -> Conversation:
+    conversation = service.router.look(tenant.domain, name, texts)
     if conversation is None:
         message = f"there must be a conversation of that id, got {name!r}"
         raise ApiError(404, message, param="conversation_id", code="conversation_not_found")
@@ -170,9 +173,11 @@ def _found(service: Service, tenant: Tenant, name: str) -> Conversation:
 async def _change(service: Service, tenant: Tenant, name: str, change: Callable[[Notes, Conversation], Notes]) -> Notes:
     """Changes what is kept with a conversation. Raises SessionBusyError while it answers."""
 
+    texts = Texts()
+
     def do(engine: Engine) -> Notes:
-        _found(service, tenant, name)
-        session = service.router.find(tenant.domain, name)
+        _found(service, tenant, name, texts)
+        session = service.router.owned(tenant.domain, name, texts)
         if session.is_busy:
             raise SessionBusyError(f"conversation {name!r} still answers; it must have ended")
         conversation = session.conversation

@@ -94,19 +94,21 @@ def _told(kept: dict[str, Any], messages: Sequence[Message]) -> dict[str, Any]:
     return {**kept, **instructions, "tools": tools_of(messages)}
 
 
-def look(router: Router, tenant: str, response: str, param: str | None = None) -> Place:
+def look(router: Router, tenant: str, response: str, texts: Texts, param: str | None = None) -> Place:
     """The place of a response.
 
     Args:
       tenant: whose request it is.
       response: the id.
+      texts: as of `Router.look`.
       param: the field of the request that has it.
 
     Raises:
       ApiError: no response has that id (404).
+      TextWork: as of `Router.look`.
     """
     key, name = key_and_name(response)
-    conversation = router.look(tenant, name) if name else None
+    conversation = router.look(tenant, name, texts) if name else None
     entries = [] if conversation is None else conversation.responses
     chain, entry = next(((chain, entry) for each, chain, entry in entries if each == key), ("", ""))
     num_messages = None if conversation is None or not entry else _num_messages(conversation, chain)
@@ -126,7 +128,7 @@ def find_behind(router: Router, tenant: str, response: str, asked: Asked, texts:
       ApiError: as of `look`.
       UnknownAdapterError: the conversation's adapter is not loaded.
     """
-    place, messages = look(router, tenant, response, "previous_response_id"), asked.messages
+    place, messages = look(router, tenant, response, texts, "previous_response_id"), asked.messages
     begins = (place.instructions, place.adapter or None, _beside(place.messages))
     is_same = begins == (asked.instructions, asked.adapter, _beside(messages))
     if is_same and all(message["role"] != "assistant" for message in messages):
@@ -143,7 +145,7 @@ def find_named(router: Router, tenant: str, name: str, asked: Asked, texts: Text
     Raises:
       InvalidRequestError: it has begun, with other instructions.
     """
-    conversation, begins = router.look(tenant, name), instructed(asked.instructions)
+    conversation, begins = router.look(tenant, name, texts), instructed(asked.instructions)
     if conversation is not None and conversation.messages:
         if begins and conversation.messages[:1] != begins:
             raise InvalidRequestError("instructions must be those that the conversation begins with, or left out")
@@ -169,15 +171,15 @@ def instructed(instructions: str | None) -> list[Message]:
     return [{"role": "system", "content": instructions}] if instructions is not None else []
 
 
-def delete(router: Router, engine: Engine, tenant: str, response: str) -> None:
+def delete(router: Router, engine: Engine, tenant: str, response: str, texts: Texts) -> None:
     """Forgets a response, with its turn's text and KV where nothing else stands on it.
 
     Raises:
       ApiError: as of `look`.
       SessionBusyError: its conversation answers.
     """
-    place = look(router, tenant, response)
-    session = router.find(tenant, place.name)
+    place = look(router, tenant, response, texts)
+    session = router.owned(tenant, place.name, texts)
     if session.is_busy:
         raise SessionBusyError(f"the conversation of response {response!r} still answers; it must have ended")
     takes_turn = session.conversation.reached != BY_NAME

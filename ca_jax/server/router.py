@@ -111,13 +111,7 @@ class Router:
           ObjectsError: another replica may have it, and that cannot be found out.
           TextWork: what has to be asked of others first is to be done elsewhere.
         """
-        is_known = self._claims(tenant, session_id, texts)
-        try:
-            session = self.find(tenant, session_id)
-        except UnknownSessionError as error:
-            if is_known:
-                raise
-            raise ObjectsError("the store of shared sessions must answer in time, and did not") from error
+        session = self.owned(tenant, session_id, texts)
         if session.adapter != adapter:
             held, asked = (each or "no adapter" for each in (session.adapter, adapter))
             raise InvalidRequestError(
@@ -254,18 +248,45 @@ class Router:
         self.use(session)
         return session
 
-    def delete(self, tenant: str, session_id: str) -> None:
-        """Forgets the conversation of a client's name and its KV; cancels a turn of it that runs. Raises as `find`."""
+    def owned(self, tenant: str, session_id: str, texts: Texts) -> Session:
+        """As `find`, whichever replica has it: from now on this one owns it.
+
+        Raises:
+          UnknownSessionError: as of `find`.
+          ObjectsError: another replica may have it, and that cannot be found out.
+          TextWork: what has to be asked of others first is to be done elsewhere.
+        """
+        is_known = self._claims(tenant, session_id, texts)
+        try:
+            return self.find(tenant, session_id)
+        except UnknownSessionError as error:
+            if is_known:
+                raise
+            raise ObjectsError("the store of shared sessions must answer in time, and did not") from error
+
+    def delete(self, tenant: str, session_id: str, texts: Texts) -> None:
+        """Forgets the conversation of a client's name and its KV; cancels a turn of it that runs. Raises as `owned`."""
         name = engine_name(tenant, session_id)
         try:
-            self.find(tenant, session_id).close()
+            self.owned(tenant, session_id, texts).close()
         except UnknownAdapterError:  # It cannot be opened now, and need not be.
             self._engine.stored.drop(name, tenant=tenant)
         self.forget(tenant, name)
 
-    def look(self, tenant: str, session_id: str) -> Conversation | None:
-        """The conversation of a client's name, open or not, to look at: it is not opened. None where `find` raises."""
+    def look(self, tenant: str, session_id: str, texts: Texts | None = None) -> Conversation | None:
+        """The conversation of a client's name, open or not, to look at: it is not opened. None where `find` raises.
+
+        Args:
+          texts: as of `by_id`: what another replica that owns it has published is shown; None: what is here.
+
+        Raises:
+          TextWork: as of `owned`.
+        """
         name = engine_name(tenant, session_id)
+        if texts is not None and self._engine.elsewhere is not None:
+            theirs = texts.get(_ELSEWHERE, _theirs, self._engine, name, tenant)
+            if theirs is not None:
+                return None if theirs.conversation is None else Conversation.from_bytes(theirs.conversation)
         opened = self._engine.opened(name, tenant=tenant)
         if opened is not None:
             return opened.conversation
@@ -396,6 +417,13 @@ def _claimed(engine: Engine, name: str, tenant: str) -> bool:
             engine.elsewhere.claim(name, tenant)
         return True
     return False
+
+
+def _theirs(engine: Engine, name: str, tenant: str) -> Manifest | None:
+    """What another replica that owns a session has published of it; None where none does, or nothing is known of it."""
+    with contextlib.suppress(ObjectsError):
+        return None if engine.elsewhere is None else engine.elsewhere.theirs(name, tenant)
+    return None
 
 
 def _published(engine: Engine, tenant: str, chain: str) -> Manifest | None:

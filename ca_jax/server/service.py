@@ -185,6 +185,8 @@ class Service:
     async def ask(self, tenant: Tenant, function: Callable[[Engine], T]) -> T:
         """What a function of the engine gives, for a request of a tenant that is no answer.
 
+        It is called again where it raises `TextWork`, once that is done.
+
         Raises:
           ApiError: as of `looking`.
           TimeoutError: the engine's thread did not come to it in time.
@@ -192,7 +194,11 @@ class Service:
         """
         with self.looking(tenant):
             async with self.deadline(None):
-                return await self.loop.call(function)
+                while True:
+                    try:
+                        return await self.loop.call(function)
+                    except TextWork as work:
+                        await self._work(work)
 
     def shared(self, what: Hashable, ask: Callable[[], Coroutine[Any, Any, T]], fresh_s: float) -> asyncio.Future[T]:
         """What is asked once for all who want the same meanwhile, and for so many seconds after it was asked."""
@@ -407,8 +413,8 @@ class Service:
             while feed is None:
                 try:
                     feed = await self.loop.submit(submit)
-                except TextWork as work:  # What it needs of texts first is made on a thread for that.
-                    await asyncio.get_running_loop().run_in_executor(self._text_threads, work.do)
+                except TextWork as work:
+                    await self._work(work)
         finally:
             self._num_coming -= num_jobs
         self._note(feed, num_choices)
@@ -416,6 +422,10 @@ class Service:
             yield feed
         finally:
             self.loop.cancel(feed)
+
+    async def _work(self, work: TextWork) -> None:
+        """Does on a thread for that what the engine needs first of texts, or of other machines."""
+        await asyncio.get_running_loop().run_in_executor(self._text_threads, work.do)
 
     def _note(self, feed: Feed, num_choices: int) -> None:
         """Notes the jobs of the request that is served, where somebody observes."""

@@ -23,6 +23,7 @@ from ca_jax.server.state import KeyedRoute, TheService, TheTenant, while_connect
 from ca_jax.server.tenants import Tenant
 from ca_jax.session import Session
 from ca_jax.turns.conversations import Conversation
+from ca_jax.turns.text import Texts
 
 ROUTES = fastapi.APIRouter(prefix="/v1", tags=["sessions"], route_class=KeyedRoute)
 _MOST_LISTED = 100
@@ -123,15 +124,18 @@ async def new_session(body: NewSession, service: TheService, tenant: TheTenant) 
 @ROUTES.get("/sessions/{session_id}", **_SPARSE, responses=responses(401, 404, 408, 429, 503))
 async def show_session(session_id: str, service: TheService, tenant: TheTenant) -> ShownSession:
     """One conversation: its messages, and where its KV is."""
-    return await service.ask(tenant, lambda engine: _shown(service, engine, tenant, session_id))
+    texts = Texts()
+    return await service.ask(tenant, lambda engine: _shown(service, engine, tenant, session_id, texts))
 
 
 @ROUTES.post("/sessions/{session_id}", **_SPARSE, responses=responses(400, 401, 403, 404, 408, 413, 429, 503))
 async def change_session(session_id: str, body: SessionChange, service: TheService, tenant: TheTenant) -> ShownSession:
     """Pins a conversation in the store, unpins it, or says how long it is kept."""
-    name = engine_name(tenant.domain, session_id)
+    name, texts = engine_name(tenant.domain, session_id), Texts()
 
     def change(engine: Engine) -> ShownSession:
+        if engine.elsewhere is not None:
+            service.router.owned(tenant.domain, session_id, texts)
         _shown(service, engine, tenant, session_id)
         if body.pinned and tenant.max_pinned is not None:
             pinned = engine.stored.pinned(tenant=tenant.domain)
@@ -156,8 +160,10 @@ async def change_session(session_id: str, body: SessionChange, service: TheServi
 async def fork_session(session_id: str, body: Fork, service: TheService, tenant: TheTenant) -> ShownSession:
     """Begins another conversation with the first messages of one, which stays as it is; their KV is shared."""
 
+    texts = Texts()
+
     def fork(engine: Engine) -> ShownSession:
-        session = service.router.find(tenant.domain, session_id)
+        session = service.router.owned(tenant.domain, session_id, texts)
         if session.is_busy:
             raise SessionBusyError(f"session {session_id!r} still answers; it must have ended before it is forked")
         forked = _forked(service, session, body.at)
@@ -173,8 +179,10 @@ async def fork_session(session_id: str, body: Fork, service: TheService, tenant:
 async def discard_tokens(session_id: str, body: Discard, service: TheService, tenant: TheTenant) -> ShownSession:
     """Forgets tokens of a conversation, from `start` to before `stop`; the others stay as they are."""
 
+    texts = Texts()
+
     def discard(engine: Engine) -> ShownSession:
-        session = service.router.find(tenant.domain, session_id)
+        session = service.router.owned(tenant.domain, session_id, texts)
         session.discard(range(body.start, min(body.stop, body.start + len(session.token_ids) + 1)))
         return _shown(service, engine, tenant, session_id)
 
@@ -184,7 +192,8 @@ async def discard_tokens(session_id: str, body: Discard, service: TheService, te
 @ROUTES.delete("/sessions/{session_id}", responses=responses(401, 404, 408, 429, 503, content=OBJECT))
 async def delete_session(session_id: str, service: TheService, tenant: TheTenant) -> JSONResponse:
     """Forgets a conversation and its KV, in every tier. A turn of it that runs is cancelled."""
-    await service.ask(tenant, lambda engine: service.router.delete(tenant.domain, session_id))
+    texts = Texts()
+    await service.ask(tenant, lambda engine: service.router.delete(tenant.domain, session_id, texts))
     return JSONResponse({"id": session_id, "object": "session.deleted", "deleted": True})
 
 
@@ -219,8 +228,10 @@ def _forked(service: Service, session: Session, at: int) -> Session:
     raise invalid("at", f"at must be {wanted}; got {at}")
 
 
-def _shown(service: Service, engine: Engine, tenant: Tenant, session_id: str) -> ShownSession:
-    conversation = service.router.look(tenant.domain, session_id)
+def _shown(
+    service: Service, engine: Engine, tenant: Tenant, session_id: str, texts: Texts | None = None
+) -> ShownSession:
+    conversation = service.router.look(tenant.domain, session_id, texts)
     if conversation is None:
         raise unknown_session(session_id)
     fields = _fields(engine, tenant, engine_name(tenant.domain, session_id), conversation)

@@ -190,6 +190,16 @@ class Elsewhere:
         with self._lock:
             self._sessions.lose(session.key)
 
+    def theirs(self, session_id: str, tenant: str = "") -> Manifest | None:
+        """What another replica that owns a conversation has published of it; None: this one owns it, or none does.
+
+        Waits as `claim` does, and claims nothing.
+
+        Raises:
+          ObjectsError: that cannot be found out.
+        """
+        return self._shared.theirs(self._kv.key(session_id, tenant))
+
     def look_up(self, tenant: str, chain: str) -> Manifest | None:
         """A tenant's conversation that stood, at the end of a turn, where a chain says; None: none is known.
 

@@ -78,7 +78,7 @@ class Client:
         self._expected = serial(self.day)
         self._states: list[str] = []  # Behind each turn.
         self._num_published = 0
-        self._ask("POST", "/v1/sessions", {"session_id": self.name}, wanted={201, 409})
+        self._ask("POST", "/v1/sessions", {"session_id": self.name}, wanted={201, 400})  # 400: it was begun.
 
     def talk(self, until: threading.Event) -> None:
         """Turn by turn."""
@@ -109,7 +109,7 @@ class Client:
         answer = self._ask("GET", f"/v1/sessions/{self.name}", wanted={200, 404})
         found = answer.json() if answer.status_code == 200 else {"messages": []}
         if answer.status_code == 404:
-            self._ask("POST", "/v1/sessions", {"session_id": self.name}, wanted={201, 409})
+            self._ask("POST", "/v1/sessions", {"session_id": self.name}, wanted={201, 400})  # 400: it was begun.
         said = [each["content"] for each in found["messages"]]
         num_turns = len(said) // 2
         assert said[1::2] == self._expected[:num_turns]
@@ -176,10 +176,10 @@ def test_conversations_go_on_wherever_in_a_turn_their_owner_is_killed(
         def wait_for(holds, deadline_s: float) -> bool:
             """Whether it came about; what went wrong meanwhile is raised."""
             give_up_s = time.monotonic() + deadline_s
-            while not holds() and time.monotonic() < give_up_s:
+            while not (came := holds()) and time.monotonic() < give_up_s:
                 for each in concurrent.futures.wait(talking, timeout=0.02).done:
                     each.result()
-            return holds()
+            return came
 
         try:
             for number in range(num_kills):

@@ -68,6 +68,44 @@ def test_a_client_goes_on_by_name_at_the_other_server(servers) -> None:
     assert one.engine.metrics.takeovers + other.engine.metrics.takeovers == 2
 
 
+def test_what_is_shown_of_a_conversation_is_what_its_owner_published(servers) -> None:
+    one, other = servers
+    one.http().post("/v1/sessions", json={"session_id": "trip"})
+    first = ask(one, [user(TEXTS[0])], session_id="trip")
+    second = ask(other, [user(TEXTS[1])], session_id="trip", session_state=first.session_state)
+    shown = one.http().get("/v1/sessions/trip").json()
+    assert [each["content"] for each in shown["messages"][1::2]] == [text_of(first), text_of(second)]
+    assert shown["session_state"] == second.session_state
+    assert one.engine.metrics.takeovers == 0, "it stays where it is"
+
+
+@pytest.mark.parametrize("change", ["fork", "discard", "pin", "delete"])
+def test_a_conversation_is_changed_at_a_server_that_has_an_older_state_of_it(servers, change) -> None:
+    one, other = servers
+    one.http().post("/v1/sessions", json={"session_id": "trip"})
+    first = ask(one, [user(TEXTS[0])], session_id="trip")
+    second = ask(other, [user(TEXTS[1])], session_id="trip", session_state=first.session_state)
+    said, http = [text_of(first), text_of(second)], one.http()
+    if change == "delete":
+        assert http.delete("/v1/sessions/trip").status_code == 200
+        for server in servers:
+            wait_for(lambda server=server: server.http().get("/v1/sessions/trip").status_code == 404, 10.0)
+        return
+    asked = {
+        "fork": ("/v1/sessions/trip/fork", {"at": 4}),
+        "discard": ("/v1/sessions/trip/discard", {"start": 0, "stop": 8}),
+        "pin": ("/v1/sessions/trip", {"pinned": False}),
+    }
+    path, body = asked[change]
+    answer = http.post(path, json=body)
+    assert answer.status_code in (200, 201), answer.text
+    assert [each["content"] for each in answer.json()["messages"] if each["role"] == "assistant"][-1] == said[-1]
+    assert len(answer.json()["messages"]) == 4
+    if change == "fork":
+        third = ask(one, [user(TEXTS[2])], session_id=answer.json()["id"])
+        assert text_of(third) == serial(3)[2]
+
+
 def test_a_client_that_knows_an_older_state_is_told(servers) -> None:
     one, other = servers
     one.http().post("/v1/sessions", json={"session_id": "trip"})

@@ -92,6 +92,12 @@ def claim(namespace: str, key: str, owner: str) -> Steps[Held]:
     raise ObjectsError(f"{name} must be claimed within {_TRIES} writes, and others wrote it each time")
 
 
+def look(namespace: str, key: str) -> Steps[Manifest | None]:
+    """What is published of a session; None: nothing. Raises as `claim`."""
+    found: Found = yield Read(manifest_name(namespace, key))
+    return _manifest(found, namespace, key)
+
+
 def begin(namespace: str, key: str, owner: str) -> Steps[Held]:
     """What a replica holds of a session that was begun there.
 
