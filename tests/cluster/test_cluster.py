@@ -214,7 +214,6 @@ def test_a_fork_is_gone_on_with_where_its_origin_is(http):
             state = {"session_state": answer.json()["session_state"]}
             turn = http.post(CHAT, json=asked("More.", session_id=name, **state))
             assert (turn.status_code, replica_of(turn)) == (200, replica_of(origin)), turn.text
-            assert turn.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
         listed = http.get(f"/v1/sessions/{forked.json()['id']}").json()
         assert listed["forked_from"] == {"id": origin.json()["session_id"], "at": 2}
 
