@@ -156,11 +156,7 @@ class SharedSessions:
             self._claims[key] = held
 
     def theirs(self, key: str) -> Manifest | None:
-        """The manifest of a session that another replica owns; None where none does. Waits; any thread may.
-
-        Raises:
-          ObjectsError: that is not known.
-        """
+        """The manifest of a session that another replica owns; None where none does. Waits and raises as `claim`."""
         try:
             manifest = self._kv.objects.run(ownership.look(self._kv.namespace, key))
         except ManifestError:  # `claim` says so.
