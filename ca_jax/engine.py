@@ -328,12 +328,12 @@ class Engine:
         """Drops tokens of a conversation and their KV, bool `[T]`; for `Session.discard`."""
         with self._open_now():
             self._truncator.cut(session, discarded, by_hand=True)
-            self._kv.conversations.note(session.key, session)
+            self._kv.note(session)
 
     @property
     def stored(self) -> StoredSessions:
         """What the store keeps: to list, pin, drop, and to say how long it lives."""
-        return StoredSessions(self._kv, self._lock)
+        return StoredSessions(self._kv, self._sessions, self._lock)
 
     # Adapters.
 

@@ -176,7 +176,7 @@ def wait_until_idle(server: Running) -> None:
     server.service.loop.tell(lambda engine: obeyed.set())
     assert obeyed.wait(DEADLINE_S)
     service = server.service
-    wait_for(lambda: service.answers.total() == service.loop.num_jobs == 0)
+    wait_for(lambda: service.admission.answers.total() == service.loop.num_jobs == 0)
 
 
 async def wait_until(holds: Callable[[], bool]) -> None:

@@ -82,8 +82,6 @@ class Source:
     """KV in DRAM that is to be published. The engine's thread lets go of the ticket as soon as it `is_copied`."""
 
     ticket: LoadTicket
-    token_ids: np.ndarray
-    """int32 `[T]`, of the tokens that the ticket has."""
     is_copied: threading.Event = dataclasses.field(default_factory=threading.Event)
 
 
@@ -146,6 +144,7 @@ class SharedKV:
         key: str,
         held: Held | None,
         state: dict[str, Any],
+        token_ids: np.ndarray,
         source: Source | None,
         damaged: Collection[str],
         wake: Callable[[], None],
@@ -155,7 +154,8 @@ class SharedKV:
         Args:
           held: None: it was begun here and never published.
           state: fields of the manifest, but for its parts.
-          source: its KV; None: there is none.
+          token_ids: int32 `[T]`, of the tokens that its KV is kept of.
+          source: KV of the first of them; None: there is none here. What is named and not here stays named.
           damaged: names of objects that must be written anew.
           wake: called when the source is copied.
 
@@ -167,8 +167,16 @@ class SharedKV:
             held = self.objects.run(ownership.begin(self.namespace, key, self.replica))
         named: list[PartRef] = []
         is_whole, num_bytes = True, 0
-        if source is not None:
-            divided = self._divided(key, held, state, source, damaged)
+        known = self._known(held, state, source, damaged)
+        hashes = parts.TokenHashes(token_ids)
+        is_same = lambda part: part.stop <= len(token_ids) and part.tokens == hashes.upto(part.stop)  # noqa: E731
+        fitting = list(itertools.takewhile(is_same, known))
+        if source is None or (fitting and fitting[-1].stop > source.ticket.num_tokens):
+            named = fitting
+            if held.manifest is not None and fitting:
+                state = state | {"num_plain": held.manifest.num_plain}
+        else:
+            divided = self._divided(key, held, state, token_ids, source, known)
             copied, is_whole = self._copied(source, divided)
             source.is_copied.set()
             wake()
@@ -273,23 +281,38 @@ class SharedKV:
             found.append(part)
         return found
 
-    def _divided(
-        self, key: str, held: Held, state: dict[str, Any], source: Source, damaged: Collection[str]
-    ) -> list[PartRef | parts.Wanted]:
+    def _known(
+        self, held: Held, state: dict[str, Any], source: Source | None, damaged: Collection[str]
+    ) -> Sequence[PartRef]:
+        """What a manifest names that is KV of the state that is to be published, as far as its tokens are the same."""
         before = held.manifest
-        known: Sequence[PartRef] = ()
-        if before is not None and before.lineage == state["lineage"] and self._is_current(held):
-            num_same = source.ticket.num_plain if before.is_to_repair else before.num_tokens
-            known = [part for part in before.parts if part.name not in damaged and part.stop <= num_same]
+        if before is None or before.lineage != state["lineage"] or not self._is_current(held):
+            return ()
+        num_same = before.num_tokens
+        if before.is_to_repair and source is not None:
+            num_same = source.ticket.num_plain
+        elif before.is_to_repair and not state["is_to_repair"]:
+            num_same = before.num_plain or 0
+        return [part for part in before.parts if part.name not in damaged and part.stop <= num_same]
+
+    def _divided(
+        self,
+        key: str,
+        held: Held,
+        state: dict[str, Any],
+        token_ids: np.ndarray,
+        source: Source,
+        known: Sequence[PartRef],
+    ) -> list[PartRef | parts.Wanted]:
         return parts.divide(
-            source.token_ids[: source.ticket.num_tokens],
+            token_ids[: source.ticket.num_tokens],
             source.ticket.num_plain,
             self.layout,
             known,
             namespace=self.namespace,
             tenant=state["tenant"],
             key=key,
-            mark=f"{1 if before is None else before.epoch}-{uuid.uuid4().hex}",
+            mark=f"{1 if held.manifest is None else held.manifest.epoch}-{uuid.uuid4().hex}",
         )
 
     def _is_current(self, held: Held) -> bool:

@@ -252,6 +252,16 @@ class SessionKV:
         if self._window is not None:
             self._to_slide[session.key] = session
 
+    def note(self, session: Session) -> None:
+        """Has a conversation known as it is now, after a restart and to replicas; its KV was changed with it."""
+        self.conversations.note(session.key, session)
+        self.describe(session)
+
+    def describe(self, session: Session) -> None:
+        """Has replicas know what is said of a conversation, as it is now: its text, how long it is kept."""
+        if self.shared is not None and session.is_kept:
+            self.shared.changed(session, is_told_anew=True)
+
     # What is stored.
 
     def truncate(self, session: Session, num_tokens: int, left: Conversation | None = None) -> None:

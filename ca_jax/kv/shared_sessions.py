@@ -81,6 +81,7 @@ class _Shared:
     session: Session | None = None  # Open here, with a turn that may not be published.
     held: Held | None = None
     published: Conversation | None = None  # The state that the manifest has, with all KV that is here.
+    is_told_anew: bool = False  # The same state is to be published again: something else is said of it.
     to_restore: Manifest | None = None
     publishing: _Publishing | None = None
     restoring: _Restoring | None = None
@@ -174,6 +175,7 @@ class SharedSessions:
         shared = self._shared[key] if held is not None else None
         if held is None or shared is None or (not held.is_taken and shared.held is not None):
             return None
+        before = None if shared.held is None else shared.held.manifest
         shared.held, manifest = held, held.manifest
         if manifest is None or manifest.conversation is None:
             return None
@@ -184,8 +186,11 @@ class SharedSessions:
             self._metrics.failed_restores += 1
             return None
         if known is not None:
-            is_ours = manifest.chain in (known.chain, *(chain for chain, _ in known.states))
-            if is_ours if held.is_taken else known.generation >= theirs.generation:
+            if held.is_taken:
+                is_ours = before is not None and before.conversation == manifest.conversation
+            else:
+                is_ours = known.generation >= theirs.generation
+            if is_ours or known == theirs:
                 return None  # What was published is here, and perhaps more.
             if known.kv_lineage or theirs.kv_lineage:  # KV of one mark may have seen other tokens than that of another.
                 self._store.drop(key)
@@ -223,9 +228,10 @@ class SharedSessions:
 
     # Publishing.
 
-    def changed(self, session: Session) -> None:
-        """A session's turn has ended, or tokens have left it."""
+    def changed(self, session: Session, *, is_told_anew: bool = False) -> None:
+        """A session's turn has ended, or tokens have left it, or (`is_told_anew`) something else is said of it."""
         shared = self._shared[session.key]
+        shared.is_told_anew |= is_told_anew
         shared.session, shared.changed_s, shared.is_closed = session, self._clock(), False
         self._unpublished.pop(session.key, None)
         self._unpublished[session.key] = None
@@ -362,11 +368,12 @@ class SharedSessions:
             return
         del self._unpublished[key]
         conversation = session.conversation
-        if shared.published is conversation:
+        if shared.published is conversation and not shared.is_told_anew:
             return
+        shared.published, shared.is_told_anew = None, False
         token_ids = session.packed_ids[conversation.num_slid :]
         ticket = self._store.hold(key, token_ids, num_dropped=conversation.kv_lineage) if len(token_ids) else None
-        source = None if ticket is None else Source(ticket, token_ids)
+        source = None if ticket is None else Source(ticket)
         info = next((each for each in self._store.of_name(session.session_id) if each.key == key), None)
         state = {
             "tenant": session.tenant,
@@ -382,7 +389,7 @@ class SharedSessions:
             "pinned": info is not None and info.pinned,
         }
         damaged = frozenset(shared.damaged)
-        done = self._submit(self._kv.publish, key, shared.held, state, source, damaged, self._wake)
+        done = self._submit(self._kv.publish, key, shared.held, state, token_ids, source, damaged, self._wake)
         shared.publishing = _Publishing(conversation, source, done)
         self._moving[key] = None
 

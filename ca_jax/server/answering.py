@@ -62,7 +62,7 @@ class Answering:
         return feed, deadline.when()
 
     def _admitted(self) -> contextlib.AbstractContextManager[None]:
-        return self.service.admitted(self.tenant, self.num_answers, self.priority)
+        return self.service.admission.answering(self.tenant, self.num_answers, self.priority)
 
     async def _ended(self, tell: Callable[[Feed, Sequence[Part]], dict[str, Any]]) -> dict[str, Any]:
         try:

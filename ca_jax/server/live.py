@@ -371,7 +371,7 @@ async def live(
 ) -> Response:
     """The same as server-sent events, whenever something has changed."""
     async with contextlib.AsyncExitStack() as stack:
-        stack.enter_context(service.looking(tenant, is_stream=True))
+        stack.enter_context(service.admission.looking(tenant, is_stream=True))
         read = functools.partial(_read, service, tenant, session_id)
         first = await read()  # So that what is wrong is a status.
         return EventStream(_events(state_of(request), read, interval_s, first), stack.pop_all(), None)

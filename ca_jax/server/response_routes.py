@@ -153,7 +153,7 @@ async def _look(service: Service, tenant: Tenant, response_id: str) -> places.Pl
 async def _streamed(service: Service, tenant: Tenant, events: AsyncIterator[_Body]) -> Response:
     """Events for a client that reads along, counted with what it looks at."""
     async with contextlib.AsyncExitStack() as stack:
-        stack.enter_context(service.looking(tenant, is_stream=True))
+        stack.enter_context(service.admission.looking(tenant, is_stream=True))
         until_s = service.deadline(None).when()
         return EventStream(_written(events), stack.pop_all(), until_s)
 

@@ -262,7 +262,7 @@ class Router:
         except UnknownSessionError as error:
             if is_known:
                 raise
-            raise ObjectsError("the store of shared sessions must answer in time, and did not") from error
+            raise _no_answer() from error
 
     def delete(self, tenant: str, session_id: str, texts: Texts) -> None:
         """Forgets the conversation of a client's name and its KV; cancels a turn of it that runs. Raises as `owned`."""
@@ -280,18 +280,20 @@ class Router:
           texts: as of `by_id`: what another replica that owns it has published is shown; None: what is here.
 
         Raises:
-          TextWork: as of `owned`.
+          TextWork: as of `owned`; so is ObjectsError, where nothing is here.
         """
-        name = engine_name(tenant, session_id)
+        name, is_known = engine_name(tenant, session_id), True
         if texts is not None and self._engine.elsewhere is not None:
-            theirs = texts.get(_ELSEWHERE, _theirs, self._engine, name, tenant)
+            is_known, theirs = texts.get(_ELSEWHERE, _theirs, self._engine, name, tenant)
             if theirs is not None:
                 return None if theirs.conversation is None else Conversation.from_bytes(theirs.conversation)
         opened = self._engine.opened(name, tenant=tenant)
         if opened is not None:
             return opened.conversation
         with contextlib.suppress(TenantError):
-            return self._engine.stored.conversation(name, tenant=tenant)
+            if (kept := self._engine.stored.conversation(name, tenant=tenant)) is not None or is_known:
+                return kept
+            raise _no_answer()
         return None
 
     def let_go(self, sessions: Sequence[Session]) -> None:
@@ -419,11 +421,15 @@ def _claimed(engine: Engine, name: str, tenant: str) -> bool:
     return False
 
 
-def _theirs(engine: Engine, name: str, tenant: str) -> Manifest | None:
-    """What another replica that owns a session has published of it; None where none does, or nothing is known of it."""
+def _theirs(engine: Engine, name: str, tenant: str) -> tuple[bool, Manifest | None]:
+    """Whether it is known what another replica that owns a session has published of it, and that; None: none does."""
     with contextlib.suppress(ObjectsError):
-        return None if engine.elsewhere is None else engine.elsewhere.theirs(name, tenant)
-    return None
+        return True, None if engine.elsewhere is None else engine.elsewhere.theirs(name, tenant)
+    return False, None
+
+
+def _no_answer() -> ObjectsError:
+    return ObjectsError("the store of shared sessions must answer in time, and did not")
 
 
 def _published(engine: Engine, tenant: str, chain: str) -> Manifest | None:

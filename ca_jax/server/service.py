@@ -1,17 +1,15 @@
-"""Turns requests into jobs: admission, the conversations they go on with, deadlines, and their answers.
+"""Turns requests into jobs: the conversations they go on with, deadlines, and their answers.
 
-Not here: HTTP (`app`, the routes), bodies (`bodies`), the engine's thread (`engine_loop`).
+Not here: who is let in (`admission`), HTTP (`app`, the routes), bodies (`bodies`), the engine's thread (`engine_loop`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import collections
 import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import heapq
 import itertools
 import math
 import time
@@ -21,6 +19,7 @@ from typing import Any, Literal, TypeVar
 
 from ca_jax.engine import Engine
 from ca_jax.models.adapters import read_adapter
+from ca_jax.server.admission import Admission
 from ca_jax.server.background import Background
 from ca_jax.server.bodies import ChatRequest, CompletionRequest
 from ca_jax.server.config import ServerConfig
@@ -38,8 +37,6 @@ from ca_jax.turns.requests import FinishReason
 from ca_jax.turns.text import Texts, TextWork, num_chars
 
 _TEXT_THREADS = 2  # They render and tokenise; what of that holds the interpreter's lock takes from the engine's.
-_KEPT_TIMES = 64  # Of the latest answers: how long others will have to wait is told by them.
-_LATE_S = 1.0  # How much later than it was told a client may come and find the place that is kept for it.
 _READING_S = 0.25  # How long metrics wait for the engine's thread; then they are what it said before.
 _COMPLETION_TOKENS = 16  # Of a plain completion, where a request does not say.
 T = TypeVar("T")
@@ -78,19 +75,13 @@ class Service:
         """Which conversation a request goes on with; for the engine's thread alone."""
         self.loop = EngineLoop(engine, on_ended=self._ended)
         """The way to the engine."""
+        self.admission = Admission(config, engine.config.max_batch_size, lambda: self.loop.num_jobs)
+        """Who is let in."""
         self.background = Background()
         """Responses that are generated while nobody waits for them."""
-        self._slots = engine.config.max_batch_size
         self._most_tokens = max(engine.window // 2, 1)  # Of an answer, where a request does not say.
-        self.answers: collections.Counter[str] = collections.Counter()
-        """Of each tenant, answers that are asked for."""
-        self._looking: collections.Counter[tuple[str, bool]] = collections.Counter()
         self._shared: dict[Hashable, tuple[float, asyncio.Future[Any]]] = {}
-        self._num_coming = 0  # Jobs that were let in and that the engine's thread has not queued yet.
         self._text_threads = concurrent.futures.ThreadPoolExecutor(_TEXT_THREADS, "ca_jax-texts")
-        self._told: list[float] = []  # When the clients that were told to come again will: a heap.
-        self._seconds: collections.deque[float] = collections.deque(maxlen=_KEPT_TIMES)  # In a slot, by answer.
-        self._ended_s = 0.0  # When the last one ended, or the first of those began that are there.
 
     async def begin(self) -> None:
         """Learns where the conversations stand that were stored before; then requests may come."""
@@ -124,11 +115,11 @@ class Service:
         """Loads an adapter. Its files are read on a thread for texts, and the engine takes it between two steps.
 
         Raises:
-          ApiError: as of `looking`.
+          ApiError: as of `Admission.looking`.
           TimeoutError: it took too long.
           CaJaxError: as of `Engine.load_adapter`.
         """
-        with self.looking(tenant):
+        with self.admission.looking(tenant):
             async with self.deadline(None):
                 read = functools.partial(read_adapter, path, name, self.model.config)
                 adapter = await asyncio.get_running_loop().run_in_executor(self._text_threads, read)
@@ -149,50 +140,17 @@ class Service:
 
         await self.ask(tenant, unload)
 
-    @contextlib.contextmanager
-    def admitted(self, tenant: Tenant, num_answers: int, priority: int | None = None) -> Iterator[None]:
-        """Admits a request for as long as it is served, and counts each of its answers.
-
-        Raises:
-          ApiError: it asks for more than it ever may have (400, 403), or its tenant has too many now (429, with a time
-            to come again).
-        """
-        most = min(self.config.max_choices, tenant.max_requests or self.config.max_choices)
-        if num_answers > most:
-            raise invalid("n", f"the answers of one request must be at most {most}, got {num_answers}")
-        if priority is not None and priority < tenant.best_priority:
-            message = f"priority must be at least {tenant.best_priority} for this key's tenant, got {priority}"
-            raise ApiError(403, message, param="priority", code="priority_not_allowed")
-        if tenant.max_requests is not None and self.answers[tenant.name] + num_answers > tenant.max_requests:
-            why = f"this key's tenant may have {tenant.max_requests} answers at a time"
-            raise self._busy(why, max(self._num_there, self._slots))
-        with _counted(self.answers, tenant.name, num_answers):
-            yield
-
-    @contextlib.contextmanager
-    def looking(self, tenant: Tenant, *, is_stream: bool = False) -> Iterator[None]:
-        """Admits a request that asks the engine for something else than answers, for as long as it does.
-
-        Raises:
-          ApiError: its tenant has too many (429).
-        """
-        if self._looking[tenant.name, is_stream] >= self.config.max_lookups:
-            message = f"{self.config.max_lookups} such requests are being served already, and no more may"
-            raise ApiError(429, f"the server is busy: {message}", code="rate_limit_exceeded", retry_after_s=1)
-        with _counted(self._looking, (tenant.name, is_stream), 1):
-            yield
-
     async def ask(self, tenant: Tenant, function: Callable[[Engine], T]) -> T:
         """What a function of the engine gives, for a request of a tenant that is no answer.
 
         It is called again where it raises `TextWork`, once that is done.
 
         Raises:
-          ApiError: as of `looking`.
+          ApiError: as of `Admission.looking`.
           TimeoutError: the engine's thread did not come to it in time.
           Exception: whatever the function raises.
         """
-        with self.looking(tenant):
+        with self.admission.looking(tenant):
             async with self.deadline(None):
                 while True:
                     try:
@@ -297,7 +255,7 @@ class Service:
         """The token ids of a request's prompts, as if nothing were stored: a chat has one. Nothing is answered.
 
         Raises:
-          ApiError: as of `looking`; or the request names a session, whose tokens it does not tell.
+          ApiError: as of `Admission.looking`; or the request names a session, whose tokens it does not tell.
           TimeoutError: it took too long.
           CaJaxError: the prompts cannot be served.
         """
@@ -313,7 +271,7 @@ class Service:
         self, tenant: Tenant, make: Sequence[Callable[[], T]], timeout_s: float | None = None
     ) -> list[T]:
         """What functions give that work on text, on a thread for that; raises what they do, and as `render`."""
-        with self.looking(tenant):
+        with self.admission.looking(tenant):
             async with self.deadline(timeout_s):
                 loop = asyncio.get_running_loop()
                 return [await loop.run_in_executor(self._text_threads, each) for each in make]
@@ -386,9 +344,7 @@ class Service:
         """
         if job.chunk is not None:
             return None
-        if job.started_s and job.finished_s:
-            self._seconds.append(job.finished_s - job.started_s)
-            self._ended_s = time.monotonic()
+        self.admission.ended(job)
         self.metrics.add(job)
         self.history.add(job)
         return self.router.ended(job)
@@ -407,16 +363,13 @@ class Service:
         Raises:
           ApiError: too many wait (429, with a time to come again).
         """
-        self._make_wait(num_jobs)
-        feed, self._num_coming = None, self._num_coming + num_jobs
-        try:
+        feed = None
+        with self.admission.coming(num_jobs):
             while feed is None:
                 try:
                     feed = await self.loop.submit(submit)
                 except TextWork as work:
                     await self._work(work)
-        finally:
-            self._num_coming -= num_jobs
         self._note(feed, num_choices)
         try:
             yield feed
@@ -451,56 +404,3 @@ class Service:
         if len(chunks) > self.config.max_chunks:
             raise invalid(param, f"{param} must be at most {self.config.max_chunks} chunks, got {len(chunks)}")
         return len(chunks)
-
-    def _make_wait(self, num_jobs: int) -> None:
-        """Refuses jobs that the queue has no place for.
-
-        A place is kept for each client that was told to come again: clients that have just been answered would
-        otherwise take every place, being there first.
-
-        Raises:
-          ApiError: there is none (429, with a time to come again).
-        """
-        now_s = asyncio.get_running_loop().time()
-        while self._told and self._told[0] + _LATE_S < now_s:
-            heapq.heappop(self._told)  # It has not come.
-        comes_again = bool(self._told) and self._told[0] <= now_s
-        if comes_again:
-            heapq.heappop(self._told)
-        num_there, most = self._num_there, self.config.max_queue
-        if not num_there:
-            self._told.clear()  # Every client finds a place now.
-            self._ended_s = time.monotonic()
-            return
-        num_kept = 0 if comes_again or num_there < self._slots else len(self._told)
-        if num_there - self._slots + num_jobs + num_kept <= most:
-            return
-        num_waiting = max(num_there - self._slots, 0)
-        num_before = num_waiting + num_jobs + num_kept - most
-        error = self._busy(f"{num_waiting} turns wait already, and {most} may", num_before)
-        heapq.heappush(self._told, now_s + (error.retry_after_s or 0))
-        raise error
-
-    @property
-    def _num_there(self) -> int:
-        return self.loop.num_jobs + self._num_coming
-
-    def _busy(self, why: str, num_before: int) -> ApiError:
-        """The error that says how long to wait: until so many answers have ended, by the latest ones' time in a slot.
-
-        If none has ended for longer than that (a step compiles, say), as long again.
-        """
-        typical_s = sorted(self._seconds)[len(self._seconds) // 2] if self._seconds else 1.0
-        wait_s = max(typical_s * num_before / self._slots, time.monotonic() - self._ended_s)
-        seconds = max(1, min(math.ceil(wait_s), 60))
-        return ApiError(429, f"the server is busy: {why}", code="rate_limit_exceeded", retry_after_s=seconds)
-
-
-@contextlib.contextmanager
-def _counted(counts: collections.Counter[T], key: T, number: int) -> Iterator[None]:
-    """Counts so many more for as long as the block lasts."""
-    counts[key] += number
-    try:
-        yield
-    finally:
-        counts[key] -= number

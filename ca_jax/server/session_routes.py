@@ -202,7 +202,7 @@ async def precompute_chunks(
     body: NewChunks, request: fastapi.Request, service: TheService, tenant: TheTenant
 ) -> JSONResponse:
     """Computes and stores the KV of text chunks, each alone, for `context` of chats to come."""
-    with service.admitted(tenant, 1):
+    with service.admission.answering(tenant, 1):
         async with service.deadline(body.timeout_s):
             num_computed = await while_connected(request, service.precompute(tenant, body.chunks, body.tier))
     return JSONResponse({"object": "chunks", "num_chunks": len(body.chunks), "num_computed": num_computed})

@@ -145,7 +145,7 @@ class OpenSessions:
         self._kv.truncate(session, num_tokens, left)
         if left is not None:
             session.resume(left)
-        self._kv.conversations.note(session.key, session)  # SSD may have forgotten it with its KV.
+        self._kv.note(session)  # SSD may have forgotten it with its KV.
 
     def lose(self, key: str) -> None:
         """Ends a conversation here, and drops what is here of it: it is another replica's, or may be."""

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from ca_jax.errors import SessionBusyError, TenantError, UnknownSessionError
 from ca_jax.kv.session_kv import QueuedKV, SessionKV
-from ca_jax.session import Job
+from ca_jax.session import Job, Session
 from ca_jax.storage.catalog.notes import Noted
 from ca_jax.storage.records import BlockTiers, EntryInfo, LookAheadWindows, Owner
 from ca_jax.turns.conversations import Conversation
@@ -20,9 +20,8 @@ from ca_jax.turns.conversations import Conversation
 class StoredSessions:
     """Shows, pins and drops stored sessions. Any thread may call."""
 
-    def __init__(self, kv: SessionKV, lock: threading.RLock) -> None:
-        self._kv = kv
-        self._lock = lock
+    def __init__(self, kv: SessionKV, opened: Iterable[Session], lock: threading.RLock) -> None:
+        self._kv, self._opened, self._lock = kv, opened, lock
 
     def list(self, *, tenant: str | None = None) -> tuple[EntryInfo, ...]:
         """Sessions that are stored, in DRAM or on SSD, of one tenant or of all."""
@@ -116,13 +115,11 @@ class StoredSessions:
           UnknownSessionError: nothing is stored under that name.
           TenantError: it is another tenant's.
         """
-        with self._lock:
-            self._kv.store.set_pinned(self._key(session_id, tenant), True)
+        self._set_pinned(session_id, tenant, True)
 
     def unpin(self, session_id: str, *, tenant: str = "") -> None:
         """Lets a session go like others again; otherwise as `pin`."""
-        with self._lock:
-            self._kv.store.set_pinned(self._key(session_id, tenant), False)
+        self._set_pinned(session_id, tenant, False)
 
     def set_ttl(self, session_id: str, ttl_s: float | None, *, tenant: str = "") -> None:
         """Says how long a session is kept after its last use, seconds; None: while there is room.
@@ -135,6 +132,7 @@ class StoredSessions:
             key = self._key(session_id, tenant)
             self._kv.store.set_ttl(key, ttl_s)
             self._kv.conversations.set_ttl(key, ttl_s)
+            self._describe(key)
 
     def drop(self, session_id: str, *, tenant: str = "") -> None:
         """Forgets what is stored of a session. A conversation that is open goes on, and prefills everything.
@@ -150,6 +148,18 @@ class StoredSessions:
                     f"session {session_id!r} still answers; it must be idle for its KV to be dropped"
                 )
             self._kv.forget(key)
+
+    def _set_pinned(self, session_id: str, tenant: str, pinned: bool) -> None:
+        with self._lock:
+            key = self._key(session_id, tenant)
+            self._kv.store.set_pinned(key, pinned)
+            self._describe(key)
+
+    def _describe(self, key: str) -> None:
+        """Has replicas know how long a conversation is kept, if it is open."""
+        for session in self._opened:
+            if session.key == key:
+                self._kv.describe(session)
 
     def _owned(self) -> Iterator[tuple[str, Owner | Noted]]:
         """Key and owner of what outlives the process, the latest first; chunks among them."""

@@ -201,7 +201,7 @@ def test_a_full_queue_and_a_deadline_are_told_as_openais_client_understands(serv
     ):
         with held(server.service.loop):
             waiting = [pool.submit(chat, client, [user(f"long {i}")], 60) for i in range(3)]
-            sk.wait_for(lambda: server.service._num_there == 3)
+            sk.wait_for(lambda: server.service.admission._num_there == 3)
             for stream in (False, True):
                 with pytest.raises(openai.RateLimitError, match="2 turns wait already, and 2 may") as told:
                     chat(client, [user("one more")], stream=stream)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,16 +94,101 @@ def test_a_conversation_is_changed_at_a_server_that_has_an_older_state_of_it(ser
     asked = {
         "fork": ("/v1/sessions/trip/fork", {"at": 4}),
         "discard": ("/v1/sessions/trip/discard", {"start": 0, "stop": 8}),
-        "pin": ("/v1/sessions/trip", {"pinned": False}),
+        "pin": ("/v1/sessions/trip", {"pinned": True, "ttl_s": 60.0}),
     }
     path, body = asked[change]
-    answer = http.post(path, json=body)
+    answer = published(one, lambda: http.post(path, json=body))
     assert answer.status_code in (200, 201), answer.text
     assert [each["content"] for each in answer.json()["messages"] if each["role"] == "assistant"][-1] == said[-1]
     assert len(answer.json()["messages"]) == 4
-    if change == "fork":
-        third = ask(one, [user(TEXTS[2])], session_id=answer.json()["id"])
+    name, state = answer.json()["id"], answer.json()["session_state"]
+    theirs = other.engine.elsewhere.theirs(name)
+    assert (theirs.pinned, theirs.ttl_s) == ((True, 60.0) if change == "pin" else (False, None))
+    seen = other.http().get(f"/v1/sessions/{name}").json()
+    assert (seen["messages"], seen["session_state"]) == (answer.json()["messages"], state)
+    third = ask(one, [user(TEXTS[2])], session_id=name, session_state=state)
+    if change == "pin":
+        assert third.usage.ca_jax["cached_tokens"] == {"objects": second.usage.total_tokens - 1}, "it stays named"
+    if change != "discard":
         assert text_of(third) == serial(3)[2]
+
+
+def published(server: Running, ask: Callable[[], Any]) -> Any:
+    """What a request gives, once what it has changed is published."""
+    before = server.engine.metrics.publishes
+    answer = ask()
+    wait_for(lambda: server.engine.metrics.publishes > before, 10.0)
+    return answer
+
+
+def respond(server: Running, text: str, **more: Any) -> Any:
+    """A response, once it is published."""
+    create = server.client(max_retries=0).responses.create
+    asked = {"model": MODEL, "max_output_tokens": 12, "temperature": 0.0, **more}
+    return published(server, lambda: create(input=text, **asked))
+
+
+def test_a_response_is_found_gone_on_from_and_deleted_at_either_server(servers) -> None:
+    one, other = servers
+    first = respond(one, TEXTS[0])
+    second = respond(other, TEXTS[1], previous_response_id=first.id)
+    assert [first.output_text, second.output_text] == serial(2)
+    for server in servers:
+        shown = server.client().responses
+        assert shown.retrieve(first.id).to_dict() == first.to_dict()
+        assert shown.retrieve(second.id).to_dict() == second.to_dict()
+        assert len(shown.input_items.list(second.id).data) == 3
+    published(one, lambda: one.client().responses.delete(second.id))
+    for server in servers:
+        with pytest.raises(openai.NotFoundError):
+            server.client(max_retries=0).responses.retrieve(second.id)
+        assert server.client().responses.retrieve(first.id).to_dict() == first.to_dict()
+    third = respond(other, TEXTS[1], previous_response_id=first.id)
+    assert third.output_text == second.output_text
+
+
+def test_a_conversation_is_shown_and_changed_at_either_server(servers) -> None:
+    one, other = servers
+    here, there = (server.client(max_retries=0).conversations for server in servers)
+    item = {"type": "message", "role": "user", "content": TEXTS[0]}
+    begun = published(one, lambda: here.create(items=[item], metadata={"trip": "1"}))
+    assert there.retrieve(begun.id).metadata == {"trip": "1"}
+    assert [each.content[0].text for each in there.items.list(begun.id)] == [TEXTS[0]]
+    assert respond(other, TEXTS[1], conversation=begun.id).output_text
+    said = there.items.list(begun.id, order="asc").data
+    assert [each.to_dict() for each in here.items.list(begun.id, order="asc")] == [each.to_dict() for each in said]
+    assert here.items.retrieve(said[-1].id, conversation_id=begun.id).to_dict() == said[-1].to_dict()
+    published(one, lambda: here.update(begun.id, metadata={"trip": "2"}))
+    assert there.retrieve(begun.id).metadata == {"trip": "2"}
+    [added] = published(other, lambda: there.items.create(begun.id, items=[item])).data
+    assert len(here.items.list(begun.id).data) == len(said) + 1
+    published(one, lambda: here.items.delete(added.id, conversation_id=begun.id))
+    assert len(there.items.list(begun.id).data) == len(said)
+    here.delete(begun.id)
+    wait_for(lambda: other.http().get(f"/v1/conversations/{begun.id}").status_code == 404, 10.0)
+
+
+def test_while_the_objects_do_not_answer_what_is_here_is_shown_and_nothing_is_called_unknown(servers) -> None:
+    one, other = servers
+    one.http().post("/v1/sessions", json={"session_id": "trip"})
+    first = ask(one, [user(TEXTS[0])], session_id="trip")
+    response = respond(one, TEXTS[0])
+
+    def no_answer(*_: object, **__: object) -> None:
+        raise ObjectsError("no answer")
+
+    paths = ("/v1/sessions/trip", f"/v1/responses/{response.id}")
+    with pytest.MonkeyPatch.context() as patch:
+        for server in servers:
+            patch.setattr(server.engine._kv.shared.objects, "read", no_answer)
+        assert one.http().get(paths[0]).json()["session_state"] == first.session_state
+        for path in paths:
+            assert one.http().get(path).status_code == 200
+            assert other.http().get(path).status_code == 503
+        assert other.http().get("/v1/conversations/nobody").status_code == 503
+    for path in paths:
+        assert other.http().get(path).status_code == 200
+    assert other.http().get("/v1/conversations/nobody").status_code == 404
 
 
 def test_a_client_that_knows_an_older_state_is_told(servers) -> None:

@@ -72,7 +72,7 @@ def test_a_response_is_gone_on_from_by_its_id_and_another_one_forks(said_by_engi
     named = {each.session_id for each in server.engine.sessions}
     with concurrent.futures.ThreadPoolExecutor(2) as pool, sk.held(server.service.loop):
         asking = [pool.submit(respond, client, "at once", previous_response_id=again.id) for _ in range(2)]
-        sk.wait_for(lambda: server.service.answers.total() == 2)
+        sk.wait_for(lambda: server.service.admission.answers.total() == 2)
     texts = {each.result().output_text for each in asking}
     assert texts == {said_by_engine([*followed, assistant(again.output_text), user("at once")])}
     assert len({each.session_id for each in server.engine.sessions} - named) == 1, "one of the two has forked"

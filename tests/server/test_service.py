@@ -43,7 +43,7 @@ def chat(content="hello", max_tokens=2, **fields):
 async def answer(service, tenant, request):
     """The texts that a request is answered with."""
     begin = service.chat if isinstance(request, ChatRequest) else service.complete
-    with service.admitted(tenant, request.num_answers, request.priority):
+    with service.admission.answering(tenant, request.num_answers, request.priority):
         async with begin(tenant, request) as feed:
             texts = [""] * len(feed.jobs)
             async for part in feed.parts():
@@ -61,7 +61,7 @@ async def answering(service, tenant, **fields):
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await wait_until(lambda: service.answers.total() == service.loop.num_jobs == 0)
+        await wait_until(lambda: service.admission.answers.total() == service.loop.num_jobs == 0)
 
 
 @contextlib.contextmanager
@@ -123,8 +123,8 @@ async def test_lookups_and_streams_of_one_tenant_are_so_many_at_a_time(engine):
                 await service.ask(A, lambda engine: 1)
             assert told.value.retry_after_s == 1
             asking.append(asyncio.ensure_future(service.ask(B, lambda engine: 1)))
-            with service.looking(A, is_stream=True), service.looking(A, is_stream=True), busy():
-                service.looking(A, is_stream=True).__enter__()
+            with service.admission.looking(A, is_stream=True), service.admission.looking(A, is_stream=True), busy():
+                service.admission.looking(A, is_stream=True).__enter__()
         assert await asyncio.gather(*asking) == [1, 1, 1]
         assert await service.ask(A, lambda engine: 2) == 2
 
@@ -144,8 +144,8 @@ async def test_a_request_may_ask_for_what_its_tenant_may(engine):
             with busy() as told:
                 await answer(service, A, chat(n=2))
             assert "this key's tenant may have 4 answers at a time" in told.value.detail
-            with service.admitted(A, 1), service.admitted(B, 9):
-                assert service.answers == {"lab-a": 4, "lab-b": 9}
+            with service.admission.answering(A, 1), service.admission.answering(B, 9):
+                assert service.admission.answers == {"lab-a": 4, "lab-b": 9}
 
 
 @on_loop
@@ -168,7 +168,7 @@ async def test_a_place_is_kept_for_a_client_that_was_told_to_come_again(engine):
 @on_loop
 async def test_refusals_do_not_make_the_wait_look_short(engine):
     async with serving(engine, (EVERYBODY,), max_queue=1) as service:
-        service._seconds.extend([30.0] * 64)  # Of a slot, each of the latest answers.
+        service.admission._seconds.extend([30.0] * 64)  # Of a slot, each of the latest answers.
         async with answering(service, EVERYBODY):
             waiting = asyncio.ensure_future(answer(service, EVERYBODY, chat("waits")))
             await wait_until(lambda: service.loop.num_jobs == 2)
@@ -202,7 +202,7 @@ async def test_of_several_answers_all_are_begun_or_none(engine):
         for request, error in bad:
             with pytest.raises(error):
                 await answer(service, A, request)
-        await wait_until(lambda: service.answers.total() == service.loop.num_jobs == 0)
+        await wait_until(lambda: service.admission.answers.total() == service.loop.num_jobs == 0)
         assert await answer(service, A, CompletionRequest(model=MODEL, prompt="plain", max_tokens=2))
         await service.ask(A, lambda engine: None)
         assert [session.session_id for session in engine.sessions] == kept, "of plain prompts nothing is kept"

@@ -35,7 +35,7 @@ def test_a_conversation_goes_on_by_its_history_and_by_its_name(said_by_engine, s
         for number in range(2):
             named = {"session_id": answers[1].session_id, "session_state": last.session_state}
             asking.append(pool.submit(chat, client, [user("on")], extra_body=named))
-            sk.wait_for(lambda number=number: server.service.answers.total() == number + 1)
+            sk.wait_for(lambda number=number: server.service.admission.answers.total() == number + 1)
     assert text_of(asking[0].result())
     with pytest.raises(openai.ConflictError, match="behind 8 messages") as moved:
         chat(client, [user("again")], extra_body=stands(answers[1]))

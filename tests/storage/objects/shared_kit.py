@@ -63,7 +63,7 @@ class Replica:
             ticket = self.store.prepare_save(key, 0, ids, num_dropped=lineage, num_plain=num_plain)
             ticket.write_all(kv_of(token_ids))
             assert self.store.complete_save(ticket)
-            source = Source(self.store.hold(key, ids, num_dropped=lineage), ids)
+            source = Source(self.store.hold(key, ids, num_dropped=lineage))
         fields = {
             "tenant": tenant,
             "session_id": f"name of {key}",
@@ -78,7 +78,7 @@ class Replica:
             "pinned": False,
             **state,
         }
-        published = self.kv.publish(key, self.held.get(key), fields, source, (), lambda: None)
+        published = self.kv.publish(key, self.held.get(key), fields, ids, source, (), lambda: None)
         assert published.is_whole
         if source is not None:
             self.store.let_go(source.ticket)
