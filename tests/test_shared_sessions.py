@@ -157,6 +157,33 @@ def test_a_turn_that_was_not_published_is_kept_by_the_replica_that_has_it(replic
     assert say(session, SAID[2]) == serial()[2]
 
 
+def test_a_turn_that_was_not_published_stays_where_another_replica_only_claimed_its_session(replica) -> None:
+    first, second = replica(), replica()
+    session = first.session(session_id="s")
+    say_and_publish(first, session, SAID[0])
+    first._kv.shared._policy = "drain"
+    say(session, SAID[1])
+    assert len(claimed(second).messages) == 2
+    assert claimed(first) is session
+    assert len(session.messages) == 4
+    assert say(session, SAID[2]) == serial()[2]
+
+
+def test_what_is_kept_with_a_conversation_is_taken_over_though_no_turn_came(replica) -> None:
+    first, second = replica(), replica()
+    session = first.session(session_id="s")
+    say_and_publish(first, session, SAID[0])
+    there = claimed(second)
+    noted = dataclasses.replace(there.conversation, kept="{}", generation=there.conversation.generation + 1)
+    second.truncate_stored(there, len(there.token_ids), noted)
+    kit.until(second, lambda: second.metrics.publishes == 1)
+    assert claimed(first).conversation.kept == "{}"
+    assert say_and_publish(first, session, SAID[1]) == serial()[1]
+    assert session.usage.cached_tokens == {"dram": len(there.token_ids) - 1}, "the KV was here, and named all along"
+    third = replica()
+    assert say(claimed(third), SAID[2]) == serial()[2]
+
+
 @pytest.mark.parametrize("repair", ["none", "spread"])
 def test_a_truncated_conversation_is_restored_as_it_was(replica, repair) -> None:
     """Its KV has seen tokens that left: what the other replica answers is what its first owner would have."""
