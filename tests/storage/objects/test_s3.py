@@ -5,6 +5,9 @@ A proxy in front of the server answers some requests itself, as a service does t
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import functools
 import http.server
 import threading
 import urllib.error
@@ -14,9 +17,13 @@ from collections.abc import Callable, Iterator
 import pytest
 import tensorstore as ts
 
-from ca_jax.storage.objects import ownership
+from ca_jax.engine import Engine
+from ca_jax.kv import object_transfers
+from ca_jax.storage.objects import ownership, parts
 from ca_jax.storage.objects.ownership import NotOwnerError
 from ca_jax.storage.objects.store import ObjectsError, ObjectStore, ObjectsUnfitError
+from tests import engine_kit as kit
+from tests.replica_kit import RUN_BLOCKS, SAID, claimed, make_replica, say, serial
 
 threaded = pytest.importorskip("moto.server", reason="needs moto[server]")
 
@@ -172,3 +179,40 @@ def test_two_owners_on_s3(objects) -> None:
     with pytest.raises(NotOwnerError):
         publish(one, "1 x")
     assert objects.run(ownership.claim(SPACE, "k", "one")).manifest.chain == "1 2"
+
+
+@pytest.mark.parametrize("fault", ["none", "slow down", "cut short"])
+def test_a_conversation_goes_on_at_replicas_that_share_a_bucket(service, proxy, tmp_path, monkeypatch, fault) -> None:
+    """KV comes layer by layer; what is refused or cut short while a turn waits for it is computed."""
+    bucket = f"replicas-{fault.replace(' ', '-')}"
+    urllib.request.urlopen(urllib.request.Request(f"{service}/{bucket}", method="PUT")).close()
+    monkeypatch.setattr(parts, "RUN_BYTES", RUN_BLOCKS * kit.BLOCK_TOKENS * kit.TOKEN_BYTES)
+    monkeypatch.setattr(object_transfers, "_READ_BYTES", 1)
+    with contextlib.ExitStack() as stack:
+        make = functools.partial(make_replica, tmp_path, url=f"s3://{bucket}/shared")
+        engines = [stack.enter_context(contextlib.closing(make())) for _ in range(2)]
+        for number, (text, answer) in enumerate(zip(SAID, serial(), strict=True)):
+            engine, seen = engines[number % 2], len(proxy.seen)
+            session = claimed(engine)
+            num_before, num_published = len(session.token_ids), engine.metrics.publishes
+            if fault == "slow down":
+                proxy.refuse = lambda method, path: 503 if method == "GET" and _is_of_kv(path) else None
+            elif fault == "cut short":
+                proxy.changes = lambda path, body: body[:-1] if _is_of_kv(path) else body
+            assert say(session, text) == answer
+            proxy.refuse, proxy.changes = lambda method, path: None, lambda path, body: body
+            kit.until(engine, functools.partial(_has_published, engine, num_published))
+            if number and fault == "none":
+                assert session.usage.cached_tokens == {"objects": num_before - 1}
+                seen_now = proxy.seen[seen:]
+                read = collections.Counter(path for method, path in seen_now if method == "GET" and _is_of_kv(path))
+                assert set(read.values()) == {engine.model.config.num_layers, 1}, "layer by layer; new ones looked for"
+        assert any(engine.metrics.failed_restores for engine in engines) == (fault != "none")
+
+
+def _is_of_kv(path: str) -> bool:
+    return "/kv/" in path.partition("v1/")[2]
+
+
+def _has_published(engine: Engine, num_before: int) -> bool:
+    return engine.metrics.publishes > num_before
