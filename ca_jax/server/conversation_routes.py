@@ -31,6 +31,7 @@ from ca_jax.server.response_items import After, Limit, Order, items_of_message, 
 from ca_jax.server.service import Service
 from ca_jax.server.state import OpenRoute, TheService, TheTenant
 from ca_jax.server.tenants import Tenant
+from ca_jax.session import Session
 from ca_jax.turns.conversations import Conversation, Message
 from ca_jax.turns.text import Texts
 
@@ -66,11 +67,12 @@ async def create_conversation(body: NewConversation, service: TheService, tenant
     name = f"conv_{uuid.uuid4().hex}"
     notes = Notes(created_at=int(time.time()), metadata=body.metadata or {}, waiting=said_in(body.items or []))
 
-    def begin(engine: Engine) -> None:
+    def begin(engine: Engine) -> tuple[Session, None]:
         session = service.router.begin(tenant.domain, name)
         engine.truncate_stored(session, 0, notes.kept_with(session.conversation))
+        return session, None
 
-    await service.ask(tenant, begin)
+    await service.begin_with(tenant, begin)
     return JSONResponse(_object(name, notes))
 
 

@@ -216,15 +216,17 @@ class Router:
         system: str | None = None,
         ttl_s: float | None = None,
         adapter: str | None = None,
+        texts: Texts | None = None,
     ) -> Session:
         """A new conversation, held with an adapter or with none; its name is made up if not given.
 
         Raises:
           UnknownAdapterError: the adapter is not loaded.
           InvalidRequestError: there is one of that name.
+          TextWork, ObjectsError: as of `look`.
         """
         name, session = engine_name(tenant, session_id or uuid.uuid4().hex), None
-        if session_id is None or self.look(tenant, session_id) is None:
+        if session_id is None or self.look(tenant, session_id, texts) is None:
             with contextlib.suppress(TenantError):
                 session = self._engine.session(
                     session_id=name, system=system, tenant=tenant, ttl_s=ttl_s, adapter=adapter

@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Iterat
 from typing import Any, Literal, TypeVar
 
 from ca_jax.engine import Engine
+from ca_jax.errors import InvalidRequestError
 from ca_jax.models.adapters import read_adapter
 from ca_jax.server.admission import Admission
 from ca_jax.server.background import Background
@@ -33,6 +34,7 @@ from ca_jax.server.tenants import Tenant, Tenants
 from ca_jax.server.tool_formats import ReplyForm
 from ca_jax.serving.prompts import context_ids, prompt_ids, turn_ids
 from ca_jax.session import Job, Session
+from ca_jax.storage.objects.ownership import NotOwnerError
 from ca_jax.turns.requests import FinishReason
 from ca_jax.turns.text import Texts, TextWork, num_chars
 
@@ -79,6 +81,7 @@ class Service:
         """Who is let in."""
         self.background = Background()
         """Responses that are generated while nobody waits for them."""
+        self._publishing_s = engine.config.store.objects_deadline_s
         self._most_tokens = max(engine.window // 2, 1)  # Of an answer, where a request does not say.
         self._shared: dict[Hashable, tuple[float, asyncio.Future[Any]]] = {}
         self._text_threads = concurrent.futures.ThreadPoolExecutor(_TEXT_THREADS, "ca_jax-texts")
@@ -157,6 +160,29 @@ class Service:
                         return await self.loop.call(function)
                     except TextWork as work:
                         await self._work(work)
+
+    async def begin_with(self, tenant: Tenant, function: Callable[[Engine], tuple[Session, T]]) -> T:
+        """As `ask`, of a function that also gives the conversation that it begins or forks.
+
+        Where conversations are published after each turn, replicas know it by now: for as long as their objects may
+        take it is waited for.
+
+        Raises:
+          InvalidRequestError: another replica has begun one of that name meanwhile.
+        """
+
+        def begin(engine: Engine) -> tuple[T, concurrent.futures.Future[Any] | None]:
+            session, told = function(engine)
+            return told, None if engine.elsewhere is None else engine.elsewhere.publish(session)
+
+        told, published = await self.ask(tenant, begin)
+        if published is not None:
+            asked = asyncio.wrap_future(published)
+            asked.add_done_callback(asyncio.Future.exception)  # It is published later, and that was said.
+            await asyncio.wait([asked], timeout=self._publishing_s)
+            if asked.done() and isinstance(asked.exception(), NotOwnerError):
+                raise InvalidRequestError("session_id must be a name that is not taken; another replica has begun it")
+        return told
 
     def shared(self, what: Hashable, ask: Callable[[], Coroutine[Any, Any, T]], fresh_s: float) -> asyncio.Future[T]:
         """What is asked once for all who want the same meanwhile, and for so many seconds after it was asked."""

@@ -111,14 +111,16 @@ async def list_sessions(
 async def new_session(body: NewSession, service: TheService, tenant: TheTenant) -> ListedSession:
     """Begins a conversation of a name, with a system message, held with an adapter where its model names one."""
     adapter = None if body.model is None else service.adapter_of(body.model)
+    texts = Texts()
 
-    def begin(engine: Engine) -> ListedSession:
+    def begin(engine: Engine) -> tuple[Session, ListedSession]:
         session = service.router.begin(
-            tenant.domain, body.session_id, system=body.system, ttl_s=body.ttl_s, adapter=adapter
+            tenant.domain, body.session_id, system=body.system, ttl_s=body.ttl_s, adapter=adapter, texts=texts
         )
-        return ListedSession(**_fields(engine, tenant, session.session_id, session.conversation))
+        engine.drop_stored(session)  # Kept from now on, also without a turn.
+        return session, ListedSession(**_fields(engine, tenant, session.session_id, session.conversation))
 
-    return await service.ask(tenant, begin)
+    return await service.begin_with(tenant, begin)
 
 
 @ROUTES.get("/sessions/{session_id}", **_SPARSE, responses=responses(401, 404, 408, 429, 503))
@@ -162,7 +164,7 @@ async def fork_session(session_id: str, body: Fork, service: TheService, tenant:
 
     texts = Texts()
 
-    def fork(engine: Engine) -> ShownSession:
+    def fork(engine: Engine) -> tuple[Session, ShownSession]:
         session = service.router.owned(tenant.domain, session_id, texts)
         if session.is_busy:
             raise SessionBusyError(f"session {session_id!r} still answers; it must have ended before it is forked")
@@ -170,9 +172,9 @@ async def fork_session(session_id: str, body: Fork, service: TheService, tenant:
         notes = Notes(forked_from=session_id, forked_at=body.at)
         left = notes.kept_with(forked.conversation)
         engine.truncate_stored(forked, len(left.token_ids), left)  # Kept from now on, also without a turn of its own.
-        return _shown(service, engine, tenant, client_name(tenant.domain, forked.session_id))
+        return forked, _shown(service, engine, tenant, client_name(tenant.domain, forked.session_id))
 
-    return await service.ask(tenant, fork)
+    return await service.begin_with(tenant, fork)
 
 
 @ROUTES.post("/sessions/{session_id}/discard", **_SPARSE, responses=_CHANGED)

@@ -11,10 +11,12 @@ import math
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 from ca_jax.device.processes import Processes, from_first
 from ca_jax.errors import InvalidRequestError, SessionBusyError, SessionMovedError, TenantError
+from ca_jax.kv.object_transfers import Published
 from ca_jax.kv.session_kv import SessionKV
 from ca_jax.kv.shared_sessions import SharedSessions
 from ca_jax.serving.adapters import LoadedAdapters
@@ -189,6 +191,11 @@ class Elsewhere:
         """Ends a conversation here and drops what is here of it; what is published of it stays, for any replica."""
         with self._lock:
             self._sessions.lose(session.key)
+
+    def publish(self, session: Session) -> Future[Published] | None:
+        """Begins to publish a conversation that has changed; None: it will be, but not now, or not after each turn."""
+        with self._lock:
+            return self._shared.publish_now(session.key) if self._shared.policy == "turn" else None
 
     def theirs(self, session_id: str, tenant: str = "") -> Manifest | None:
         """What another replica that owns a conversation has published of it; None: this one owns it, or none does.

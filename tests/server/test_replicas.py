@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 
@@ -66,6 +69,38 @@ def test_a_client_goes_on_by_name_at_the_other_server(servers) -> None:
         assert list(details) == ["objects"]
     assert answers == serial(3)
     assert one.engine.metrics.takeovers + other.engine.metrics.takeovers == 2
+
+
+@pytest.mark.parametrize("begun", ["session", "conversation", "fork"])
+def test_a_conversation_that_was_begun_is_there_at_the_other_server_at_once(servers, begun) -> None:
+    one, other = servers
+    if begun == "fork":
+        one.http().post("/v1/sessions", json={"session_id": "trunk"})
+        ask(one, [user(TEXTS[0])], session_id="trunk")
+    for number in range(8):
+        if begun == "conversation":
+            name = one.http().post("/v1/conversations", json={"metadata": {"topic": "Faust"}}).json()["id"]
+            assert other.http().get(f"/v1/conversations/{name}").json()["metadata"] == {"topic": "Faust"}
+            continue
+        path, body = ("/v1/sessions/trunk/fork", {"at": 2}) if begun == "fork" else ("/v1/sessions", {})
+        created = one.http().post(path, json=body | ({} if begun == "fork" else {"session_id": f"trip {number}"}))
+        assert created.status_code == 201, created.text
+        shown = other.http().get(f"/v1/sessions/{created.json()['id']}")
+        assert shown.status_code == 200, shown.text
+        assert len(shown.json()["messages"]) == (2 if begun == "fork" else 0)
+    if begun == "session":
+        again = other.http().post("/v1/sessions", json={"session_id": "trip 0"})
+        assert again.status_code == 400
+        assert "not taken" in again.text
+        assert text_of(ask(other, [user(TEXTS[0])], session_id="trip 0")) == serial(1)[0]
+
+
+def test_two_servers_that_begin_a_name_at_once_have_one_conversation_of_it(servers) -> None:
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for number in range(8):
+            begin = functools.partial(httpx2.Client.post, url="/v1/sessions", json={"session_id": f"trip {number}"})
+            statuses = [each.status_code for each in pool.map(begin, [server.http() for server in servers])]
+            assert sorted(statuses) == [201, 400]
 
 
 def test_what_is_shown_of_a_conversation_is_what_its_owner_published(servers) -> None:

@@ -96,3 +96,17 @@ def test_a_fork_is_there_after_a_restart_with_its_kv(tmp_path, said_by_engine):
         assert text_of(answer) == said_by_engine([*history[:2], user("why")])
         assert cached(answer) >= forked[0]["num_tokens"] - 1
         assert answer.usage.ca_jax["cached_tokens"].keys() == {"ssd"}
+
+
+def test_a_session_that_was_begun_without_a_turn_is_there_after_a_restart(tmp_path):
+    store = ssd_store(tmp_path)
+    with sk.running(store=store) as server, server.client() as client:
+        body = {"session_id": "begun", "system": "Be brief.", "ttl_s": 3600.0}
+        before = client.post("/sessions", body=body, cast_to=object)
+    with sk.running(store=store) as server, server.client() as client:
+        shown = client.get("/sessions/begun", cast_to=object)
+        assert shown["session_state"] == before["session_state"]
+        answer = chat(client, [user("why")], extra_body={"session_id": "begun"})
+    with sk.running() as server, server.client() as client:
+        client.post("/sessions", body=body, cast_to=object)
+        assert text_of(answer) == text_of(chat(client, [user("why")], extra_body={"session_id": "begun"}))
