@@ -168,9 +168,7 @@ class SharedKV:
         named: list[PartRef] = []
         is_whole, num_bytes = True, 0
         known = self._known(held, state, source, damaged)
-        hashes = parts.TokenHashes(token_ids)
-        is_same = lambda part: part.stop <= len(token_ids) and part.tokens == hashes.upto(part.stop)  # noqa: E731
-        fitting = list(itertools.takewhile(is_same, known))
+        fitting = parts.fitting(known, token_ids)
         if source is None or (fitting and fitting[-1].stop > source.ticket.num_tokens):
             named = fitting
             if held.manifest is not None and fitting:

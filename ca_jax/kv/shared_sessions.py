@@ -311,11 +311,11 @@ class SharedSessions:
         if shared is not None and manifest is not None:
             shared.to_restore = None
             token_ids = np.array(conversation.token_ids[conversation.num_slid :], np.int32)
-            has_more = manifest.lineage == conversation.kv_lineage and manifest.num_tokens > self._store.num_readable(
-                key
-            )
-            if has_more:
-                self._restore(key, shared, owner, token_ids, manifest)
+            if manifest.lineage == conversation.kv_lineage and manifest.num_tokens > self._store.num_readable(key):
+                if self._store.residency(key) is not Residency.DRAM:
+                    self._store.drop(key)
+                found = parts.fitting(manifest.parts, token_ids)
+                self._begin_restore(key, shared, owner, token_ids, found, manifest.lineage, manifest.num_plain)
         elif not conversation.kv_lineage and num_here < parts.run_tokens(self._kv.layout) <= len(prompt_ids):
             done = self._submit(self._kv.find_runs, owner.tenant, prompt_ids)
             self._shared[key].finding = _Finding(owner, prompt_ids, done)
@@ -395,15 +395,6 @@ class SharedSessions:
         shared.publishing = _Publishing(conversation, source, done)
         self._moving[key] = None
 
-    def _restore(self, key: str, shared: _Shared, owner: Owner, token_ids: np.ndarray, manifest: Manifest) -> None:
-        """Begins to bring a manifest's KV to DRAM, behind what is there of the same."""
-        if self._store.residency(key) is not Residency.DRAM:
-            self._store.drop(key)
-        fitting = [part for part in manifest.parts if part.stop <= len(token_ids)]
-        hashes = parts.TokenHashes(token_ids)
-        fitting = list(itertools.takewhile(lambda part: hashes.upto(part.stop) == part.tokens, fitting))
-        self._begin_restore(key, shared, owner, token_ids, fitting, manifest.lineage, manifest.num_plain)
-
     def _begin_restore(
         self,
         key: str,
@@ -414,6 +405,7 @@ class SharedSessions:
         lineage: int = 0,
         num_plain: int | None = None,
     ) -> None:
+        """Begins to bring KV of objects to DRAM, behind what is there of the same."""
         moves: list[tuple[SaveTicket, PartRef]] = []
         start = self._store.num_readable(key)
         for part in found:
@@ -497,8 +489,7 @@ class SharedSessions:
 
     def _learn(self, key: str, shared: _Shared, restoring: _Restoring) -> None:
         """What could not be read is written anew with the next publish, if it is not what it should be."""
-        error = restoring.arrival.error
-        if error is not None:
+        if (error := restoring.arrival.error) is not None:
             if isinstance(error.error, PartError):
                 shared.damaged.add(error.name)
                 shared.published = None

@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import crc32c
@@ -146,6 +147,13 @@ class TokenHashes:
             self._at = stop
             self._known[stop] = self._hash.hexdigest()
         return self._known[stop]
+
+
+def fitting(parts: Iterable[PartRef], token_ids: np.ndarray) -> list[PartRef]:
+    """The first of some parts, as long as they are of the first of these tokens, int32 `[T]`."""
+    hashes = TokenHashes(token_ids)
+    is_same = lambda part: part.stop <= len(token_ids) and part.tokens == hashes.upto(part.stop)  # noqa: E731
+    return list(itertools.takewhile(is_same, parts))
 
 
 def layer_bytes(layout: KVLayout, num_tokens: int) -> list[int]:
