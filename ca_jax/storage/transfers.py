@@ -264,15 +264,18 @@ class Transfers:
         self._end_load(ticket, TicketState.ABORTED)
         self._counters.misses[reason] += 1
 
-    def hold(self, key: str, token_ids: npt.ArrayLike, *, num_dropped: int = 0) -> LoadTicket | None:
+    def hold(self, key: str, token_ids: np.ndarray, *, num_dropped: int = 0) -> LoadTicket | None:
         """Holds what DRAM has of the first of these tokens for reading, as `prepare_load` does; it counts as no use.
 
         What lasts longer than a load ends with `let_go`. None: nothing of them is in DRAM.
+
+        Args:
+          token_ids: int32 `[T]`.
         """
         entry = self._index.get(key)
         if entry is None:
             return None
-        num_tokens = num_common(entry.token_ids, as_token_ids(token_ids))
+        num_tokens = num_common(entry.token_ids, token_ids)
         if entry.lineage.num_dropped != num_dropped:
             num_tokens = entry.lineage.plain_tokens(num_tokens)
         if not num_tokens:
