@@ -92,9 +92,10 @@ class Client:
         number = len(self._states)
         while len(self._states) <= number:
             text = sk.user(TEXTS[len(self._states)].format(self.day))
-            state = {"session_state": self._states[-1]} if self._states else {}
+            state = self._states[-1] if self._states else ""  # Else a turn whose answer was lost is said once more.
             body = {"model": sk.MODEL, "messages": [text], "max_tokens": MAX_TOKENS, "temperature": 0}
-            answer = self._ask("POST", CHAT, {**body, "session_id": self.name, **state}, wanted={200, 404, 409})
+            body |= {"session_id": self.name, "session_state": state}
+            answer = self._ask("POST", CHAT, body, wanted={200, 404, 409})
             if answer.status_code != 200:
                 self._look()
                 continue
