@@ -16,7 +16,7 @@ from ca_jax.storage.placement.returns import NUM_GROUPS, ReturnTimes, ReuseGaps,
 from ca_jax.storage.records import GAP_BOUNDS_S, GapHistogram, Residency
 from ca_jax.storage.store import AttentionStore
 
-from .store_helpers import LAYOUT, StoppedClock, ids, load, make_kv, make_store, put, save
+from .store_helpers import LAYOUT, PATIENCE_S, StoppedClock, ids, load, make_kv, make_store, put, save
 
 
 def serve(times: ReturnTimes, clock: StoppedClock, turns: list[tuple[float, str]]) -> None:
@@ -142,6 +142,25 @@ def test_a_directory_s_next_store_knows_who_comes_back(open_store, directory, cl
     (directory / "returns.json").write_text("{")
     assert rates(open_store(8, clock=clock, eviction_policy="return_aware")) == unknown
     assert "what was learnt of returns is not used" in caplog.text
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_store_whose_disk_does_not_answer_leaves_what_was_learnt_alone(open_store, directory, gates, clock, answers):
+    open_store(8, clock=clock, eviction_policy="return_aware").close()
+    before = (directory / "returns.json").read_bytes()
+    store = open_store(8, clock=clock, eviction_policy="return_aware")
+    if not answers:
+        gates[-1].writes.close()
+    save(store, "a", ids(4), make_kv(LAYOUT, 4))
+    for turn in range(3):
+        clock.now_s += 20
+        store.enqueue(turn, "a")
+        store.pin("a")
+        store.dequeue(turn)
+        store.unpin("a")
+    store.close(PATIENCE_S if answers else 0.05)
+    gates[-1].writes.open()
+    assert ((directory / "returns.json").read_bytes() == before) != answers
 
 
 def test_the_rate_is_that_of_the_best_time_to_give_up():
