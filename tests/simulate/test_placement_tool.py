@@ -1,5 +1,7 @@
 """The table of policies: what each saves beside recency, and how much of its room, against figures made by hand."""
 
+import dataclasses
+
 import pytest
 
 from ca_jax.simulate.workload import num_turns
@@ -42,3 +44,15 @@ def test_halves_share_no_conversation_and_policies_are_served_the_same():
     again = placement.of_sharegpt(placement.config("sharegpt", 0), "held")
     assert (again, num_turns(again)) == (halves[1], num_turns(halves[1]))
     assert placement.of_sharegpt(placement.config("sharegpt", 1), "held") != again
+
+
+def test_a_workload_is_served_under_each_policy_with_each_room_and_beside_room_for_all():
+    asked = dataclasses.replace(placement.config("sharegpt", 0), num_sessions=60)
+    rows = placement.serve("sharegpt", asked, "held", [0.2, 0.5], ["lru", "belady"])
+    kinds = [(each["policy"], each["capacity_share"]) for each in rows]
+    assert kinds == [("everything", 1.05), *((policy, share) for share in (0.2, 0.5) for policy in ("lru", "belady"))]
+    assert len({each["num_turns"] for each in rows}) == 1, "all are asked the same"
+    saved = {kind: each["saved_of_possible"] for kind, each in zip(kinds, rows, strict=True)}
+    assert saved["everything", 1.05] == 1.0
+    assert 0 < saved["lru", 0.2] < saved["belady", 0.2] <= saved["belady", 0.5] <= 1.0
+    assert saved["lru", 0.2] < saved["lru", 0.5]
