@@ -59,6 +59,7 @@ _GEMMA4 = {**_LLAMA, "head_dim": 12, "global_head_dim": 20, "tie_word_embeddings
 _GEMMA4 |= {"sliding_window": 20, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB_SIZE}
 _GEMMA4 |= {"layer_types": [*["sliding_attention", "full_attention"] * 3], "final_logit_softcapping": 4.0}
 _ALIKE = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0}
+_GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 24}
 _BY_LAYER = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
@@ -158,6 +159,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_scaled_rope": ("Gemma3", {**_GEMMA3, "rope_parameters": _BY_LAYER, "final_logit_softcapping": 4.0}),
     "gemma4": ("Gemma4", {**_GEMMA4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}),
     "gemma4_keys_are_values": ("Gemma4", {**_GEMMA4, **_ALIKE}),
+    "gemma4_experts": ("Gemma4", {**_GEMMA4, **_ALIKE, **_GEMMA4_EXPERTS}),
     "gpt_oss": ("GptOss", {**_GPT_OSS, **_SHORT_YARN}),
     "gpt_oss_plain_rope": ("GptOss", {**_GPT_OSS, **_rope("default"), "sliding_window": 1}),
     "neox_sequential": ("GPTNeoX", {**_NEOX, **_NOT_PARALLEL, **_rope("default", partial_rotary_factor=0.5)}),

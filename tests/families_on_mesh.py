@@ -51,6 +51,7 @@ FAMILIES = {
     "gemma3": {**GEMMA, "qk_norm": True, "local_rope": RopeConfig(theta=300.0)},
     "gemma4": {**GEMMA4, "num_layers": 4, "full_layers": (1, 3), "num_readers": 2, "layer_input_dim": 6},
     "gemma4-alike": {**GEMMA4, **ALIKE, "full_layers": (1,)},
+    "gemma4-experts": {**GEMMA4, **SOFTMAX, "normalizes_shares": True, "shared_mlp_dim": 24, "norms_experts": True},
     "gpt_oss": {**GPT_OSS, "num_experts": 4, "num_experts_per_token": 2, "qkv_bias": True, "out_bias": True},
     "llama": {"num_kv_heads": 4},
     "deepseek_v3": {**SIGMOID, **DENSE_FIRST, **LATENT, "shared_mlp_dim": 24, "query_rank": 24},

@@ -44,6 +44,7 @@ NAMES = (
     "gemma3_scaled_rope",
     "gemma4",
     "gemma4_keys_are_values",
+    "gemma4_experts",
     "gpt_oss",
 )
 

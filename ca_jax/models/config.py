@@ -255,6 +255,9 @@ class ModelConfig:
     """How many groups are chosen from."""
     num_group_shares: int = dataclasses.field(default=2, metadata=_LATER)
     """By how many of its best shares, added up, a group is chosen."""
+    norms_experts: bool = dataclasses.field(default=False, metadata=_LATER)
+    """Whether experts and the block beside them have norms of their own, and the router reads the residual stream
+    through a norm and a scale of its own, and each expert's shares are scaled."""
     gates_heads: bool = dataclasses.field(default=False, metadata=_LATER)
     """Whether what attention gives is multiplied by sigmoids of what the layer reads, before its output matrix."""
     recurrence: RecurrenceConfig | None = dataclasses.field(default=None, metadata=_LATER)
@@ -301,6 +304,10 @@ class ModelConfig:
             check(has_none, "latent attention", "without biases, qk_norm and sinks", "some of them")
         is_gated = not self.num_experts or self.has_gate
         check(is_gated, "mlp of experts", "one that is gated", self.mlp)
+        has_both = self.num_experts > 0 and self.shared_mlp_dim > 0
+        check(
+            has_both or not self.norms_experts, "norms_experts", "False without experts and a block beside them", True
+        )
         if self.recurrence is not None:
             recurrent = self.recurrence.layers
             are_some = set(recurrent) < set(range(self.num_layers))

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ca_jax.models.config import ModelConfig
-from ca_jax.models.parts import INIT, adapted, packed_product, project
+from ca_jax.models.parts import INIT, Norm, adapted, packed_product, project
 from ca_jax.models.sharding import ModelSharding, by_device
 
 EXPERT_BLOCK = 64
@@ -92,19 +92,22 @@ class Experts(nn.Module):
     sharding: ModelSharding | None = None
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """`[B, T, F]` to `[B, T, F]`."""
+    def __call__(self, x: jax.Array, stream: jax.Array | None = None) -> jax.Array:
+        """`[B, T, F]` to `[B, T, F]`. With `norms_experts` the router reads the residual stream, `[B, T, F]` too."""
         c = self.config
         router = self.param("router", INIT, (c.embed_dim, c.num_experts))
         w_gate = self.param("w_gate", INIT, (c.num_experts, c.embed_dim, c.mlp_dim))
         w_up = self.param("w_up", INIT, (c.num_experts, c.embed_dim, c.mlp_dim))
         w_down = self.param("w_down", INIT, (c.num_experts, c.mlp_dim, c.embed_dim))
         rows = x.reshape(-1, c.embed_dim)
-        scores = project(rows, router).astype(jnp.float32)
+        read = rows if stream is None else self._scaled(stream).reshape(rows.shape)
+        scores = project(read, router).astype(jnp.float32)
         if c.router_bias:
             scores = scores + self.param("b_router", nn.initializers.zeros, (c.num_experts,))
         bias = self.param("choice_bias", nn.initializers.zeros, (c.num_experts,)) if c.choice_bias else None
         weights, chosen = shares_of(c, scores, bias)
+        if c.norms_experts:
+            weights = weights * self.param("share_scale", nn.initializers.ones, (c.num_experts,))[chosen]
         zeros, wide = nn.initializers.zeros, (c.num_experts, c.mlp_dim)
         biases = [self.param(f"b_{name}", zeros, wide) for name in ("gate", "up") if c.mlp_bias]
 
@@ -128,6 +131,12 @@ class Experts(nn.Module):
             b_down = self.param("b_down", zeros, (c.num_experts, c.embed_dim))
             out = out + (weights[..., None] * b_down[chosen].astype(jnp.float32)).sum(1)
         return out.astype(x.dtype).reshape(x.shape)
+
+    def _scaled(self, stream: jax.Array) -> jax.Array:
+        """What a router reads of the residual stream, `[B, T, F]`."""
+        scale = self.param("router_scale", nn.initializers.ones, (self.config.embed_dim,))
+        normed = Norm(self.config.norm_eps, has_scale=False, name="router_norm")(stream)
+        return normed * scale * jnp.asarray(self.config.embed_dim**-0.5, stream.dtype)
 
 
 def shares_of(config: ModelConfig, scores: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:

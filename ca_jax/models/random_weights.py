@@ -56,7 +56,7 @@ def random_params(config: ModelConfig, *, dtype: str, seed: int = 0, sharding: M
     leaves = {}
     for index, slot in enumerate(parameter_slots(config)):
         place = None if sharding is None else sharding.of_slot(slot)
-        if slot.key.endswith(("norm.scale", "out_scale")):
+        if slot.key.endswith(("norm.scale", "out_scale", "router_scale", "share_scale")):
             offset = config.norm_offset if slot.key.endswith("norm.scale") else 0
             leaves[slot.path] = jnp.full(slot.shape, 1 - offset, numpy_dtype, device=place)
         else:

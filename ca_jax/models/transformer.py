@@ -205,17 +205,23 @@ class Layer(nn.Module):
             self.out_scale = self.param("out_scale", nn.initializers.ones, (1,))
         if has_experts and c.shared_mlp_dim:
             self.shared = MLP(c, c.shared_mlp_dim, c.gates_shared)
+        if has_experts and c.norms_experts:
+            self.experts_norm, self.experts_post_norm, self.shared_post_norm = (norm_of(c) for _ in range(3))
 
     def new_kv(self, x: jax.Array) -> LayerKV:
         """`x [B, T, F]` to the unrotated KV of these tokens, `[B, T, K, H]`, of a layer that has some."""
         x = x[..., : self.config.embed_dim]
         return cast(LayerKV, self.attn.project(self.attn_norm(x) if self.config.norms_before else x)[1])
 
-    def feed_forward(self, x: jax.Array) -> jax.Array:
-        """`x [B, T, F]`, normed, to `[B, T, F]`."""
-        out = self.mlp(x)
-        if self.kind.has_experts and self.config.shared_mlp_dim:
-            out = out + self.shared(x)
+    def feed_forward(self, x: jax.Array, stream: jax.Array) -> jax.Array:
+        """`x [B, T, F]`, normed, and the residual stream that it was made of, to `[B, T, F]`."""
+        if isinstance(self.mlp, Experts) and self.config.norms_experts:
+            out = self.experts_post_norm(self.mlp(self.experts_norm(stream), stream))
+            out = out + self.shared_post_norm(self.shared(x))
+        else:
+            out = self.mlp(x)
+            if self.kind.has_experts and self.config.shared_mlp_dim:
+                out = out + self.shared(x)
         return self.mlp_post_norm(out) if self.config.norms_behind else out
 
     def given(self, x: jax.Array, behind: jax.Array) -> jax.Array:
@@ -241,10 +247,10 @@ class Layer(nn.Module):
         if c.norms_behind:
             out = self.attn_post_norm(out)
         summed = add(x, out)
+        read = x if c.is_parallel else summed
         if not c.shares_norm:
-            read = x if c.is_parallel else summed
             normed = self.mlp_norm(read) if c.norms_before else read
-        x = add(summed, self.feed_forward(normed))
+        x = add(summed, self.feed_forward(normed, read))
         if c.layer_input_dim:
             x = self.given(x, behind)
         return (x * self.out_scale.astype(x.dtype) if c.has_layer_scale else x), carry

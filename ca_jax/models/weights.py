@@ -207,6 +207,10 @@ def parameter_slots(config: ModelConfig) -> Iterator[Slot]:
         if c.norms_before and not c.shares_norm:
             yield from norm("mlp_norm", i)
         if has_experts:
+            if c.norms_experts:
+                yield from norm("experts_norm", i)
+                yield slot("mlp.router_scale", i, embed)
+                yield slot("mlp.share_scale", i, experts)
             yield slot("mlp.router", i, embed, experts, num_inputs=1)
             if c.router_bias:
                 yield slot("mlp.b_router", i, experts)
@@ -217,6 +221,9 @@ def parameter_slots(config: ModelConfig) -> Iterator[Slot]:
             yield from feed_forward("shared", i, c.shared_mlp_dim, c.mlp_bias)
             if c.gates_shared:
                 yield slot("shared.w_share", i, embed, (None, 1), num_inputs=1)
+        if has_experts and c.norms_experts:
+            yield from norm("experts_post_norm", i)
+            yield from norm("shared_post_norm", i)
         if c.norms_behind:
             yield from norm("mlp_post_norm", i)
         if c.layer_input_dim:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -19,6 +20,7 @@ SIZES = {
     **{"hidden_size_per_layer_input": 16, "num_kv_shared_layers": 6, "max_position_embeddings": 64},
 }
 TEXT = {"model_type": "gemma4_text", "global_head_dim": 12, **SIZES}
+EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 12}
 BY_LAYER = {key: value for key, value in TEXT.items() if key != "global_head_dim"}
 
 
@@ -42,10 +44,18 @@ def test_sizes_of_layers_are_said_for_all_or_for_each():
     assert config == config_from_hf({**BY_LAYER, **alike, "per_layer_config": of_each})
 
 
+def test_experts_stand_beside_the_block_that_all_tokens_go_through():
+    config = config_from_hf({**TEXT, **EXPERTS})
+    assert (config.num_experts, config.num_experts_per_token, config.mlp_dim, config.shared_mlp_dim) == (4, 2, 12, 24)
+    assert config.norms_experts
+    with pytest.raises(ValueError, match="norms_experts must be False without experts"):
+        dataclasses.replace(config, shared_mlp_dim=0)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"enable_moe_block": True}, "enable_moe_block=True is not served"),
+        ({**EXPERTS, "use_double_wide_mlp": True}, "enable_moe_block=True with use_double_wide_mlp=True is not served"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' is not served"),
         ({"attention_k_eq_v": True}, "attention_k_eq_v=True with num_kv_shared_layers=6 is not served"),
         ({"vocab_size_per_layer_input": 32}, "vocab_size_per_layer_input=32 is not served; it must be vocab_size 96"),

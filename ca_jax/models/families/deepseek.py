@@ -26,7 +26,7 @@ from ca_jax.models.families.family import Family
 from ca_jax.models.families.from_gguf import GgufDescription, require_gguf, rope_from_gguf, shortest
 from ca_jax.models.families.from_hf import rope_from_hf
 from ca_jax.models.families.llama import LAYER
-from ca_jax.models.families.names import GGUF_NAMES, Fused, Names, half_split_rows
+from ca_jax.models.families.names import GGUF_NAMES, Fused, Names, half_split_rows, wide_experts
 
 _EXPERTS = LAYER + "mlp.experts."
 _ATTENTION = LAYER + "self_attn."
@@ -148,22 +148,13 @@ def _gguf_names(config: ModelConfig) -> Names:
     }
 
 
-def _wide_experts(config: ModelConfig, name: str) -> Names:
-    """All experts are in one tensor, gate and what it gates one behind the other."""
-    rows = np.arange(2 * config.mlp_dim)
-    return {
-        "experts.w_gate": Fused(name, len(rows), rows[: config.mlp_dim]),
-        "experts.w_up": Fused(name, len(rows), rows[config.mlp_dim :]),
-    }
-
-
 def _mistral4_names(config: ModelConfig) -> Names:
-    wide = _wide_experts(config, _EXPERTS + "gate_up_proj[{expert}]")
+    wide = wide_experts(config, _EXPERTS + "gate_up_proj[{expert}]")
     return {**latent_names(config), **wide, "experts.w_down": _EXPERTS + "down_proj[{expert}]"}
 
 
 def _mistral4_gguf_names(config: ModelConfig) -> Names:
-    return {**_gguf_names(config), **_wide_experts(config, "blk.{layer}.ffn_gate_up_exps.weight[{expert}]")}
+    return {**_gguf_names(config), **wide_experts(config, "blk.{layer}.ffn_gate_up_exps.weight[{expert}]")}
 
 
 def _family(name: str, model_types: tuple[str, ...], architecture: str, **differences: Any) -> Family:

@@ -2,8 +2,9 @@
 
 Layers that do not slide have larger heads, and in some models fewer of them for keys and values; there keys may be made
 of what values are, so that values alone are kept. The last layers may read the keys and values of earlier ones. In
-small models each layer is given numbers of a token of its own beside the residual stream. Models with experts are
-refused. Of models that read images or hear too, the text model is served.
+small models each layer is given numbers of a token of its own beside the residual stream; in others each has experts
+beside its feed-forward block, with norms of their own. Of models that read images or hear too, the text model is
+served.
 
 Source: the Gemma 4 models of `transformers`, which the releases are made for.
 """
@@ -15,10 +16,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ca_jax.errors import UnsupportedArchitectureError
+from ca_jax.models.config import ModelConfig
 from ca_jax.models.families.family import Family
 from ca_jax.models.families.from_hf import full_layers_from_hf, rope_from_hf
 from ca_jax.models.families.gemma import GEMMA_NAMES
 from ca_jax.models.families.llama import LAYER
+from ca_jax.models.families.names import Names, wide_experts
 
 _PERIOD = 6  # Of layers of which the last does not slide, where nothing is said.
 _ROPES = {
@@ -31,6 +34,7 @@ _DEFAULTS = {
     **{"max_position_embeddings": 131072, "tie_word_embeddings": True, "hidden_size_per_layer_input": 256},
     **{"vocab_size_per_layer_input": 262144, "num_kv_shared_layers": 0, "rope_parameters": _ROPES},
 }
+_EXPERTS = LAYER + "experts."
 _NAMES = GEMMA_NAMES | {
     "inputs.embedding": "model.embed_tokens_per_layer.weight",
     "inputs.w": "model.per_layer_model_projection.weight",
@@ -39,7 +43,19 @@ _NAMES = GEMMA_NAMES | {
     "w_given_out": LAYER + "per_layer_projection.weight",
     "given_norm.scale": LAYER + "post_per_layer_input_norm.weight",
     "out_scale": LAYER + "layer_scalar",
+    "experts_norm.scale": LAYER + "pre_feedforward_layernorm_2.weight",
+    "experts_post_norm.scale": LAYER + "post_feedforward_layernorm_2.weight",
+    "shared_post_norm.scale": LAYER + "post_feedforward_layernorm_1.weight",
+    "mlp.router": LAYER + "router.proj.weight",
+    "mlp.router_scale": LAYER + "router.scale",
+    "mlp.share_scale": LAYER + "router.per_expert_scale",
+    "experts.w_down": _EXPERTS + "down_proj[{expert}]",
+    **{f"shared.w_{part}": f"{LAYER}mlp.{part}_proj.weight" for part in ("gate", "up", "down")},
 }
+
+
+def _hf_names(config: ModelConfig) -> Names:
+    return _NAMES | wide_experts(config, _EXPERTS + "gate_up_proj[{expert}]")
 
 
 def _from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,6 +83,11 @@ def _from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
         for name, dim in (("full_attention", head_dim), ("sliding_attention", described["head_dim"]))
     )
     is_double, has_bias = described.get("use_double_wide_mlp"), bool(described.get("attention_bias", False))
+    has_experts = bool(described.get("enable_moe_block"))
+    if has_experts and num_readers and is_double:
+        raise UnsupportedArchitectureError(
+            "config.json: enable_moe_block=True with use_double_wide_mlp=True is not served"
+        )
     return {
         **dict(zip(("rope", "local_rope"), ropes, strict=True)),
         "embed_scale": math.sqrt(described["hidden_size"]),
@@ -81,6 +102,17 @@ def _from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
         "num_readers": num_readers,
         "reader_mlp_dim": 2 * described["intermediate_size"] if num_readers and is_double else None,
         "layer_input_dim": input_dim,
+        **(_experts_from_hf(described) if has_experts else {}),
+    }
+
+
+def _experts_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "num_experts": described["num_experts"],
+        "num_experts_per_token": described["top_k_experts"],
+        "mlp_dim": described["moe_intermediate_size"],
+        "shared_mlp_dim": described["intermediate_size"],
+        "norms_experts": True,
     }
 
 
@@ -119,8 +151,9 @@ FAMILIES = (
             **{"norms_behind": True, "mlp": "geglu_tanh", "qk_norm": True, "value_norm": True},
             **{"attention_scale": 1.0, "has_layer_scale": True},
         },
-        hf_names=lambda config: _NAMES,
-        hf_required={"hidden_activation": "gelu_pytorch_tanh", "enable_moe_block": False},
+        hf_names=_hf_names,
+        hf_stacked=("experts.gate_up_proj", "experts.down_proj"),
+        hf_required={"hidden_activation": "gelu_pytorch_tanh"},
         hf_defaults=_DEFAULTS,
         hf_fields=_from_hf,
     ),

@@ -47,6 +47,15 @@ def fused_rows(rows: Mapping[str, np.ndarray], names: Mapping[str, str]) -> dict
     }
 
 
+def wide_experts(config: ModelConfig, name: str) -> dict[str, Fused]:
+    """Of one tensor of all experts, with `[{expert}]` in its name: the gate, and what it gates behind it."""
+    rows = np.arange(2 * config.mlp_dim)
+    return {
+        "experts.w_gate": Fused(name, len(rows), rows[: config.mlp_dim]),
+        "experts.w_up": Fused(name, len(rows), rows[config.mlp_dim :]),
+    }
+
+
 def split_rows(config: ModelConfig) -> dict[str, np.ndarray]:
     """The rows of queries, keys and values that lie one behind the other in one tensor."""
     stops = np.cumsum([config.num_heads, config.num_kv_heads, config.num_kv_heads]) * config.head_dim
