@@ -157,12 +157,13 @@ class SharedSessions:
             self._claims[key] = held
 
     def theirs(self, key: str) -> Manifest | None:
-        """The manifest of a session that another replica owns; None where none does. Waits and raises as `claim`."""
+        """The manifest of a session, if this process does not hold it, or None. Waits and raises as `claim`."""
         try:
             manifest = self._kv.objects.run(ownership.look(self._kv.namespace, key))
         except ManifestError:  # `claim` says so.
             return None
-        return None if manifest is None or manifest.owner == self.replica else manifest
+        is_held = (shared := self._shared.get(key)) is not None and shared.held is not None
+        return None if manifest is not None and manifest.owner == self.replica and is_held else manifest
 
     def taken(self, key: str, known: Conversation | None) -> Conversation | None:
         """The conversation that a session which was claimed goes on with; None: with what is known of it here.
@@ -344,8 +345,6 @@ class SharedSessions:
         for key in tuple(self._moving):
             self.stop(key)
         self._threads.close()
-
-    # How.
 
     def _submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         done = self._threads.submit(function, *args)

@@ -284,18 +284,18 @@ class Router:
         Raises:
           TextWork: as of `owned`; so is ObjectsError, where nothing is here.
         """
-        name, is_known = engine_name(tenant, session_id), True
-        if texts is not None and self._engine.elsewhere is not None:
-            is_known, theirs = texts.get(_ELSEWHERE, _theirs, self._engine, name, tenant)
-            if theirs is not None:
-                return None if theirs.conversation is None else Conversation.from_bytes(theirs.conversation)
-        opened = self._engine.opened(name, tenant=tenant)
-        if opened is not None:
+        name, is_known, theirs = engine_name(tenant, session_id), True, None
+        if texts is not None and (elsewhere := self._engine.elsewhere) is not None:
+            is_known, owner, theirs = texts.get(_ELSEWHERE, _theirs, self._engine, name, tenant)
+            if owner not in ("", elsewhere.replica):
+                return theirs
+        if (opened := self._engine.opened(name, tenant=tenant)) is not None:
             return opened.conversation
         with contextlib.suppress(TenantError):
-            if (kept := self._engine.stored.conversation(name, tenant=tenant)) is not None or is_known:
-                return kept
-            raise _no_answer()
+            kept = self._engine.stored.conversation(name, tenant=tenant)
+            if kept is None and not is_known:
+                raise _no_answer()
+            return theirs if kept is None or (theirs is not None and theirs.generation > kept.generation) else kept
         return None
 
     def let_go(self, sessions: Sequence[Session]) -> None:
@@ -395,8 +395,7 @@ class Router:
         It must not if it has lost other tokens since than the whole history would lose.
         """
         is_as_told = not conversation.cut_by or conversation.cut_by == self._engine.truncation_rule != OTHERWISE
-        found = (num_tokens for name, num_tokens in conversation.states if name == chain)
-        return next(found, None) if is_as_told else None
+        return next((num for name, num in conversation.states if name == chain), None) if is_as_told else None
 
     def use(self, session: Session) -> None:
         """Notes a use; releases what its tenant has not used for longest where that has too many open."""
@@ -423,11 +422,13 @@ def _claimed(engine: Engine, name: str, tenant: str) -> bool:
     return False
 
 
-def _theirs(engine: Engine, name: str, tenant: str) -> tuple[bool, Manifest | None]:
-    """Whether it is known what another replica that owns a session has published of it, and that; None: none does."""
+def _theirs(engine: Engine, name: str, tenant: str) -> tuple[bool, str, Conversation | None]:
+    """Of a session that is not held here: whether it is known what is published; whose that is, or ""; and that."""
     with contextlib.suppress(ObjectsError):
-        return True, None if engine.elsewhere is None else engine.elsewhere.theirs(name, tenant)
-    return False, None
+        if engine.elsewhere is None or (found := engine.elsewhere.theirs(name, tenant)) is None:
+            return True, "", None
+        return True, found.owner, None if found.conversation is None else Conversation.from_bytes(found.conversation)
+    return False, "", None
 
 
 def _no_answer() -> ObjectsError:

@@ -198,9 +198,9 @@ class Elsewhere:
             return self._shared.publish_now(session.key) if self._shared.policy == "turn" else None
 
     def theirs(self, session_id: str, tenant: str = "") -> Manifest | None:
-        """What another replica that owns a conversation has published of it; None: this one owns it, or none does.
+        """What is published of a conversation that another replica owns, or this one before it was started again.
 
-        Waits as `claim` does, and claims nothing.
+        None: this one holds it, or nothing is published. Waits as `claim` does, and claims nothing.
 
         Raises:
           ObjectsError: that cannot be found out.

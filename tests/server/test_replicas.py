@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import httpx2
 import openai
 import pytest
 
+from ca_jax.storage.config import StoreConfig
 from ca_jax.storage.objects import parts
 from ca_jax.storage.objects.store import ObjectsError
 from tests import engine_kit as kit
@@ -224,6 +226,28 @@ def test_while_the_objects_do_not_answer_what_is_here_is_shown_and_nothing_is_ca
     for path in paths:
         assert other.http().get(path).status_code == 200
     assert other.http().get("/v1/conversations/nobody").status_code == 404
+
+
+def test_an_owner_that_was_restarted_shows_what_was_published_though_it_has_less_of_it(tmp_path) -> None:
+    """It claimed the conversation for a client of another state, and was killed before it kept anything of it."""
+    store = dataclasses.replace(kit.SMALL.store, objects_url=f"file://{tmp_path}/shared", objects_deadline_s=2.0)
+
+    def of_its_own(directory: str) -> StoreConfig:
+        return dataclasses.replace(kit.ssd_store(tmp_path / directory), objects_url=store.objects_url)
+
+    with running(store=store) as one:
+        with running(store=of_its_own("ssd")) as other:
+            other.http().post("/v1/sessions", json={"session_id": "trip"})
+            shutil.copytree(tmp_path / "ssd", tmp_path / "as it was")
+            first = ask(one, [user(TEXTS[0])], session_id="trip")
+            body = {"model": MODEL, "messages": [user(TEXTS[1])], "session_id": "trip", "session_state": "of another"}
+            assert other.http().post("/v1/chat/completions", json=body).status_code == 409
+        with running(store=of_its_own("as it was")) as other:
+            shown = other.http().get("/v1/sessions/trip").json()
+            assert [each["content"] for each in shown["messages"][1::2]] == [text_of(first)]
+            assert other.http().post("/v1/sessions", json={"session_id": "trip"}).status_code == 400
+            again = ask(other, [user(TEXTS[1])], session_id="trip", session_state=first.session_state)
+            assert [text_of(first), text_of(again)] == serial(2)
 
 
 def test_a_client_that_knows_an_older_state_is_told(servers) -> None:
