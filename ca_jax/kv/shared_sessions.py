@@ -238,9 +238,10 @@ class SharedSessions:
         self._unpublished[session.key] = None
 
     def publish_now(self, key: str) -> Future[Published] | None:
-        """Begins to publish a session that has changed, whenever it would be otherwise; None: it cannot be yet."""
+        """Begins to publish a session that has changed, whenever it would be otherwise; None: it is, or cannot be."""
         shared = self._shared[key]
-        self._publish(key, shared, at_once=True)
+        if key in self._unpublished:
+            self._publish(key, shared, at_once=True)
         return None if shared.publishing is None else shared.publishing.done
 
     def forget(self, key: str) -> None:
