@@ -297,6 +297,15 @@ def test_an_idle_session_is_published(replica, monkeypatch) -> None:
     say_and_publish(engine, engine.session(session_id="s"), SAID[0])
 
 
+def test_what_is_published_already_is_not_published_again(replica) -> None:
+    engine = replica()
+    session = engine.session(session_id="s")
+    say_and_publish(engine, session, SAID[0])
+    told = engine.elsewhere.publish(session)
+    assert told is None or told.done()
+    assert engine.metrics.publishes == 1
+
+
 def test_no_turn_fails_while_the_store_does(replica, tmp_path, monkeypatch) -> None:
     engine = replica()
     session = engine.session(session_id="s")
