@@ -1,4 +1,4 @@
-"""Every architecture through the engine: with reuse across turns, and past the end of its window.
+"""Every architecture through the engine: with reuse across turns, past the end of its window, and over a restart.
 
 Turns that fit are held against `transformers`, each token by a full pass; turns that overflow against the same cache
 sliced in memory, or against `transformers` where no layer looks back to what has left. Prompts are longer than the
@@ -49,19 +49,23 @@ NAMES = (
 )
 
 
-def overflows_unseen(engine, pair):
+def overflows_unseen(pair, store):
     """Where all layers slide, what leaves is what none looks back to: answers are as if no context were full."""
-    session, everything = engine.session(), []
-    for turn, num_tokens in enumerate((56, 14, 2, 40, 14)):
-        prompt = families_kit.prompt(num_tokens, seed=turn)
-        expected = pair.their_answer([*everything, *prompt], 12)
-        assert ok.say(session, prompt, 12) == expected
-        if not session.num_dropped:
-            assert session.usage.num_cached_tokens == max(len(everything) - 1, 0)
-        everything += [*prompt, *expected]
-        engine.wait_for_saves()
+    everything: list[int] = []
+    for turns in ((56, 14, 2, 40), (14,)):
+        with kit.small_engine(pair.model, store=store, **CONFIG) as engine:
+            session = engine.session(session_id="one")
+            for num_tokens in turns:
+                prompt = families_kit.prompt(num_tokens, seed=len(everything))
+                expected = pair.their_answer([*everything, *prompt], 12)
+                assert ok.say(session, prompt, 12) == expected
+                if not session.num_dropped:
+                    assert session.usage.num_cached_tokens == max(len(everything) - 1, 0)
+                everything += [*prompt, *expected]
+                engine.wait_for_saves()
+            assert session.usage.num_cached_tokens > 0
     assert session.num_dropped > 0
-    assert session.token_ids == everything[session.num_dropped :]
+    assert session.token_ids == everything[-len(session.token_ids) :]
 
 
 LONG = (
@@ -72,21 +76,27 @@ LONG = (
 
 
 @pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.slow] * (each in LONG)) for each in NAMES])
-def test_three_turns_and_an_overflow(name):
-    pair = families_kit.pair(name)
-    with kit.small_engine(pair.model, **CONFIG) as engine:
-        if (config := pair.model.config).sliding_window is not None and not config.full_layers:
-            overflows_unseen(engine, pair)
-            return
-        both = ok.Pair(engine)
-        for turn, (num_tokens, max_tokens) in enumerate([(56, 4), (14, 4), (2, 4), (50, 12), (14, 40)]):
-            prompt = families_kit.prompt(num_tokens, seed=turn)
-            prompt_ids = [*both.session.token_ids, *prompt]
-            both.turn(prompt, max_tokens)
-            if turn < 3:
-                assert both.session.token_ids == prompt_ids + pair.their_answer(prompt_ids, max_tokens)
-        assert both.session.num_dropped == 3 * WINDOW // 4, "before the last two prompts, and in the last answer"
-        both.expect_stored_kv()
+def test_three_turns_three_overflows_and_a_restart(name, tmp_path):
+    pair, store, reference, turn = families_kit.pair(name), kit.ssd_store(tmp_path), None, 0
+    if (config := pair.model.config).sliding_window is not None and not config.full_layers:
+        overflows_unseen(pair, store)
+        return
+    for turns in ([(56, 4), (14, 4), (2, 4), (50, 12)], [(14, 40)]):
+        with kit.small_engine(pair.model, store=store, **CONFIG) as engine:
+            both = ok.Pair(engine, engine.session(session_id="one"), reference)
+            for num_tokens, max_tokens in turns:
+                prompt = families_kit.prompt(num_tokens, seed=turn)
+                prompt_ids = [*both.session.token_ids, *prompt]
+                both.turn(prompt, max_tokens)
+                if turn < 3:
+                    assert both.session.token_ids == prompt_ids + pair.their_answer(prompt_ids, max_tokens)
+                turn += 1
+            both.expect_stored_kv()
+            reference = both.reference
+            if turn == 4:
+                assert both.session.num_dropped == WINDOW // 4, "before the last prompt"
+    assert both.session.usage.cached_tokens.keys() == {"ssd"}
+    assert reference.num_dropped == 3 * WINDOW // 4, "before the last two prompts, and in the last answer"
 
 
 BLENDED = ("deepseek_v3", "gemma3_scaled_rope", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[11:]))

@@ -35,7 +35,7 @@ def families_of(cases):
 
 RUN = {
     "test_logits_and_greedy_tokens_equal_those_of_transformers": families_of(families_kit.CASES),
-    "test_three_turns_and_an_overflow": families_of(test_engine_families.NAMES),
+    "test_three_turns_three_overflows_and_a_restart": families_of(test_engine_families.NAMES),
     "test_every_family_on_a_mesh": {name.split("-")[0] for name in families_on_mesh.FAMILIES},
     "test_logits_and_greedy_tokens_equal_those_of_llama_cpp": families_of(test_gguf_families.METADATA),
 }
