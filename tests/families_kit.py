@@ -145,6 +145,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe_sliding": ("Qwen2Moe", {**_LLAMA, **_QWEN_MOE, **_SLIDING, "norm_topk_prob": True, "qkv_bias": False}),
     "qwen3_moe": ("Qwen3Moe", {**_LLAMA, **_QWEN_MOE, "head_dim": 16, "norm_topk_prob": True}),
     "qwen3_moe_mixed": ("Qwen3Moe", {**_LLAMA, **_QWEN_MOE, "decoder_sparse_step": 2, "attention_bias": True}),
+    "glm4": ("Glm4", {**_LLAMA, "head_dim": 16, "attention_bias": True}),
     "glm4_moe": ("Glm4Moe", {**_LLAMA, **_GLM_MOE, "use_qk_norm": True, "attention_bias": True}),
     "glm4_moe_groups": ("Glm4Moe", {**_LLAMA, **_GLM_MOE, "n_group": 3, "topk_group": 2, "norm_topk_prob": False}),
     "minimax_m2": ("MiniMaxM2", {**_LLAMA, **_EXPERTS, "head_dim": 16, "rotary_dim": 8}),

@@ -45,6 +45,7 @@ FAMILIES = {
     "falcon-7b": {**GELU, "num_kv_heads": 1, "shares_norm": True},
     "gpt_neox": {**GELU, "qkv_bias": True, "out_bias": True, "mlp_bias": True, "rope": RopeConfig(rotary_dim=4)},
     "olmo3": {**BEHIND, "sliding_window": 40, "full_layers": (0,), "local_rope": RopeConfig(theta=100.0)},
+    "glm4": {"norms_behind": True, "qkv_bias": True, "rope": RopeConfig(rotary_dim=4)},
     "glm4_moe": {**SIGMOID, **DENSE_FIRST, "shared_mlp_dim": 24, "num_kv_heads": 4, "rope": RopeConfig(rotary_dim=4)},
     "cohere2": {**UNBIASED, "sliding_window": 40, "full_layers": (1,), "nope_layers": (1,), "logit_scale": 0.5},
     "gemma2": {**GEMMA, "score_cap": 3.0, "logit_cap": 8.0},
@@ -71,7 +72,7 @@ FAMILIES = {
 }
 HAVE_NOTHING_ELSE = (
     *("llama", "mistral", "qwen2", "falcon-40b", "qwen2_moe", "qwen3_moe", "minimax_m2", "smollm3", "granite"),
-    *("ministral3", "olmo2", "phi3", "deepseek_v2", "mistral4", "qwen3", "gemma3"),
+    *("ministral3", "olmo2", "phi3", "deepseek_v2", "mistral4", "qwen3", "gemma3", "glm4"),
 )
 """All that these have, others have too."""
 

@@ -48,6 +48,7 @@ _ARCHITECTURES = {
     "cohere2": gguf.MODEL_ARCH.COHERE2,
     "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "glm4": gguf.MODEL_ARCH.GLM4,
     "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
     "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), gguf.MODEL_ARCH.DEEPSEEK2),
@@ -248,7 +249,7 @@ def _of_family(config: Mapping[str, Any]) -> dict[str, Any]:
         return {"attention.sliding_window_pattern": [each == "sliding_attention" for each in types]}
     if model_type == "cohere2":
         return {"logit_scale": float(config["logit_scale"]), "rope.scaling.type": "none"}
-    if model_type == "glm4_moe":
+    if model_type in ("glm4", "glm4_moe"):
         return {"rope.dimension_count": int(rope["partial_rotary_factor"] * head_dim)}
     if model_type == "minimax_m2":
         return {"rope.dimension_count": config["rotary_dim"]}

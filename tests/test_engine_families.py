@@ -35,6 +35,7 @@ NAMES = (
     "cohere2",
     "qwen2_moe",
     "qwen3_moe",
+    "glm4",
     "glm4_moe",
     "minimax_m2",
     "deepseek_v2",
@@ -70,7 +71,7 @@ def overflows_unseen(pair, store):
 
 LONG = (
     *("mixtral", "qwen2_moe", "glm4_moe", "deepseek_v2", "mistral4", "gemma4", "qwen3_moe", "olmo2", "qwen2_sliding"),
-    *("ministral3", "phi3_long"),
+    *("ministral3", "phi3_long", "glm4"),
 )
 """What is new in these is in others, too."""
 

@@ -200,7 +200,8 @@ def _stored_tensors(file: GgufFile, config: ModelConfig) -> dict[str, StoredTens
     """The file's tensors: Q and K in half-split order, and those that are stacked by expert each by itself."""
     order, family = {}, FAMILIES[config.architecture]
     if family.gguf_is_interleaved:
-        of_q, of_k = (half_split_rows(num, config.head_dim) for num in (config.num_heads, config.num_kv_heads))
+        sizes = config.head_dim, config.rope.rotary_dim
+        of_q, of_k = (half_split_rows(num, *sizes) for num in (config.num_heads, config.num_kv_heads))
         order = {"attn_q.weight": of_q, "attn_q.bias": of_q, "attn_k.weight": of_k, "attn_k.bias": of_k}
     stored = {}
     for name, tensor in file.by_name.items():

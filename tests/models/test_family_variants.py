@@ -168,6 +168,12 @@ def sparse(draw: Draw) -> Fields:
     return found | shared | {"first_k_dense_replace": one(draw, 0, 1, 3)}
 
 
+def glm4(draw: Draw) -> Fields:
+    found = sizes(draw) | rope(draw)
+    found["head_dim"] = one(draw, 8, 12, 16)  # Half of it is rotated.
+    return found | {"attention_bias": flag(draw)}
+
+
 def glm4_moe(draw: Draw) -> Fields:
     found = sizes(draw) | rope(draw) | sparse(draw)
     found["head_dim"] = one(draw, 8, 16)  # Half of it is rotated.
@@ -265,6 +271,7 @@ VARIANTS: dict[str, tuple[str, Callable[[Draw], Fields]]] = {
     "phi3": ("Phi3", phi3),
     "qwen2_moe": ("Qwen2Moe", qwen2_moe),
     "qwen3_moe": ("Qwen3Moe", qwen3_moe),
+    "glm4": ("Glm4", glm4),
     "glm4_moe": ("Glm4Moe", glm4_moe),
     "minimax_m2": ("MiniMaxM2", minimax_m2),
     "deepseek_v2": ("DeepseekV2", deepseek_v2),

@@ -46,6 +46,7 @@ METADATA = {
     "cohere2": {},
     "qwen2_moe": {},
     "qwen3_moe": {},
+    "glm4": {},
     "glm4_moe": {},
     "glm4_moe_groups": {},
     "minimax_m2": {},

@@ -4,11 +4,12 @@ SmolLM3 rotates nothing in every fourth layer. Granite multiplies embeddings, sc
 residual stream. Ministral 3 stretches its context by YaRN and makes queries larger the further on they are. OLMo 2 and
 3 have norms behind attention and feed-forward alone, and one over all heads of queries and of keys; of OLMo 3 three
 layers of four slide. Command (Cohere 2) has attention and feed-forward beside each other, a LayerNorm without a bias,
-and rotates in layers that slide alone, pairs of numbers that lie side by side.
+and rotates in layers that slide alone, pairs of numbers that lie side by side. GLM-4 rotates such pairs too, in half of
+each head, has norms before and behind, and the feed-forward block's two first matrices in one.
 
 Source: Hugging Face, "SmolLM3" (2025); IBM, "Granite 3.0 Language Models" (2024); Mistral AI, "Ministral 3" (2025);
-OLMo Team, "2 OLMo 2 Furious" (2024) and "Olmo 3" (2025); Cohere, "Command A" (2025). Config entries and names of
-tensors are those of `transformers`.
+OLMo Team, "2 OLMo 2 Furious" (2024) and "Olmo 3" (2025); Cohere, "Command A" (2025); GLM Team, "ChatGLM" (2024).
+Config entries and names of tensors are those of `transformers`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ca_jax.models.families.family import Family
 from ca_jax.models.families.from_gguf import GgufDescription, full_layers_from_gguf, rope_from_gguf, shortest
 from ca_jax.models.families.from_hf import rope_from_hf, sliding_from_hf
 from ca_jax.models.families.llama import HF_NAMES, LAYER
-from ca_jax.models.families.names import GGUF_NAMES, Fused, Names, half_split_rows, module_names
+from ca_jax.models.families.names import GGUF_NAMES, Fused, Names, half_split_rows, module_names, wide_mlp
 
 _NAMES_BEHIND = {
     "attn_post_norm.scale": LAYER + "post_attention_layernorm.weight",
@@ -147,14 +148,23 @@ def _cohere2_from_gguf(described: GgufDescription) -> dict[str, Any]:
     }
 
 
-def _cohere2_names(config: ModelConfig) -> Names:
-    """Rows of queries and keys are in interleaved order."""
+def _interleaved_names(config: ModelConfig) -> Names:
+    """Names in safetensors files whose rows of queries and keys are in interleaved order."""
     names: dict[str, str | Fused] = dict(HF_NAMES)
     for part, num_heads in (("q", config.num_heads), ("k", config.num_kv_heads)):
-        rows = half_split_rows(num_heads, config.head_dim)
+        rows = half_split_rows(num_heads, config.head_dim, config.rope.rotary_dim)
         for key, name in module_names(f"attn.w{part}", f"{LAYER}self_attn.{part}_proj").items():
             names[key] = Fused(name, len(rows), rows)
     return names
+
+
+def _glm4_names(config: ModelConfig) -> Names:
+    return {
+        **_interleaved_names(config),
+        **wide_mlp(config, LAYER + "mlp.gate_up_proj.weight"),
+        "attn_post_norm.scale": LAYER + "post_self_attn_layernorm.weight",
+        "mlp_post_norm.scale": LAYER + "post_mlp_layernorm.weight",
+    }
 
 
 def _family(name: str, architecture: str, **differences: Any) -> Family:
@@ -219,12 +229,24 @@ FAMILIES = (
         "cohere2",
         "Cohere2ForCausalLM",
         fields={"norm": "layer", "norm_bias": False, "is_parallel": True, "shares_norm": True},
-        hf_names=_cohere2_names,
+        hf_names=_interleaved_names,
         hf_sizes={"eps_key": "layer_norm_eps", "norm_eps": 1e-5, "ties": True},
         hf_fields=_cohere2_from_hf,
         gguf_architecture="cohere2",
         gguf_sizes={"eps_key": "layer_norm_epsilon"},
         gguf_fields=_cohere2_from_gguf,
+    ),
+    _family(
+        "glm4",
+        "Glm4ForCausalLM",
+        fields={"norms_behind": True},
+        hf_names=_glm4_names,
+        hf_sizes={"norm_eps": 1.5625e-7, "head_dim": 128, "partial": 0.5},
+        hf_fields=lambda described: {"qkv_bias": bool(described.get("attention_bias", True))},
+        gguf_architecture="glm4",
+        gguf_names=lambda config: GGUF_NAMES | wide_mlp(config, "blk.{layer}.ffn_up.weight"),
+        gguf_sizes={"may_rotate_part": True},
+        gguf_fields=_biases_from_gguf,
     ),
 )
 """The families."""

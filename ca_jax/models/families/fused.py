@@ -23,7 +23,7 @@ from ca_jax.models.families.family import Family
 from ca_jax.models.families.from_gguf import GgufDescription
 from ca_jax.models.families.from_hf import gelu_from_hf
 from ca_jax.models.families.llama import HF_NAMES, LAYER
-from ca_jax.models.families.names import GGUF_NAMES, Fused, Names, fused_rows, module_names, split_rows
+from ca_jax.models.families.names import GGUF_NAMES, Names, fused_rows, module_names, split_rows, wide_mlp
 
 
 def _hf_names(
@@ -130,13 +130,7 @@ def _phi3_from_gguf(described: GgufDescription) -> dict[str, Any]:
 
 def _phi3_names(config: ModelConfig, others: Names, qkv: str, gate_up: str) -> Names:
     """Names of what is fused, and others."""
-    size, rows = config.mlp_dim, np.arange(2 * config.mlp_dim)
-    return {
-        **others,
-        **fused_rows(split_rows(config), {"w": qkv}),
-        "mlp.w_gate": Fused(gate_up, len(rows), rows[:size]),
-        "mlp.w_up": Fused(gate_up, len(rows), rows[size:]),
-    }
+    return {**others, **fused_rows(split_rows(config), {"w": qkv}), **wide_mlp(config, gate_up)}
 
 
 _GGUF_SIZES = {"eps_key": "layer_norm_epsilon"}

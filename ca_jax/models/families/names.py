@@ -47,13 +47,18 @@ def fused_rows(rows: Mapping[str, np.ndarray], names: Mapping[str, str]) -> dict
     }
 
 
-def wide_experts(config: ModelConfig, name: str) -> dict[str, Fused]:
-    """Of one tensor of all experts, with `[{expert}]` in its name: the gate, and what it gates behind it."""
+def wide_mlp(config: ModelConfig, name: str) -> dict[str, Fused]:
+    """Of the feed-forward block's one tensor: the gate, and what it gates behind it."""
     rows = np.arange(2 * config.mlp_dim)
     return {
-        "experts.w_gate": Fused(name, len(rows), rows[: config.mlp_dim]),
-        "experts.w_up": Fused(name, len(rows), rows[config.mlp_dim :]),
+        "mlp.w_gate": Fused(name, len(rows), rows[: config.mlp_dim]),
+        "mlp.w_up": Fused(name, len(rows), rows[config.mlp_dim :]),
     }
+
+
+def wide_experts(config: ModelConfig, name: str) -> dict[str, Fused]:
+    """Of one tensor of all experts, with `[{expert}]` in its name: the gate, and what it gates behind it."""
+    return {key.replace("mlp", "experts"): where for key, where in wide_mlp(config, name).items()}
 
 
 def split_rows(config: ModelConfig) -> dict[str, np.ndarray]:
@@ -62,12 +67,20 @@ def split_rows(config: ModelConfig) -> dict[str, np.ndarray]:
     return dict(zip("qkv", np.split(np.arange(stops[-1]), stops[:-1]), strict=True))
 
 
-def half_split_rows(num_heads: int, head_dim: int) -> np.ndarray:
+def half_split_rows(num_heads: int, head_dim: int, rotary_dim: int | None = None) -> np.ndarray:
     """For each row of queries or keys in half-split order, its row in interleaved order.
 
     One head of H = 6, pairs a b c:   file  a0 a1 b0 b1 c0 c1   ->   half-split  a0 b0 c0 a1 b1 c1
+
+    Args:
+      num_heads: of queries or keys.
+      head_dim: H.
+      rotary_dim: how many of a head's first rows are rotated, the others stay where they are; None: all.
     """
-    return np.arange(num_heads * head_dim).reshape(num_heads, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+    rows = np.arange(num_heads * head_dim).reshape(num_heads, head_dim)
+    turned, others = np.split(rows, [head_dim if rotary_dim is None else rotary_dim], axis=1)
+    halves = turned.reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(num_heads, -1)
+    return np.concatenate([halves, others], axis=1).reshape(-1)
 
 
 def module_names(weight: str, name: str) -> dict[str, str]:
