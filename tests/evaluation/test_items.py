@@ -1,6 +1,7 @@
 """Prompts of chunks: both kinds of file, what is wrong with others, their token ids, and prompts of conversations."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -133,3 +134,25 @@ def test_needles_are_each_in_a_passage_of_their_own_and_one_is_asked_for(tmp_pat
         assert sum(text.count("magic number") for text in item.texts) == 6
     with pytest.raises(ValueError, match="more than 1200 characters, got 1 texts without one"):
         needles.make_items(["short"], 1, seed=1)
+    with pytest.raises(ValueError, match="task must be one of needle, variable, common, got 'needles'"):
+        needles.make_items(texts, 1, seed=1, task="needles")
+
+
+def test_the_number_of_a_variable_is_in_another_passage_than_its_name():
+    texts = [f"Text {number}. " + "One says so. And another says that. " * 40 for number in range(5)]
+    for item in needles.make_items(texts, num_items=20, seed=1, task="variable", num_passages=5, passage_chars=300):
+        passages = [each["text"] for each in item["ctxs"]]
+        assert len(passages) == 5
+        assert max(map(len, passages)) < 400
+        [whose] = [text for text in passages if f"number of the {item['question']} is that of the " in text]
+        key = re.search(r" is that of the (\w+ \w+)", whose)[1]
+        [told] = [text for text in passages if f"The magic number of the {key} is {item['answers'][0]}" in text]
+        assert told is not whose
+
+
+def test_one_colour_alone_is_in_all_passages():
+    texts = [f"Text {number}. " + "One says so. And another says that. " * 40 for number in range(5)]
+    for item in needles.make_items(texts, num_items=20, seed=1, task="common"):
+        named = [re.search(r"colours here are (\w+), (\w+) and (\w+)", each["text"]).groups() for each in item["ctxs"]]
+        assert set(item["answers"]) == set.intersection(*map(set, named))
+        assert all(len(set(each)) == 3 for each in named)
