@@ -18,7 +18,7 @@ it stands. A conversation that goes on by its name is forked for clients that se
 
 Belongs to the engine's thread.
 
-Not here: KV (the store finds prefixes by itself), tenants' keys.
+Not here: KV (the store finds prefixes by itself), what other replicas have (elsewhere), tenants' keys.
 """
 
 from __future__ import annotations
@@ -39,18 +39,16 @@ from ca_jax.errors import (
     UnknownAdapterError,
     UnknownSessionError,
 )
+from ca_jax.server import elsewhere
 from ca_jax.server.conversation_notes import BESIDE, with_waiting
+from ca_jax.server.elsewhere import Theirs
 from ca_jax.session import Job, Session
 from ca_jax.storage.catalog.file import CatalogLateError
-from ca_jax.storage.objects.manifest import Manifest
-from ca_jax.storage.objects.store import ObjectsError
 from ca_jax.turns.conversations import OTHERWISE, Conversation, Message, chain_of, first_chain, message_chars
-from ca_jax.turns.text import LIGHT_CHARS, MESSAGE_CHARS, Texts
+from ca_jax.turns.text import MESSAGE_CHARS, Texts
 
 BY_NAME, _BY_HISTORY = "name", "history"  # Of `Conversation.reached`.
 _KNOWN_PER_OPEN = 16  # Conversations found by their history, for each that may be open: others are found by name.
-
-_ELSEWHERE = LIGHT_CHARS + 1  # What is asked of other machines is never asked on the engine's thread.
 _HASHED_CHARS = 100  # As many characters are hashed in the time that one takes to be rendered and tokenised.
 
 
@@ -169,7 +167,7 @@ class Router:
         chain = _chains_of(messages, texts, first)[num_known - 1] if num_known else ""
         known = self._states.get((tenant, chain))
         session = None if known is None else self._at(tenant, known, chain, may_drop)
-        if session is None and chain and self._engine.elsewhere is not None:
+        if session is None and chain:
             session = self._elsewhere(tenant, chain, texts)
         if session is not None:
             return Found(session, list(messages[num_known:]), _BY_HISTORY if session.session_id == known else "")
@@ -190,7 +188,7 @@ class Router:
         Raises:
           UnknownSessionError: no session has that name, or it no longer has that place.
         """
-        self._claims(tenant, session_id, texts)
+        elsewhere.claim(self._engine, engine_name(tenant, session_id), tenant, texts)
         session = self.find(tenant, session_id)
         num_tokens = next((num for each, num in session.conversation.states if each == chain), None)
         if num_tokens is None:
@@ -258,13 +256,13 @@ class Router:
           ObjectsError: another replica may have it, and that cannot be found out.
           TextWork: what has to be asked of others first is to be done elsewhere.
         """
-        is_known = self._claims(tenant, session_id, texts)
+        is_known = elsewhere.claim(self._engine, engine_name(tenant, session_id), tenant, texts)
         try:
             return self.find(tenant, session_id)
         except UnknownSessionError as error:
             if is_known:
                 raise
-            raise _no_answer() from error
+            raise elsewhere.no_answer() from error
 
     def delete(self, tenant: str, session_id: str, texts: Texts) -> None:
         """Forgets the conversation of a client's name and its KV; cancels a turn of it that runs. Raises as `owned`."""
@@ -284,18 +282,19 @@ class Router:
         Raises:
           TextWork: as of `owned`; so is ObjectsError, where nothing is here.
         """
-        name, is_known, theirs = engine_name(tenant, session_id), True, None
-        if texts is not None and (elsewhere := self._engine.elsewhere) is not None:
-            is_known, owner, theirs = texts.get(_ELSEWHERE, _theirs, self._engine, name, tenant)
-            if owner not in ("", elsewhere.replica):
-                return theirs
+        name, theirs = engine_name(tenant, session_id), Theirs()
+        if texts is not None and self._engine.elsewhere is not None:
+            theirs = elsewhere.theirs(self._engine, name, tenant, texts)
+            if theirs.owner not in ("", self._engine.elsewhere.replica):
+                return theirs.conversation
         if (opened := self._engine.opened(name, tenant=tenant)) is not None:
             return opened.conversation
         with contextlib.suppress(TenantError):
             kept = self._engine.stored.conversation(name, tenant=tenant)
-            if kept is None and not is_known:
-                raise _no_answer()
-            return theirs if kept is None or (theirs is not None and theirs.generation > kept.generation) else kept
+            if kept is None and not theirs.is_known:
+                raise elsewhere.no_answer()
+            said = theirs.conversation
+            return said if kept is None or (said is not None and said.generation > kept.generation) else kept
         return None
 
     def let_go(self, sessions: Sequence[Session]) -> None:
@@ -352,22 +351,15 @@ class Router:
                 del self._states[tenant, chain]
         self._used[tenant].pop(session_id, None)
 
-    def _claims(self, tenant: str, session_id: str, texts: Texts) -> bool:
-        """Has the engine own a conversation that a replica may have; False: it cannot be found out whether one has."""
-        if self._engine.elsewhere is None:
-            return True
-        return texts.get(_ELSEWHERE, _claimed, self._engine, engine_name(tenant, session_id), tenant)
-
     def _elsewhere(self, tenant: str, chain: str, texts: Texts) -> Session | None:
         """A fork of a conversation that another replica published where a history ends; None: none is known."""
-        elsewhere = self._engine.elsewhere
-        manifest = texts.get(_ELSEWHERE, _published, self._engine, tenant, chain)
-        if elsewhere is None or manifest is None or manifest.conversation is None:
+        manifest = elsewhere.published(self._engine, tenant, chain, texts)
+        if self._engine.elsewhere is None or manifest is None or manifest.conversation is None:
             return None
         num_tokens = self._tokens_at(Conversation.from_bytes(manifest.conversation), chain)
         if num_tokens is None:
             return None
-        session = elsewhere.fork(manifest, num_tokens, engine_name(tenant, uuid.uuid4().hex))
+        session = self._engine.elsewhere.fork(manifest, num_tokens, engine_name(tenant, uuid.uuid4().hex))
         self.use(session)
         return session
 
@@ -411,35 +403,6 @@ class Router:
             if oldest is not None:
                 self._engine.release(oldest)
             del used[session_id]
-
-
-def _claimed(engine: Engine, name: str, tenant: str) -> bool:
-    """Has an engine own a session that replicas share; whether it is known whether any has it."""
-    with contextlib.suppress(ObjectsError):
-        if engine.elsewhere is not None:
-            engine.elsewhere.claim(name, tenant)
-        return True
-    return False
-
-
-def _theirs(engine: Engine, name: str, tenant: str) -> tuple[bool, str, Conversation | None]:
-    """Of a session that is not held here: whether it is known what is published; whose that is, or ""; and that."""
-    with contextlib.suppress(ObjectsError):
-        if engine.elsewhere is None or (found := engine.elsewhere.theirs(name, tenant)) is None:
-            return True, "", None
-        return True, found.owner, None if found.conversation is None else Conversation.from_bytes(found.conversation)
-    return False, "", None
-
-
-def _no_answer() -> ObjectsError:
-    return ObjectsError("the store of shared sessions must answer in time, and did not")
-
-
-def _published(engine: Engine, tenant: str, chain: str) -> Manifest | None:
-    """What some replica published where a history ends; None where nothing is known of it."""
-    with contextlib.suppress(ObjectsError):
-        return None if engine.elsewhere is None else engine.elsewhere.look_up(tenant, chain)
-    return None
 
 
 def _without_tools(session: Session, messages: Sequence[Message]) -> Sequence[Message]:
