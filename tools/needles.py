@@ -6,7 +6,7 @@
 
 `needle`: each passage has a number hidden in it, and one is asked for. `variable`: the number that is asked for is that
 of another key, as a second passage says. `common`: every passage names three colours, and the one that all name is
-asked for; the instruction is "The colour that is named most often is".
+asked for; the instruction is "The colour that {question} of them name is".
 
 Not here: asking (`benchmarks.evaluate.rag`).
 Source: RULER (Hsieh et al., COLM 2024): needles in a haystack with several keys, variable tracking, common words.
