@@ -21,6 +21,7 @@ import safetensors.numpy
 
 from ca_jax.models.config import ModelConfig
 from ca_jax.testing import tiny
+from tests import gguf_states_kit
 
 CONTEXT = 256
 F32 = gguf.GGMLQuantizationType.F32
@@ -52,6 +53,7 @@ _ARCHITECTURES = {
     "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), gguf.MODEL_ARCH.DEEPSEEK2),
     "mistral4": gguf.MODEL_ARCH.MISTRAL4,
+    **gguf_states_kit.ARCHITECTURES,
 }
 """By Hugging Face's `model_type`."""
 _PERMUTED = {getattr(gguf.MODEL_ARCH, name) for name in ("LLAMA", "SMOLLM3", "GRANITE", "MISTRAL3")}
@@ -190,7 +192,7 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
             "vocab_size": config["vocab_size"],
             "rope.dimension_count": head_dim or embed_dim // num_heads,
         }
-    return entries | _experts(config) | _of_family(config)
+    return entries | _experts(config) | _of_family(config) | gguf_states_kit.metadata(config)
 
 
 def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -308,7 +310,7 @@ def _tensors(
     num_kv_heads = config.get("num_key_value_heads", num_heads)
     converted: dict[str, np.ndarray] = {}
     experts: dict[str, dict[int, np.ndarray]] = {}
-    for name, tensor in stored.items():
+    for name, tensor in gguf_states_kit.tensors(config, stored).items():
         if architecture == gguf.MODEL_ARCH.GPT_OSS and (".experts." in name or name.endswith("sinks")):
             converted |= _of_gpt_oss(name.split(".")[2], name.split(".")[-1], tensor)
             continue

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,12 @@ from ca_jax.models.chat_template import ChatTemplate
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.families import BY_GGUF_ARCHITECTURE, FAMILIES, require_served
 from ca_jax.models.families.from_gguf import ROPE_FACTORS, GgufDescription
-from ca_jax.models.families.names import half_split_rows
+from ca_jax.models.families.names import Fused, Names, half_split_rows
 from ca_jax.models.stored import StoredTensor
 from ca_jax.models.tokenizer import Tokenizer
 from ca_jax.private import gguf_reader
 
-_EMBEDDING, _SHARE = "token_embd.weight", "ffn_gate_inp_shexp.weight"
+_EMBEDDING, _SHARE, _DECAY = "token_embd.weight", "ffn_gate_inp_shexp.weight", "ssm_a"
 _OF_ALL_EXPERTS = re.compile(r"blk\.\d+\.ffn_\w+_exps\.(weight|bias)")
 _OF_ONE_EXPERT = re.compile(r"(blk\.\d+\.ffn_\w+)\.(\d+)\.weight")
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
@@ -76,7 +77,7 @@ _DEEPSEEK_SPLITS = (
 _HAN_AND_KANA = r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 _BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 _GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "pixtral")
+_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "pixtral", "lfm2")
 _ADD_BOS = (*_LLAMA3, "tekken")  # Where the file does not say whether to.
 _TAKE_WHOLE = (*_ADD_BOS, "glm4")  # Text that is a token as a whole is that token, whatever merges make of it.
 
@@ -153,13 +154,14 @@ def open_gguf(path: Path, name: str) -> weights.Source:
     """
     file = GgufFile(path)
     config = config_from_gguf(file)
+    names = FAMILIES[config.architecture].gguf_names(config)
     tokenizer = tokenizer_from_gguf(file)
     return weights.Source(
         path=str(path),
         name=name,
         config=config,
-        tensors=_stored_tensors(file, config),
-        names=FAMILIES[config.architecture].gguf_names(config),
+        tensors=_stored_tensors(file, config, names),
+        names=names,
         fingerprint=lambda dtype: weights.fingerprint(weights.hash_file(path), config, dtype),
         tokenizer=tokenizer,
         stop_token_ids=stop_token_ids(file, tokenizer),
@@ -196,9 +198,9 @@ def _shape(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
     return tuple(int(n) for n in reversed(tensor.shape))
 
 
-def _stored_tensors(file: GgufFile, config: ModelConfig) -> dict[str, StoredTensor]:
+def _stored_tensors(file: GgufFile, config: ModelConfig, names: Names) -> dict[str, StoredTensor]:
     """The file's tensors: Q and K in half-split order, and those that are stacked by expert each by itself."""
-    order, family = {}, FAMILIES[config.architecture]
+    order, family, forms = {}, FAMILIES[config.architecture], _forms(config, names)
     if family.gguf_is_interleaved:
         of_q, of_k = (half_split_rows(num, config.head_dim) for num in (config.num_heads, config.num_kv_heads))
         order = {"attn_q.weight": of_q, "attn_q.bias": of_q, "attn_k.weight": of_k, "attn_k.bias": of_k}
@@ -213,6 +215,8 @@ def _stored_tensors(file: GgufFile, config: ModelConfig) -> dict[str, StoredTens
             continue
         if own == "attn_v_b.weight":
             shape, parts = (shape[0] * shape[1], shape[2]), {name: tensor.data.reshape(-1, tensor.data.shape[-1])}
+        elif own in forms and math.prod(forms[own]) == math.prod(shape):
+            shape, parts = forms[own], {name: tensor.data.reshape(forms[own][0], -1)}
         elif own == _SHARE:  # A row, or the vector that it is.
             shape, parts = (1, shape[-1]), {name: tensor.data.reshape(1, -1)}
         elif _OF_ALL_EXPERTS.fullmatch(name):
@@ -221,8 +225,28 @@ def _stored_tensors(file: GgufFile, config: ModelConfig) -> dict[str, StoredTens
             parts = {f"{match[1]}_exps.weight[{match[2]}]": tensor.data}
         for part, data in parts.items():
             rows = functools.partial(_read_rows, part, tensor.tensor_type, data, order.get(own))
+            rows = functools.partial(_read_decay, rows) if own == _DECAY else rows
             stored[part] = StoredTensor(shape=shape, read_rows=rows, is_optional=drafts)
     return stored
+
+
+def _forms(config: ModelConfig, names: Names) -> dict[str, tuple[int, ...]]:
+    """The shapes of what layers that keep states have beside matrices, by names without the layer.
+
+    Files hold the same numbers, with other axes of one, or norms by groups.
+    """
+    forms = {}
+    for each in () if config.recurrence is None else config.recurrence.parameters(config.embed_dim):
+        place = names[f"mixer.{each.name}"]
+        name = place.name if isinstance(place, Fused) else place
+        if each.num_inputs is None:
+            forms[name.split(".", 2)[-1]] = each.stored_shape or each.shape
+    return forms
+
+
+def _read_decay(read_rows: Callable[[int, int], np.ndarray], start: int, stop: int) -> np.ndarray:
+    """The logarithm of how fast states decay, of which files hold the negative itself."""
+    return np.log(-read_rows(start, stop))
 
 
 def _transposed_heads(name: str, tensor: gguf.ReaderTensor) -> StoredTensor:

@@ -53,6 +53,7 @@ METADATA = {
     "deepseek_v3": {},
     # As converters write of Mistral's own format; of Hugging Face's they leave it unsaid.
     "mistral4": {"attention.temperature_scale": 0.3, "attention.temperature_length": 64},
+    "lfm2": {},
 }
 """Of the cases of `families_kit` that such files can hold, what is added to what the converter writes."""
 
@@ -141,9 +142,9 @@ def test_logits_and_greedy_tokens_equal_those_of_llama_cpp(write, directory_of, 
             assert row[ours.argmax()] >= row.max() - 2 * atol
 
 
-@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v2_groups"])
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v2_groups", "lfm2_biased"])
 def test_what_llama_cpp_computes_otherwise_is_the_model_of_the_safetensors(tmp_path, name):
-    """V2-Lite, which it knows by its 27 layers, and V2, whose groups it chooses by two shares."""
+    """V2-Lite, which it knows by its 27 layers, V2, whose groups it chooses by two shares, and biases of LFM2."""
     families_kit.make(name, tmp_path)
     checkpoint, wanted = (
         load_checkpoint(str(path)) for path in (gguf_kit.write(tmp_path, tmp_path / f"{name}.gguf"), tmp_path)
@@ -246,7 +247,7 @@ OF_GPT4O = (("b", "A"), ("t", "'"), ("Ċ", "/"))
     "pre",
     [
         *("gpt-2", "smollm", "llama-bpe", "qwen2", "falcon", "olmo", "gpt-4o", "refact", "command-r", "smaug-bpe"),
-        *("dbrx", "glm4", "tekken", "pixtral", "deepseek-llm", "deepseek-v3", "minimax-m2"),
+        *("dbrx", "glm4", "tekken", "pixtral", "deepseek-llm", "deepseek-v3", "minimax-m2", "lfm2"),
     ],
 )
 def test_text_is_split_as_llama_cpp_splits_it(write, pre):
@@ -313,6 +314,7 @@ ROUTER, FUSED, BIAS = "blk.0.ffn_gate_inp.weight", "blk.1.attn_qkv.weight", "blk
         (UNSERVED, "glm4_moe", "expert_gating_func", 1, "expert_gating_func 1 is not served; it must be 2"),
         (DAMAGED, "qwen3_moe", "expert_feed_forward_length", None, "qwen3moe.expert_feed_forward_length is missing"),
         (UNSERVED, "mistral", "attention.head_count_kv", [2, 1], "a head_count_kv of its own for each layer is not"),
+        (UNSERVED, "lfm2", "attention.head_count_kv", [0, 2, 0, 1], "a head_count_kv of its own for each layer is not"),
         (DAMAGED, "mixtral", UP, np.ones((3, 48, 32), np.float32), f"{UP}[3] is missing"),
         (DAMAGED, "mixtral", ROUTER, np.ones((5, 32), np.float32), f"{ROUTER}: the shape must be (4, 32), got (5, 32)"),
         (DAMAGED, "falcon_7b", FUSED, np.ones((96, 32), np.float32), "the shape must be (48, 32), got (96, 32)"),

@@ -39,18 +39,22 @@ _LLAMA3_ORIGINAL_POSITIONS = 8192  # Every Llama 3.x release; files rarely say.
 def sizes_from_gguf(
     described: GgufDescription,
     *,
+    mlp_key: str = "feed_forward_length",
     eps_key: str = "layer_norm_rms_epsilon",
     may_rotate_part: bool = False,
     keeps_latents: bool = False,
+    layers_differ: bool = False,
     truncates: bool = True,
 ) -> dict[str, Any]:
     """The fields of `ModelConfig` that all families spell alike.
 
     Args:
       described: the file.
-      eps_key: what the family calls the number added inside its norms.
+      mlp_key: what the family calls the width of the feed-forward block.
+      eps_key: what it calls the number added inside its norms.
       may_rotate_part: whether the family has models that rotate a part of each head.
       keeps_latents: whether its layers keep latents, which have another length as keys than as values.
+      layers_differ: whether KV heads and that width may be said of each layer. The greatest is given here then.
       truncates: `RopeConfig.truncate` of its models, which files leave unsaid.
 
     Raises:
@@ -59,8 +63,10 @@ def sizes_from_gguf(
     """
     entries, shapes = described.entries, described.shapes
     embed_dim, num_heads = entries["embedding_length"], entries["attention.head_count"]
-    num_kv_heads, mlp_dim = entries.get("attention.head_count_kv", num_heads), entries["feed_forward_length"]
-    for key, value in (("head_count", num_heads), ("head_count_kv", num_kv_heads), ("feed_forward_length", mlp_dim)):
+    num_kv_heads, mlp_dim = entries.get("attention.head_count_kv", num_heads), entries[mlp_key]
+    if layers_differ:
+        num_kv_heads, mlp_dim = (max(each) if isinstance(each, list) else each for each in (num_kv_heads, mlp_dim))
+    for key, value in (("head_count", num_heads), ("head_count_kv", num_kv_heads), (mlp_key, mlp_dim)):
         if isinstance(value, list):
             raise UnsupportedArchitectureError(f"a {key} of its own for each layer is not served")
     head_dim = entries.get("attention.key_length", embed_dim // num_heads)

@@ -28,6 +28,7 @@ from ca_jax.models.families.experts import NAMES, qwen_from_hf
 from ca_jax.models.families.family import Family
 from ca_jax.models.families.llama import HF_NAMES, LAYER
 from ca_jax.models.families.names import Fused, Names, module_names
+from ca_jax.models.families.recurrent_gguf import LFM2_NAMES, lfm2_from_gguf
 from ca_jax.models.recurrence import RecurrenceConfig
 
 # LFM2.
@@ -317,6 +318,11 @@ FAMILIES = (
         hf_names=lambda config: _LFM2_NAMES,
         hf_sizes={"eps_key": "norm_eps", "norm_eps": 1e-5, "theta": 1e6, "mlp_key": "hidden_size"},
         hf_fields=_lfm2_from_hf,
+        gguf_architecture="lfm2",
+        gguf_names=lambda config: LFM2_NAMES,
+        gguf_required={"attention.sliding_window": 0},
+        gguf_sizes={"layers_differ": True},
+        gguf_fields=lfm2_from_gguf,
     ),
     Family(
         name="qwen3_next",
