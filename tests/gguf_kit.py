@@ -198,7 +198,7 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
 def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
     """What is said of experts, where there are any."""
     num_experts = [config[key] for key in ("num_local_experts", "num_experts", "n_routed_experts") if key in config]
-    if not num_experts:
+    if not num_experts or "num_experts_per_tok" not in config:
         return {}
     entries = {
         "expert_count": num_experts[0],
@@ -313,6 +313,9 @@ def _tensors(
     for name, tensor in gguf_states_kit.tensors(config, stored).items():
         if architecture == gguf.MODEL_ARCH.GPT_OSS and (".experts." in name or name.endswith("sinks")):
             converted |= _of_gpt_oss(name.split(".")[2], name.split(".")[-1], tensor)
+            continue
+        if name.startswith(("blk.", "rope_")):
+            converted[name] = tensor
             continue
         if name.endswith((".gate_up_proj", "experts.down_proj")):
             converted[names.get_name(name) + ".weight"] = tensor

@@ -38,6 +38,7 @@ from ca_jax.models.tokenizer import Tokenizer
 from ca_jax.private import gguf_reader
 
 _EMBEDDING, _SHARE, _DECAY = "token_embd.weight", "ffn_gate_inp_shexp.weight", "ssm_a"
+_OF_LAYER = re.compile(r"blk\.(\d+)\.(.+?)(\.weight|\.bias)?")
 _OF_ALL_EXPERTS = re.compile(r"blk\.\d+\.ffn_\w+_exps\.(weight|bias)")
 _OF_ONE_EXPERT = re.compile(r"(blk\.\d+\.ffn_\w+)\.(\d+)\.weight")
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
@@ -209,9 +210,9 @@ def _stored_tensors(file: GgufFile, config: ModelConfig, names: Names) -> dict[s
         if name in ROPE_FACTORS:
             continue
         shape, parts, own = _shape(tensor), {name: tensor.data}, name.split(".", 2)[-1]
-        drafts = family.drafts_behind and name.startswith("blk.") and int(name.split(".")[1]) >= config.num_layers
+        is_unread = _is_unread(config, family.drafts_behind, name)
         if own == "attn_k_b.weight":
-            stored[name] = dataclasses.replace(_transposed_heads(name, tensor), is_optional=drafts)
+            stored[name] = dataclasses.replace(_transposed_heads(name, tensor), is_optional=is_unread)
             continue
         if own == "attn_v_b.weight":
             shape, parts = (shape[0] * shape[1], shape[2]), {name: tensor.data.reshape(-1, tensor.data.shape[-1])}
@@ -226,8 +227,18 @@ def _stored_tensors(file: GgufFile, config: ModelConfig, names: Names) -> dict[s
         for part, data in parts.items():
             rows = functools.partial(_read_rows, part, tensor.tensor_type, data, order.get(own))
             rows = functools.partial(_read_decay, rows) if own == _DECAY else rows
-            stored[part] = StoredTensor(shape=shape, read_rows=rows, is_optional=drafts)
+            stored[part] = StoredTensor(shape=shape, read_rows=rows, is_optional=is_unread)
     return stored
+
+
+def _is_unread(config: ModelConfig, drafts_behind: bool, name: str) -> bool:
+    """Whether a tensor changes nothing: it is of a layer that drafts tokens, or of the KV of one that reads others'."""
+    match = _OF_LAYER.fullmatch(name)
+    if match is None:
+        return False
+    layer, is_of_kv = int(match[1]), match[2] in ("attn_k", "attn_v", "attn_k_norm")
+    is_reader = config.num_layers - config.num_readers <= layer < config.num_layers
+    return (is_reader and is_of_kv) or (drafts_behind and layer >= config.num_layers)
 
 
 def _forms(config: ModelConfig, names: Names) -> dict[str, tuple[int, ...]]:
@@ -286,9 +297,11 @@ def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
         backend, adds_bos = _byte_level_bpe(file, tokens)
     elif model == "llama":
         backend, adds_bos = _sentencepiece_bpe(file, tokens), True
+    elif model == "gemma4":
+        backend, adds_bos = _falling_back_to_bytes(file, tokens, _merges(file), begins_with_space=False), True
     else:
         raise UnsupportedArchitectureError(
-            f"{file.path}: tokenizer model {model!r} is not served; it must be one of gpt2, llama"
+            f"{file.path}: tokenizer model {model!r} is not served; it must be one of gpt2, llama, gemma4"
         )
     types = file.get("tokenizer.ggml.token_type") or []
     # Control tokens are left out of decoded text, user-defined ones are text: both are found whole, before any split.
@@ -333,8 +346,7 @@ def _byte_level_bpe(file: GgufFile, tokens: Sequence[str]) -> tuple[tokenizers.T
         raise UnsupportedArchitectureError(
             f"{file.path}: pre-tokenizer {pre!r} is not served; it must be one of {', '.join(_SPLITS)}"
         )
-    merges = [tuple(merge.split(" ", 1)) for merge in file.require("tokenizer.ggml.merges")]
-    backend = tokenizers.Tokenizer(_bpe(file, tokens, merges, ignore_merges=pre in _TAKE_WHOLE))
+    backend = tokenizers.Tokenizer(_bpe(file, tokens, _merges(file), ignore_merges=pre in _TAKE_WHOLE))
     if pre in ("qwen2", "olmo"):
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.Sequence(list(_SPLITS[pre]))
@@ -351,18 +363,30 @@ def _sentencepiece_bpe(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Toke
             f"{file.path}: there must be {len(tokens)} token scores and types, got {len(scores)} and {len(types)}"
         )
     normal_scores = {token: score for token, score, kind in zip(tokens, scores, types, strict=True) if kind == _NORMAL}
+    begins_with_space = file.get("tokenizer.ggml.add_space_prefix", True)
+    return _falling_back_to_bytes(file, tokens, _merges_by_score(normal_scores), begins_with_space)
+
+
+def _falling_back_to_bytes(
+    file: GgufFile, tokens: Sequence[str], merges: list[Any], begins_with_space: bool
+) -> tokenizers.Tokenizer:
+    """BPE over characters, spaces spelled as SentencePiece does; characters that are no token become bytes."""
+    types = file.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
-    model = _bpe(file, tokens, _merges_by_score(normal_scores), unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    backend = tokenizers.Tokenizer(model)
+    backend = tokenizers.Tokenizer(_bpe(file, tokens, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     replace = normalizers.Replace(" ", _SPACE)
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if file.get("tokenizer.ggml.add_space_prefix", True):
+    if begins_with_space:
         backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), replace])
         steps.append(decoders.Strip(" ", 1, 0))
     else:
         backend.normalizer = replace
     backend.decoder = decoders.Sequence(steps)
     return backend
+
+
+def _merges(file: GgufFile) -> list[Any]:
+    return [tuple(merge.split(" ", 1)) for merge in file.require("tokenizer.ggml.merges")]
 
 
 def _merges_by_score(scores: Mapping[str, float]) -> list[tuple[str, str]]:

@@ -54,6 +54,9 @@ METADATA = {
     # As converters write of Mistral's own format; of Hugging Face's they leave it unsaid.
     "mistral4": {"attention.temperature_scale": 0.3, "attention.temperature_length": 64},
     "lfm2": {},
+    "gemma4": {},
+    "gemma4_keys_are_values": {},
+    "gemma4_experts": {},
 }
 """Of the cases of `families_kit` that such files can hold, what is added to what the converter writes."""
 
@@ -180,6 +183,16 @@ def test_layers_that_draft_tokens_are_left_out(write):
     found = load_checkpoint(
         str(write("glm4_moe", metadata={"block_count": 4, "nextn_predict_layers": 1}, tensors=drafts))
     )
+    assert found.config == plain.config
+    assert_same_params(found.params, plain.params)
+
+
+def test_keys_and_values_of_layers_that_read_those_of_others_are_left_out(write):
+    """As the releases hold them."""
+    plain = load_checkpoint(str(write("gemma4")))
+    unread = {f"blk.{i}.attn_{part}.weight": np.ones((24, 32), np.float32) for i in (4, 5) for part in "kv"}
+    unread["blk.5.attn_k_norm.weight"] = np.ones(20, np.float32)
+    found = load_checkpoint(str(write("gemma4", tensors=unread)))
     assert found.config == plain.config
     assert_same_params(found.params, plain.params)
 
@@ -315,6 +328,10 @@ ROUTER, FUSED, BIAS = "blk.0.ffn_gate_inp.weight", "blk.1.attn_qkv.weight", "blk
         (DAMAGED, "qwen3_moe", "expert_feed_forward_length", None, "qwen3moe.expert_feed_forward_length is missing"),
         (UNSERVED, "mistral", "attention.head_count_kv", [2, 1], "a head_count_kv of its own for each layer is not"),
         (UNSERVED, "lfm2", "attention.head_count_kv", [0, 2, 0, 1], "a head_count_kv of its own for each layer is not"),
+        (UNSERVED, "gemma4", "attention.head_count_kv", [2, 2, 1, 2, 2, 2], "must be alike for layers that slide"),
+        (UNSERVED, "gemma4", "rope.dimension_count_swa", 6, "rope.dimension_count_swa 6 is not served; it must be 12"),
+        (UNSERVED, "gemma4", "feed_forward_length", [48, 40, 48, 48, 96, 96], "feed_forward_length for layers with KV"),
+        (DAMAGED, "gemma4", "attention.key_length_swa", None, "metadata gemma4.attention.key_length_swa is missing"),
         (DAMAGED, "mixtral", UP, np.ones((3, 48, 32), np.float32), f"{UP}[3] is missing"),
         (DAMAGED, "mixtral", ROUTER, np.ones((5, 32), np.float32), f"{ROUTER}: the shape must be (4, 32), got (5, 32)"),
         (DAMAGED, "falcon_7b", FUSED, np.ones((96, 32), np.float32), "the shape must be (48, 32), got (96, 32)"),
