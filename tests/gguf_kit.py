@@ -56,7 +56,7 @@ _ARCHITECTURES = {
     **gguf_states_kit.ARCHITECTURES,
 }
 """By Hugging Face's `model_type`."""
-_PERMUTED = {getattr(gguf.MODEL_ARCH, name) for name in ("LLAMA", "SMOLLM3", "GRANITE", "MISTRAL3")}
+_PERMUTED = {getattr(gguf.MODEL_ARCH, name) for name in ("LLAMA", "SMOLLM3", "GRANITE", "GRANITE_HYBRID", "MISTRAL3")}
 """Those whose queries and keys the converter puts in interleaved order."""
 _GATING = {"deepseek_v2": 1, "deepseek_v3": 2, "glm4_moe": 2, "minimax_m2": 2}
 """How the router's numbers become shares: 1 is softmax, 2 sigmoid. The releases' config.json says so."""

@@ -14,6 +14,7 @@ import numpy as np
 ARCHITECTURES = {
     "lfm2": gguf.MODEL_ARCH.LFM2,
     "gemma4_text": gguf.MODEL_ARCH.GEMMA4,
+    "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
 }
 """By Hugging Face's `model_type`."""
 
@@ -37,6 +38,24 @@ def metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         }
     if config["model_type"] == "gemma4_text":
         return _of_gemma4(config)
+    if config["model_type"] == "granitemoehybrid":
+        heads, embed_dim = config["mamba_n_heads"], config["hidden_size"]
+        multipliers = {"attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale"}
+        multipliers |= {"residual_multiplier": "residual_scale", "logits_scaling": "logit_scale"}
+        return {
+            **{key: float(config[name]) for name, key in multipliers.items()},
+            "context_length": 2**20,
+            "attention.head_count_kv": _kv_heads(config, config["num_key_value_heads"]),
+            "expert_shared_feed_forward_length": config["shared_intermediate_size"],
+            "rope.dimension_count": embed_dim // config["num_attention_heads"],
+            "rope.scaling.finetuned": False,
+            "ssm.conv_kernel": config["mamba_d_conv"],
+            "ssm.state_size": config["mamba_d_state"],
+            "ssm.group_count": config["mamba_n_groups"],
+            "ssm.time_step_rank": heads,
+            "ssm.inner_size": config["mamba_expand"] * embed_dim,
+            "vocab_size": config["vocab_size"],
+        }
     return {}
 
 
@@ -96,4 +115,28 @@ def _gemma4(config: Mapping[str, Any], name: str, tensor: np.ndarray) -> dict[st
     return {f"{changed}.weight" if name.endswith("layer_scalar") else changed: tensor}
 
 
-_CHANGES = {"lfm2": _lfm2, "gemma4_text": _gemma4}
+def _granite4(config: Mapping[str, Any], name: str, tensor: np.ndarray) -> dict[str, np.ndarray]:
+    block, has_experts = f"blk.{name.split('.')[2]}." if ".layers." in name else "", config["num_local_experts"]
+    if name.endswith("input_linear.weight"):
+        suffix = "_exps" if "block_sparse_moe" in name else "_shexp" if has_experts else ""
+        parts = zip(("gate", "up"), np.split(tensor, 2, axis=-2), strict=True)
+        return {f"{block}ffn_{part}{suffix}.weight": each for part, each in parts}
+    if name.endswith("shared_mlp.output_linear.weight") and not has_experts:
+        return {block + "ffn_down.weight": tensor}
+    if name.endswith(".D"):
+        return {name: tensor[:, None]}
+    if name.endswith("mamba.norm.weight"):
+        return {name: tensor.reshape(config["mamba_n_groups"], -1)}
+    return _ssm(name, tensor, -np.exp(tensor[:, None])) if name.endswith(".A_log") else _ssm(name, tensor)
+
+
+def _ssm(name: str, tensor: np.ndarray, decay: np.ndarray | None = None) -> dict[str, np.ndarray]:
+    """What is changed of all layers with states alike."""
+    if name.endswith(".A_log"):
+        return {name: -np.exp(tensor) if decay is None else decay}
+    if "conv1d" in name:
+        return {name: tensor.squeeze()}
+    return {name.replace(".dt_bias", ".dt_proj.bias"): tensor}
+
+
+_CHANGES = {"lfm2": _lfm2, "gemma4_text": _gemma4, "granitemoehybrid": _granite4}

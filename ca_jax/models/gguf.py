@@ -88,7 +88,7 @@ def _isolated(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 
 _SPLITS: dict[str, tuple[pre_tokenizers.PreTokenizer, ...]] = {
-    **dict.fromkeys(("default", "gpt-2", "olmo"), (_GPT2,)),
+    **dict.fromkeys(("default", "gpt-2", "olmo", "granite-docling"), (_GPT2,)),
     **dict.fromkeys(("smollm", "refact", "command-r"), (pre_tokenizers.Digits(individual_digits=True), _GPT2)),
     "falcon": (pre_tokenizers.Punctuation("contiguous"), _GPT2, _isolated("[0-9][0-9][0-9]")),
     **dict.fromkeys((*_LLAMA3, "smaug-bpe", "dbrx", "glm4"), (_isolated(_LLAMA3_SPLIT), _BYTES)),

@@ -57,6 +57,8 @@ METADATA = {
     "gemma4": {},
     "gemma4_keys_are_values": {},
     "gemma4_experts": {},
+    "granite4": {},
+    "granite4_dense": {},
 }
 """Of the cases of `families_kit` that such files can hold, what is added to what the converter writes."""
 
@@ -66,6 +68,8 @@ CHANGES = {
     # llama.cpp knows by the number of layers which models have no rank; 32 numbers can be quantised.
     "deepseek_v2": {"q_lora_rank": 24, "qk_nope_head_dim": 32},
     "deepseek_v3": {"rope_parameters": {"mscale": 0.8, "mscale_all_dim": 0.8}},
+    # llama.cpp takes one width for the other, and a bias as there, as the releases have it.
+    "granite4_dense": {"shared_intermediate_size": 48, "num_experts_per_tok": 0, "mamba_conv_bias": True},
 }
 """What differs from these cases in what is converted; entries of `rope_parameters` are added to theirs."""
 
@@ -103,6 +107,14 @@ def flat(tree):
     return flax.traverse_util.flatten_dict(tree["params"], sep=".")
 
 
+def as_in_file(config):
+    """A config as far as files hold it."""
+    config = dataclasses.replace(config, norm_offset=0)
+    if config.architecture == "granite4":  # Without a rope the converter writes no release's context.
+        return dataclasses.replace(config, max_positions=2**20)
+    return config
+
+
 def near(config):
     """What describes a config; numbers that follow from others are as exact as a file's float32."""
     described = config.described()
@@ -126,8 +138,8 @@ def test_logits_and_greedy_tokens_equal_those_of_llama_cpp(write, directory_of, 
     model, wanted = ca_jax.load_model(str(path), dtype="float32"), load_checkpoint(str(directory_of(name)))
     said = {} if name in METADATA else {"mlp": "gelu"}  # As the releases have it: of this one the file cannot tell.
     offset = wanted.config.norm_offset
-    assert model.config.described() == near(dataclasses.replace(wanted.config, **said, norm_offset=0))
-    assert_same_params(model.params, shifted(wanted.params, offset) if offset else wanted.params)
+    assert model.config.described() == near(dataclasses.replace(as_in_file(wanted.config), **said))
+    assert_same_params(model.params, shifted(wanted.params, offset) if offset else wanted.params, rounded="a_log")
     theirs = gguf_kit.LlamaCpp(path, families_kit.VOCAB_SIZE)
     ignores_window = model.config.architecture in ("mistral", "phi3") and model.config.sliding_window
     atol = (LOGITS_ATOL if model.config.mlp.startswith("swiglu") else GELU_TABLE_ATOL)["float32"]
@@ -145,15 +157,15 @@ def test_logits_and_greedy_tokens_equal_those_of_llama_cpp(write, directory_of, 
             assert row[ours.argmax()] >= row.max() - 2 * atol
 
 
-@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v2_groups", "lfm2_biased"])
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v2_groups", "lfm2_biased", "granite4_dense"])
 def test_what_llama_cpp_computes_otherwise_is_the_model_of_the_safetensors(tmp_path, name):
-    """V2-Lite, which it knows by its 27 layers, V2, whose groups it chooses by two shares, and biases of LFM2."""
+    """V2-Lite, which it knows by its 27 layers, V2, whose groups it chooses by two shares, and biases and widths."""
     families_kit.make(name, tmp_path)
     checkpoint, wanted = (
         load_checkpoint(str(path)) for path in (gguf_kit.write(tmp_path, tmp_path / f"{name}.gguf"), tmp_path)
     )
-    assert checkpoint.config.described() == near(wanted.config)
-    assert_same_params(checkpoint.params, wanted.params)
+    assert checkpoint.config.described() == near(as_in_file(wanted.config))
+    assert_same_params(checkpoint.params, wanted.params, rounded="a_log")
 
 
 def test_longrope_has_short_factors_in_short_contexts(tmp_path):
@@ -185,6 +197,16 @@ def test_layers_that_draft_tokens_are_left_out(write):
     )
     assert found.config == plain.config
     assert_same_params(found.params, plain.params)
+
+
+def test_granite4_of_attention_alone_is_a_file_of_granite(tmp_path):
+    """As converters write it; the rope is that of the file."""
+    families_kit.make("granite4_attention", tmp_path, shared_intermediate_size=48)
+    said = {"attention.head_count_kv": 2, "context_length": 512, "rope.scaling.finetuned": True}
+    path = gguf_kit.write(tmp_path, tmp_path / "alone.gguf", metadata=said, architecture="granite")
+    checkpoint, wanted = load_checkpoint(str(path)), load_checkpoint(str(tmp_path))
+    assert checkpoint.config == dataclasses.replace(wanted.config, architecture="granite")
+    assert_same_params(checkpoint.params, wanted.params)
 
 
 def test_keys_and_values_of_layers_that_read_those_of_others_are_left_out(write):
@@ -261,6 +283,7 @@ OF_GPT4O = (("b", "A"), ("t", "'"), ("Ċ", "/"))
     [
         *("gpt-2", "smollm", "llama-bpe", "qwen2", "falcon", "olmo", "gpt-4o", "refact", "command-r", "smaug-bpe"),
         *("dbrx", "glm4", "tekken", "pixtral", "deepseek-llm", "deepseek-v3", "minimax-m2", "lfm2"),
+        "granite-docling",
     ],
 )
 def test_text_is_split_as_llama_cpp_splits_it(write, pre):
@@ -329,6 +352,8 @@ ROUTER, FUSED, BIAS = "blk.0.ffn_gate_inp.weight", "blk.1.attn_qkv.weight", "blk
         (UNSERVED, "mistral", "attention.head_count_kv", [2, 1], "a head_count_kv of its own for each layer is not"),
         (UNSERVED, "lfm2", "attention.head_count_kv", [0, 2, 0, 1], "a head_count_kv of its own for each layer is not"),
         (UNSERVED, "gemma4", "attention.head_count_kv", [2, 2, 1, 2, 2, 2], "must be alike for layers that slide"),
+        (UNSERVED, "granite4", "attention.head_count_kv", [2] * 4, "head_count_kv must be 0 for some layers, and not"),
+        (DAMAGED, "granite4", "ssm.state_size", None, "metadata granitehybrid.ssm.state_size is missing"),
         (UNSERVED, "gemma4", "rope.dimension_count_swa", 6, "rope.dimension_count_swa 6 is not served; it must be 12"),
         (UNSERVED, "gemma4", "feed_forward_length", [48, 40, 48, 48, 96, 96], "feed_forward_length for layers with KV"),
         (DAMAGED, "gemma4", "attention.key_length_swa", None, "metadata gemma4.attention.key_length_swa is missing"),

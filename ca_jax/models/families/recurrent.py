@@ -27,8 +27,14 @@ from ca_jax.models.families.dense import granite_from_hf
 from ca_jax.models.families.experts import NAMES, qwen_from_hf
 from ca_jax.models.families.family import Family
 from ca_jax.models.families.llama import HF_NAMES, LAYER
-from ca_jax.models.families.names import Fused, Names, module_names
-from ca_jax.models.families.recurrent_gguf import LFM2_NAMES, lfm2_from_gguf
+from ca_jax.models.families.names import Fused, Names, module_names, parts_of
+from ca_jax.models.families.recurrent_gguf import (
+    LFM2_NAMES,
+    granite4_from_gguf,
+    granite_names,
+    in_parts,
+    lfm2_from_gguf,
+)
 from ca_jax.models.recurrence import RecurrenceConfig
 
 # LFM2.
@@ -219,7 +225,7 @@ def _granite_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _granite_names(config: ModelConfig) -> Names:
-    width, embed_dim, r = config.shared_mlp_dim or config.mlp_dim, config.embed_dim, config.recurrence
+    width = config.shared_mlp_dim or config.mlp_dim
     beside = "shared" if config.num_experts else "mlp"
     names: dict[str, str | Fused] = {
         **HF_NAMES,
@@ -233,18 +239,12 @@ def _granite_names(config: ModelConfig) -> Names:
             **_halves("experts.w", LAYER + "block_sparse_moe.input_linear.weight[{expert}]", config.mlp_dim),
             "experts.w_down": LAYER + "block_sparse_moe.output_linear.weight[{expert}]",
         }
-    if r is not None:
-        sizes = {"w_z": r.num_value_heads * r.value_dim, "w_qkv": r.conv_dim(embed_dim), "w_step": r.num_value_heads}
-        stops = np.cumsum([*sizes.values()])
-        parts = zip(sizes, np.split(np.arange(stops[-1]), stops[:-1]), strict=True)
-        names |= {f"mixer.{key}": Fused(_SPACE + "in_proj.weight", int(stops[-1]), rows) for key, rows in parts}
-    return names
+    return names | in_parts(config, _SPACE + "in_proj.weight")
 
 
 def _halves(key: str, name: str, width: int) -> dict[str, Fused]:
     """Gates, and behind them what they gate, in one tensor."""
-    rows = np.arange(2 * width)
-    return {f"{key}_gate": Fused(name, len(rows), rows[:width]), f"{key}_up": Fused(name, len(rows), rows[width:])}
+    return parts_of(name, {f"{key}_gate": width, f"{key}_up": width})
 
 
 # Kimi Linear.
@@ -363,6 +363,11 @@ FAMILIES = (
         hf_stacked=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
         hf_required={"hidden_act": "silu", "mamba_proj_bias": False},
         hf_fields=_granite_from_hf,
+        gguf_architecture="granitehybrid",
+        gguf_is_interleaved=True,
+        gguf_names=granite_names,
+        gguf_sizes={"layers_differ": True},
+        gguf_fields=granite4_from_gguf,
     ),
     Family(
         name="kimi_linear",
