@@ -15,6 +15,9 @@ ARCHITECTURES = {
     "lfm2": gguf.MODEL_ARCH.LFM2,
     "gemma4_text": gguf.MODEL_ARCH.GEMMA4,
     "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
+    "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
+    "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
+    "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
 }
 """By Hugging Face's `model_type`."""
 
@@ -56,7 +59,23 @@ def metadata(config: Mapping[str, Any]) -> dict[str, Any]:
             "ssm.inner_size": config["mamba_expand"] * embed_dim,
             "vocab_size": config["vocab_size"],
         }
+    if config["model_type"].startswith("qwen3"):
+        return _of_qwen(config) if "linear_num_key_heads" in config else {}
     return {}
+
+
+def _of_qwen(config: Mapping[str, Any]) -> dict[str, Any]:
+    heads = config["linear_num_value_heads"]
+    return {
+        "full_attention_interval": 4,
+        "rope.dimension_count": int(config["head_dim"] * config["rope_parameters"]["partial_rotary_factor"]),
+        "rope.dimension_sections": [1, 1, 0, 0] if "3_5" in config["model_type"] else None,
+        "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+        "ssm.state_size": config["linear_key_head_dim"],
+        "ssm.group_count": config["linear_num_key_heads"],
+        "ssm.time_step_rank": heads,
+        "ssm.inner_size": config["linear_value_head_dim"] * heads,
+    }
 
 
 def _of_gemma4(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,4 +158,47 @@ def _ssm(name: str, tensor: np.ndarray, decay: np.ndarray | None = None) -> dict
     return {name.replace(".dt_bias", ".dt_proj.bias"): tensor}
 
 
-_CHANGES = {"lfm2": _lfm2, "gemma4_text": _gemma4, "granitemoehybrid": _granite4}
+def _qwen3_next(config: Mapping[str, Any], name: str, tensor: np.ndarray) -> dict[str, np.ndarray]:
+    if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+        return {name: tensor + 1}
+    if not name.endswith("in_proj_qkvz.weight"):
+        return _ssm(name, tensor)
+    num_keys, key_dim = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    width = config["linear_num_value_heads"] // num_keys * config["linear_value_head_dim"]
+    stops = np.cumsum([key_dim, key_dim, width])
+    parts = [part.reshape(-1, tensor.shape[1]) for part in np.split(_by_head(tensor, num_keys), stops, axis=1)]
+    block = f"blk.{name.split('.')[2]}."
+    return {block + "attn_qkv.weight": np.concatenate(parts[:3]), block + "attn_gate.weight": parts[3]}
+
+
+def _by_head(tensor: np.ndarray, num_heads: int) -> np.ndarray:
+    return tensor.reshape(num_heads, -1, *tensor.shape[1:])
+
+
+def _qwen3_5(config: Mapping[str, Any], name: str, tensor: np.ndarray) -> dict[str, np.ndarray]:
+    """Value heads lie so that those of a key head are as far apart as there are key heads."""
+    of_keys = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
+
+    def spread(part: np.ndarray) -> np.ndarray:
+        num_keys, num_values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+        heads = part.reshape(num_keys, num_values // num_keys, -1, *part.shape[1:])
+        return heads.swapaxes(0, 1).reshape(part.shape)
+
+    if ".linear_attn." in name and not name.endswith("linear_attn.norm.weight"):
+        if name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
+            tensor = np.concatenate([tensor[:of_keys], spread(tensor[of_keys:])])
+        elif name.endswith("out_proj.weight"):
+            tensor = spread(tensor.T).T
+        else:
+            tensor = spread(tensor)
+    return _qwen3_next(config, name, tensor)
+
+
+_CHANGES = {
+    "lfm2": _lfm2,
+    "gemma4_text": _gemma4,
+    "granitemoehybrid": _granite4,
+    "qwen3_next": _qwen3_next,
+    "qwen3_5_text": _qwen3_5,
+    "qwen3_5_moe_text": _qwen3_5,
+}

@@ -50,6 +50,10 @@ _LLAMA3_SPLIT = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+_QWEN35_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _CASELESS = r"\p{Lm}\p{Lo}\p{M}"
 _UPPER, _LOWER = rf"[\p{{Lu}}\p{{Lt}}{_CASELESS}]", rf"[\p{{Ll}}{_CASELESS}]"
 _BEFORE, _BEHIND = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"  # What a word takes with it.
@@ -93,6 +97,7 @@ _SPLITS: dict[str, tuple[pre_tokenizers.PreTokenizer, ...]] = {
     "falcon": (pre_tokenizers.Punctuation("contiguous"), _GPT2, _isolated("[0-9][0-9][0-9]")),
     **dict.fromkeys((*_LLAMA3, "smaug-bpe", "dbrx", "glm4"), (_isolated(_LLAMA3_SPLIT), _BYTES)),
     "qwen2": (_isolated(_QWEN2_SPLIT), _BYTES),
+    "qwen35": (_isolated(_QWEN35_SPLIT), _BYTES),
     **dict.fromkeys(("gpt-4o", "minimax-m2"), (_isolated(_GPT4O_SPLIT), _BYTES)),
     "tekken": (_isolated(_TEKKEN_SPLIT), _BYTES),
     "deepseek-llm": (*map(_isolated, _DEEPSEEK_SPLITS), _BYTES),
@@ -347,7 +352,7 @@ def _byte_level_bpe(file: GgufFile, tokens: Sequence[str]) -> tuple[tokenizers.T
             f"{file.path}: pre-tokenizer {pre!r} is not served; it must be one of {', '.join(_SPLITS)}"
         )
     backend = tokenizers.Tokenizer(_bpe(file, tokens, _merges(file), ignore_merges=pre in _TAKE_WHOLE))
-    if pre in ("qwen2", "olmo"):
+    if pre in ("qwen2", "qwen35", "olmo"):
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.Sequence(list(_SPLITS[pre]))
     backend.decoder = decoders.ByteLevel()

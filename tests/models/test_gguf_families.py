@@ -59,6 +59,9 @@ METADATA = {
     "gemma4_experts": {},
     "granite4": {},
     "granite4_dense": {},
+    "qwen3_next": {},
+    "qwen3_5": {},
+    "qwen3_5_moe": {},
 }
 """Of the cases of `families_kit` that such files can hold, what is added to what the converter writes."""
 
@@ -68,6 +71,8 @@ CHANGES = {
     # llama.cpp knows by the number of layers which models have no rank; 32 numbers can be quantised.
     "deepseek_v2": {"q_lora_rank": 24, "qk_nope_head_dim": 32},
     "deepseek_v3": {"rope_parameters": {"mscale": 0.8, "mscale_all_dim": 0.8}},
+    # llama.cpp has values as long as keys.
+    **{name: {"linear_value_head_dim": 8} for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe")},
     # llama.cpp takes one width for the other, and a bias as there, as the releases have it.
     "granite4_dense": {"shared_intermediate_size": 48, "num_experts_per_tok": 0, "mamba_conv_bias": True},
 }
@@ -127,7 +132,8 @@ def near(config):
 def shifted(params, offset):
     """Parameters whose norms have in their scales what the model of the others adds."""
     leaves = flax.traverse_util.flatten_dict(params)
-    moved = {path: leaf + np.float32(offset) if path[-1] == "scale" else leaf for path, leaf in leaves.items()}
+    added = {path: np.float32(offset) for path in leaves if path[-1] == "scale" and path[-2] != "mixer"}
+    moved = {path: leaf + added[path] if path in added else leaf for path, leaf in leaves.items()}
     return flax.traverse_util.unflatten_dict(moved)
 
 
@@ -187,16 +193,22 @@ def test_how_queries_grow_is_nothing_where_the_file_leaves_it_unsaid(write):
     assert config.query_beta == 0
 
 
-def test_layers_that_draft_tokens_are_left_out(write):
+@pytest.mark.parametrize(("name", "num_layers"), [("glm4_moe", 3), ("qwen3_5_moe", 4)])
+def test_layers_that_draft_tokens_are_left_out(write, name, num_layers):
     """They lie behind the last one, and are counted with the others."""
-    plain = load_checkpoint(str(write("glm4_moe")))
-    drafts = {"blk.3.attn_norm.weight": np.ones(32, np.float32), "blk.3.nextn.eh_proj.weight": np.ones((32, 64))}
-    drafts["blk.3.ffn_up_exps.weight"] = np.ones((6, 24, 32), np.float32)
-    found = load_checkpoint(
-        str(write("glm4_moe", metadata={"block_count": 4, "nextn_predict_layers": 1}, tensors=drafts))
-    )
+    plain, block = load_checkpoint(str(write(name))), f"blk.{num_layers}."
+    drafts = {block + "attn_norm.weight": np.ones(32, np.float32), block + "nextn.eh_proj.weight": np.ones((32, 64))}
+    drafts[block + "ffn_up_exps.weight"] = np.ones((6, 24, 32), np.float32)
+    metadata = {"block_count": num_layers + 1, "nextn_predict_layers": 1}
+    found = load_checkpoint(str(write(name, metadata=metadata, tensors=drafts)))
     assert found.config == plain.config
     assert_same_params(found.params, plain.params)
+
+
+def test_layers_with_states_may_be_said_one_by_one(write):
+    said = {"full_attention_interval": None, "attention.recurrent_layers": [True, True, True, False]}
+    plain, found = (load_checkpoint(str(write("qwen3_5", metadata=each))) for each in ({}, said))
+    assert found.config == plain.config
 
 
 def test_granite4_of_attention_alone_is_a_file_of_granite(tmp_path):
@@ -272,10 +284,13 @@ def test_parts_of_quantised_tensors_are_dequantised(write, name, tensor, keys):
 
 
 TEXTS = ("x = 12345 + 678", "It's 99,000  (ab)\n\n  ab!?", "été 12 --ab", "dbA It'S!\n/ab", "中x = (ab")
+MARKED = "b\u0302ab \u0302x"
+NOT_MARKED = ("gpt-4o", "tekken", "minimax-m2")
+"""Whose patterns llama.cpp reads otherwise where letters have marks of their own."""
 WHOLE = ("Ã©tÃ©", "678")
 """Tokens that no merges make, and that some take for what they are nonetheless."""
-OF_GPT4O = (("b", "A"), ("t", "'"), ("Ċ", "/"))
-"""Merges of what that pre-tokenizer alone splits, or alone leaves together."""
+OF_SOME = (("b", "A"), ("t", "'"), ("Ċ", "/"), ("b", "Ì"))
+"""Merges of what some pre-tokenizers alone split, or alone leave together."""
 
 
 @pytest.mark.parametrize(
@@ -283,7 +298,7 @@ OF_GPT4O = (("b", "A"), ("t", "'"), ("Ċ", "/"))
     [
         *("gpt-2", "smollm", "llama-bpe", "qwen2", "falcon", "olmo", "gpt-4o", "refact", "command-r", "smaug-bpe"),
         *("dbrx", "glm4", "tekken", "pixtral", "deepseek-llm", "deepseek-v3", "minimax-m2", "lfm2"),
-        "granite-docling",
+        *("granite-docling", "qwen35"),
     ],
 )
 def test_text_is_split_as_llama_cpp_splits_it(write, pre):
@@ -298,7 +313,7 @@ def test_text_is_split_as_llama_cpp_splits_it(write, pre):
         ("!", "?"),
         ("-", "-"),
         ("Ń", "x"),
-        *OF_GPT4O,
+        *OF_SOME,
     ):
         vocabulary["tokens"].append(left + right)
         vocabulary["token_type"].append(gguf_kit.NORMAL)
@@ -310,7 +325,7 @@ def test_text_is_split_as_llama_cpp_splits_it(write, pre):
     vocabulary |= {"pre": pre, "add_bos_token": False}
     path = write("falcon_7b", vocabulary=vocabulary, tensors={"token_embd.weight": embedding})
     tokenizer, theirs = load_checkpoint(str(path)).tokenizer, gguf_kit.LlamaCpp(path, size)
-    for text in TEXTS:
+    for text in TEXTS if pre in NOT_MARKED else (*TEXTS, MARKED):
         ids = tokenizer.encode(text)
         expected = theirs.log_probabilities(text)
         np.testing.assert_array_equal(theirs.log_probabilities(ids), expected)
@@ -354,6 +369,7 @@ ROUTER, FUSED, BIAS = "blk.0.ffn_gate_inp.weight", "blk.1.attn_qkv.weight", "blk
         (UNSERVED, "gemma4", "attention.head_count_kv", [2, 2, 1, 2, 2, 2], "must be alike for layers that slide"),
         (UNSERVED, "granite4", "attention.head_count_kv", [2] * 4, "head_count_kv must be 0 for some layers, and not"),
         (DAMAGED, "granite4", "ssm.state_size", None, "metadata granitehybrid.ssm.state_size is missing"),
+        (UNSERVED, "qwen3_next", "blk.0.ssm_in.weight", np.ones((96, 32), np.float32), "ssm_in.weight is not served"),
         (UNSERVED, "gemma4", "rope.dimension_count_swa", 6, "rope.dimension_count_swa 6 is not served; it must be 12"),
         (UNSERVED, "gemma4", "feed_forward_length", [48, 40, 48, 48, 96, 96], "feed_forward_length for layers with KV"),
         (DAMAGED, "gemma4", "attention.key_length_swa", None, "metadata gemma4.attention.key_length_swa is missing"),

@@ -50,6 +50,7 @@ def byte_level(extra_merges=(), **changes):
         ("smollm", ["1", "2", "3", "4", "ĠĠ", "1", "2"]),
         ("llama-bpe", ["123", "4", "Ġ", "Ġ", "12"]),
         ("qwen2", ["1", "2", "3", "4", "Ġ", "Ġ", "1", "2"]),
+        ("qwen35", ["1", "2", "3", "4", "Ġ", "Ġ", "1", "2"]),
         ("falcon", ["123", "4", "Ġ", "Ġ1", "2"]),
         ("olmo", ["1234", "Ġ", "Ġ1", "2"]),
         ("gpt-4o", ["123", "4", "Ġ", "Ġ", "12"]),
@@ -91,7 +92,7 @@ def test_control_tokens_are_special_and_user_defined_ones_are_text():
     assert stop_token_ids(metadata, tokenizer) == (7, 9, 0xFF), "those named and the usual ones"
 
 
-@pytest.mark.parametrize("pre", ["qwen2", "olmo"])
+@pytest.mark.parametrize("pre", ["qwen2", "qwen35", "olmo"])
 def test_text_is_composed_first(pre):
     tokenizer = tokenizer_from_gguf(byte_level(pre=pre))
     assert tokenizer.encode("e\u0301") == tokenizer.encode("é")

@@ -25,6 +25,8 @@ class Fused:
     """Rows of the whole tensor."""
     rows: np.ndarray
     """i64, which rows are the leaf's, in its order."""
+    columns: np.ndarray | None = None
+    """i64, the columns of a row in the leaf's order; None: as they lie."""
 
 
 Names = Mapping[str, str | Fused]

@@ -30,10 +30,16 @@ from ca_jax.models.families.llama import HF_NAMES, LAYER
 from ca_jax.models.families.names import Fused, Names, module_names, parts_of
 from ca_jax.models.families.recurrent_gguf import (
     LFM2_NAMES,
+    betas_and_steps,
+    delta_experts_from_gguf,
+    delta_from_gguf,
     granite4_from_gguf,
     granite_names,
     in_parts,
     lfm2_from_gguf,
+    queries_and_gates,
+    qwen3_next_names,
+    qwen35_names,
 )
 from ca_jax.models.recurrence import RecurrenceConfig
 
@@ -126,14 +132,7 @@ def _next_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
     return {**qwen_from_hf(described), **_delta_from_hf(described), "shared_mlp_dim": shared}
 
 
-def _queries(config: ModelConfig) -> dict[str, Fused]:
-    """Queries and gates, which lie head by head in one tensor."""
-    heads, size = config.num_heads, config.head_dim
-    rows = np.arange(heads * 2 * size).reshape(heads, 2, size)
-    name = LAYER + "self_attn.q_proj.weight"
-    return {key: Fused(name, rows.size, rows[:, i].reshape(-1)) for i, key in enumerate(("attn.wq", "attn.wg"))}
-
-
+_QUERIES = LAYER + "self_attn.q_proj.weight"
 _EXPERT_NAMES = {
     **NAMES,
     **{f"shared.w_{part}": f"{LAYER}mlp.shared_expert.{part}_proj.weight" for part in ("gate", "up", "down")},
@@ -143,7 +142,7 @@ _EXPERT_NAMES = {
 
 def _next_names(config: ModelConfig) -> Names:
     """Those of Qwen3-Next: what a key head's queries, keys, values and gates are made by lies together."""
-    names: dict[str, str | Fused] = {**_EXPERT_NAMES, **_queries(config)}
+    names: dict[str, str | Fused] = {**_EXPERT_NAMES, **queries_and_gates(config, _QUERIES)}
     r = config.recurrence
     if r is None:
         return names
@@ -151,15 +150,13 @@ def _next_names(config: ModelConfig) -> Names:
     sizes = [r.key_dim, r.key_dim, each * r.value_dim, each * r.value_dim]
     rows = np.arange(r.num_key_heads * sum(sizes)).reshape(r.num_key_heads, -1)
     q, k, v, z = (part.reshape(-1) for part in np.split(rows, np.cumsum(sizes)[:-1], axis=1))
-    both = np.arange(2 * r.num_value_heads).reshape(r.num_key_heads, 2, each)
-    wide, small = _DELTA + "in_proj_qkvz.weight", _DELTA + "in_proj_ba.weight"
+    wide = _DELTA + "in_proj_qkvz.weight"
     return {
         **names,
         **_DELTA_NAMES,
         "mixer.w_qkv": Fused(wide, rows.size, np.concatenate([q, k, v])),
         "mixer.w_z": Fused(wide, rows.size, z),
-        "mixer.w_beta": Fused(small, both.size, both[:, 0].reshape(-1)),
-        "mixer.w_step": Fused(small, both.size, both[:, 1].reshape(-1)),
+        **betas_and_steps(r, _DELTA + "in_proj_ba.weight"),
     }
 
 
@@ -176,6 +173,7 @@ _QWEN: dict[str, Any] = {
     "drafts_behind": True,
 }
 _QWEN_SIZES = {"head_dim": 256, "partial": 0.25}
+_GGUF_EXPERT_SIZES = {"may_rotate_part": True, "mlp_key": "expert_feed_forward_length"}
 
 # Granite 4.
 
@@ -332,6 +330,10 @@ FAMILIES = (
         hf_names=_next_names,
         hf_sizes={**_QWEN_SIZES, "mlp_key": "moe_intermediate_size"},
         hf_fields=_next_from_hf,
+        gguf_architecture="qwen3next",
+        gguf_names=qwen3_next_names,
+        gguf_sizes=_GGUF_EXPERT_SIZES,
+        gguf_fields=delta_experts_from_gguf,
         **{**_QWEN, "fields": {**_QWEN["fields"], "gates_shared": True}},
     ),
     Family(
@@ -339,9 +341,13 @@ FAMILIES = (
         model_types=("qwen3_5_text",),
         architectures=("Qwen3_5ForCausalLM",),
         multimodal_type="qwen3_5",
-        hf_names=lambda config: {**HF_NAMES, **_QWEN35_NAMES, **_queries(config)},
+        hf_names=lambda config: {**HF_NAMES, **_QWEN35_NAMES, **queries_and_gates(config, _QUERIES)},
         hf_sizes=_QWEN_SIZES,
         hf_fields=_delta_from_hf,
+        gguf_architecture="qwen35",
+        gguf_names=qwen35_names,
+        gguf_sizes={"may_rotate_part": True},
+        gguf_fields=delta_from_gguf,
         **_QWEN,
     ),
     Family(
@@ -350,9 +356,13 @@ FAMILIES = (
         architectures=("Qwen3_5MoeForCausalLM",),
         multimodal_type="qwen3_5_moe",
         hf_defaults={"norm_topk_prob": True, "intermediate_size": None},
-        hf_names=lambda config: {**_EXPERT_NAMES, **_QWEN35_NAMES, **_queries(config)},
+        hf_names=lambda config: {**_EXPERT_NAMES, **_QWEN35_NAMES, **queries_and_gates(config, _QUERIES)},
         hf_sizes={**_QWEN_SIZES, "mlp_key": "moe_intermediate_size"},
         hf_fields=_next_from_hf,
+        gguf_architecture="qwen35moe",
+        gguf_names=qwen35_names,
+        gguf_sizes=_GGUF_EXPERT_SIZES,
+        gguf_fields=delta_experts_from_gguf,
         **{**_QWEN, "fields": {**_QWEN["fields"], "gates_shared": True}},
     ),
     Family(

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from ca_jax.errors import UnsupportedArchitectureError
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.families.dense import granite_from_gguf
-from ca_jax.models.families.from_gguf import GgufDescription
+from ca_jax.models.families.from_gguf import GgufDescription, experts_from_gguf
 from ca_jax.models.families.names import GGUF_NAMES, Fused, Names, module_names, parts_of
 from ca_jax.models.recurrence import RecurrenceConfig
 
@@ -55,7 +57,7 @@ def lfm2_from_gguf(described: GgufDescription) -> dict[str, Any]:
     return {"recurrence": RecurrenceConfig(kind="short_conv", layers=layers, conv_width=width, has_bias=has_bias)}
 
 
-# Granite 4.
+# What Granite 4, Qwen3-Next and Qwen3.5 have in common.
 
 _SSM = _BLOCK + "ssm_"
 _SSM_NAMES = {
@@ -69,7 +71,7 @@ _SSM_NAMES = {
 }
 
 
-def _state_sizes(entries: Mapping[str, Any]) -> dict[str, int]:
+def _state_sizes(entries: Mapping[str, Any]) -> dict[str, Any]:
     """Sizes of a `RecurrenceConfig` with heads of keys and of values."""
     heads = entries["ssm.time_step_rank"]
     return {
@@ -79,6 +81,9 @@ def _state_sizes(entries: Mapping[str, Any]) -> dict[str, int]:
         "key_dim": entries["ssm.state_size"],
         "value_dim": entries["ssm.inner_size"] // heads,
     }
+
+
+# Granite 4.
 
 
 def granite4_from_gguf(described: GgufDescription) -> dict[str, Any]:
@@ -108,6 +113,93 @@ def granite4_from_gguf(described: GgufDescription) -> dict[str, Any]:
 def granite_names(config: ModelConfig) -> Names:
     """Names in GGUF files of Granite 4."""
     return {**GGUF_NAMES, **_SSM_NAMES, **in_parts(config, _SSM + "in.weight")}
+
+
+# Qwen3-Next and Qwen3.5.
+
+_DELTA_NAMES = {
+    **GGUF_NAMES,
+    **_SSM_NAMES,
+    "mlp_norm.scale": _BLOCK + "post_attention_norm.weight",
+    "mixer.w_qkv": _BLOCK + "attn_qkv.weight",
+    "mixer.w_z": _BLOCK + "attn_gate.weight",
+}
+
+
+def delta_from_gguf(described: GgufDescription) -> dict[str, Any]:
+    """The fields of a Qwen3.5's config. Scales of norms are stored whole, but those of layers with states."""
+    entries = described.entries
+    num_layers, every = entries["block_count"], entries.get("full_attention_interval", 4)
+    num_layers -= entries.get("nextn_predict_layers", 0)
+    keeps = entries.get("attention.recurrent_layers", [(layer + 1) % every != 0 for layer in range(num_layers)])
+    layers = tuple(layer for layer in range(num_layers) if keeps[layer])
+    if layers and f"blk.{layers[0]}.ssm_in.weight" in described.shapes:
+        raise UnsupportedArchitectureError(
+            "ssm_in.weight is not served; convert the model anew, so that it has attn_qkv.weight and attn_gate.weight"
+        )
+    recurrence = RecurrenceConfig(kind="gated_delta", layers=layers, **_state_sizes(entries))
+    return {"norm_offset": 0.0, "recurrence": recurrence}
+
+
+def delta_experts_from_gguf(described: GgufDescription) -> dict[str, Any]:
+    """The same with experts. Files do not say whether shares are made to add up to 1: as in the releases, they are."""
+    return {
+        **delta_from_gguf(described),
+        **experts_from_gguf(described.entries),
+        "dense_mlp_dim": described.entries.get("feed_forward_length"),
+        "shared_mlp_dim": described.entries["expert_shared_feed_forward_length"],
+    }
+
+
+def qwen3_next_names(config: ModelConfig) -> Names:
+    """Names in GGUF files of Qwen3-Next."""
+    names: dict[str, str | Fused] = {**_DELTA_NAMES, **queries_and_gates(config, _BLOCK + "attn_q.weight")}
+    return names if config.recurrence is None else names | betas_and_steps(config.recurrence, _SSM + "ba.weight")
+
+
+def qwen35_names(config: ModelConfig) -> Names:
+    """Names in GGUF files of Qwen3.5, in which the first value head of each key head lies before all second ones."""
+    names: dict[str, str | Fused] = {**_DELTA_NAMES, **queries_and_gates(config, _BLOCK + "attn_q.weight")}
+    names |= {"mixer.w_beta": _SSM + "beta.weight", "mixer.w_step": _SSM + "alpha.weight"}
+    r = config.recurrence
+    if r is None:
+        return names
+    of_keys, heads = 2 * r.num_key_heads * r.key_dim, _heads_in_turns(r, 1)
+    values = _heads_in_turns(r, r.value_dim)
+    for rows, keys in (
+        (np.concatenate([np.arange(of_keys), of_keys + values]), ("w_qkv", "kernel")),
+        (values, ("w_z",)),
+        (heads, ("w_beta", "w_step", "a_log", "b_step")),
+    ):
+        names |= {f"mixer.{key}": Fused(str(names[f"mixer.{key}"]), len(rows), rows) for key in keys}
+    outputs = np.arange(config.embed_dim)
+    return names | {"mixer.w_out": Fused(_SSM + "out.weight", len(outputs), outputs, columns=values)}
+
+
+def _heads_in_turns(r: RecurrenceConfig, size: int) -> np.ndarray:
+    """For each of `size` numbers of value heads, those of a key head together, where it lies in a file.
+
+    Two key heads a and b of two each:   file  a0 b0 a1 b1   ->   here  a0 a1 b0 b1
+    """
+    each = r.num_value_heads // r.num_key_heads
+    return np.arange(r.num_value_heads * size).reshape(each, r.num_key_heads, size).swapaxes(0, 1).reshape(-1)
+
+
+# What safetensors and GGUF files hold alike.
+
+
+def queries_and_gates(config: ModelConfig, name: str) -> dict[str, Fused]:
+    """Queries and gates, which lie head by head in one tensor."""
+    heads, size = config.num_heads, config.head_dim
+    rows = np.arange(heads * 2 * size).reshape(heads, 2, size)
+    return {key: Fused(name, rows.size, rows[:, i].reshape(-1)) for i, key in enumerate(("attn.wq", "attn.wg"))}
+
+
+def betas_and_steps(r: RecurrenceConfig, name: str) -> dict[str, Fused]:
+    """What makes betas and steps of Qwen3-Next, which lies key head by key head in one tensor."""
+    rows = np.arange(2 * r.num_value_heads).reshape(r.num_key_heads, 2, -1)
+    keys = ("mixer.w_beta", "mixer.w_step")
+    return {key: Fused(name, rows.size, rows[:, i].reshape(-1)) for i, key in enumerate(keys)}
 
 
 def in_parts(config: ModelConfig, name: str) -> dict[str, Fused]:
