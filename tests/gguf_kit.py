@@ -94,6 +94,7 @@ def write(
     if "rope_theta" in config:  # As older versions of `transformers` write it.
         plain = {"rope_type": "default", "rope_theta": config["rope_theta"]}
         config["rope_parameters"] = plain | (config["rope_scaling"] or {})
+    config.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": 1e4})  # Kimi Linear has none.
     kind = _ARCHITECTURES[config["model_type"]]
     name = architecture or gguf.MODEL_ARCH_NAMES[kind]
     stored = safetensors.numpy.load_file(directory / "model.safetensors")
@@ -146,7 +147,7 @@ def byte_vocabulary() -> dict[str, Any]:
 def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     embed_dim, num_heads = config["hidden_size"], config["num_attention_heads"]
     entries = {
-        "context_length": config["max_position_embeddings"],
+        "context_length": config.get("max_position_embeddings", config.get("model_max_length")),
         "embedding_length": embed_dim,
         "block_count": config["num_hidden_layers"],
         "attention.head_count": num_heads,

@@ -15,6 +15,7 @@ ARCHITECTURES = {
     "lfm2": gguf.MODEL_ARCH.LFM2,
     "gemma4_text": gguf.MODEL_ARCH.GEMMA4,
     "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
+    "kimi_linear": gguf.MODEL_ARCH.KIMI_LINEAR,
     "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
     "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
     "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
@@ -59,9 +60,35 @@ def metadata(config: Mapping[str, Any]) -> dict[str, Any]:
             "ssm.inner_size": config["mamba_expand"] * embed_dim,
             "vocab_size": config["vocab_size"],
         }
+    if config["model_type"] == "kimi_linear":
+        return _of_kimi(config)
     if config["model_type"].startswith("qwen3"):
         return _of_qwen(config) if "linear_num_key_heads" in config else {}
     return {}
+
+
+def _of_kimi(config: Mapping[str, Any]) -> dict[str, Any]:
+    latent, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    return {
+        "vocab_size": config["vocab_size"],
+        "attention.head_count_kv": _kv_heads(config, 1),
+        "attention.kv_lora_rank": latent,
+        "attention.key_length": latent + rotary,
+        "attention.key_length_mla": config["qk_nope_head_dim"] + rotary,
+        "attention.value_length_mla": config["v_head_dim"],
+        "rope.dimension_count": rotary,
+        "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+        "kda.head_dim": config["linear_head_dim"],
+        "expert_count": config["num_experts"],
+        "expert_used_count": config["num_experts_per_token"],
+        "expert_group_count": config["num_expert_group"],
+        "expert_group_used_count": config["topk_group"],
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "expert_shared_count": config["num_shared_experts"],
+        "expert_gating_func": 2,
+        "expert_weights_scale": float(config["routed_scaling_factor"]),
+        "leading_dense_block_count": config["mlp_layer_types"].count("dense"),
+    }
 
 
 def _of_qwen(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,6 +202,10 @@ def _by_head(tensor: np.ndarray, num_heads: int) -> np.ndarray:
     return tensor.reshape(num_heads, -1, *tensor.shape[1:])
 
 
+def _kimi(config: Mapping[str, Any], name: str, tensor: np.ndarray) -> dict[str, np.ndarray]:
+    return {name: tensor[None]} if "_conv1d" in name else _ssm(name, tensor)
+
+
 def _qwen3_5(config: Mapping[str, Any], name: str, tensor: np.ndarray) -> dict[str, np.ndarray]:
     """Value heads lie so that those of a key head are as far apart as there are key heads."""
     of_keys = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
@@ -198,6 +229,7 @@ _CHANGES = {
     "lfm2": _lfm2,
     "gemma4_text": _gemma4,
     "granitemoehybrid": _granite4,
+    "kimi_linear": _kimi,
     "qwen3_next": _qwen3_next,
     "qwen3_5_text": _qwen3_5,
     "qwen3_5_moe_text": _qwen3_5,

@@ -62,6 +62,7 @@ _GPT4O_SPLIT = (
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _TEKKEN_SPLIT = _GPT4O_SPLIT.replace(_BEHIND, "").replace(r"\p{N}{1,3}", r"\p{N}")
+_KIMI2_SPLIT = r"\p{Han}+|" + _GPT4O_SPLIT.replace(_CASELESS, _CASELESS + r"&&[^\p{Han}]").replace("/]*", "]*")
 _DEEPSEEK3_SPLIT = (
     r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -100,6 +101,7 @@ _SPLITS: dict[str, tuple[pre_tokenizers.PreTokenizer, ...]] = {
     "qwen35": (_isolated(_QWEN35_SPLIT), _BYTES),
     **dict.fromkeys(("gpt-4o", "minimax-m2"), (_isolated(_GPT4O_SPLIT), _BYTES)),
     "tekken": (_isolated(_TEKKEN_SPLIT), _BYTES),
+    "kimi-k2": (_isolated(_KIMI2_SPLIT), _BYTES),
     "deepseek-llm": (*map(_isolated, _DEEPSEEK_SPLITS), _BYTES),
     "deepseek-v3": (
         *(_isolated(pattern) for pattern in (r"\p{N}{1,3}", _HAN_AND_KANA, _DEEPSEEK3_SPLIT)),

@@ -62,6 +62,7 @@ METADATA = {
     "qwen3_next": {},
     "qwen3_5": {},
     "qwen3_5_moe": {},
+    "kimi_linear": {},
 }
 """Of the cases of `families_kit` that such files can hold, what is added to what the converter writes."""
 
@@ -71,6 +72,8 @@ CHANGES = {
     # llama.cpp knows by the number of layers which models have no rank; 32 numbers can be quantised.
     "deepseek_v2": {"q_lora_rank": 24, "qk_nope_head_dim": 32},
     "deepseek_v3": {"rope_parameters": {"mscale": 0.8, "mscale_all_dim": 0.8}},
+    # llama.cpp has as many heads in all layers, and adds as much in all norms.
+    "kimi_linear": {"linear_num_heads": 4, "rms_norm_eps": 1e-6},
     # llama.cpp has values as long as keys.
     **{name: {"linear_value_head_dim": 8} for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe")},
     # llama.cpp takes one width for the other, and a bias as there, as the releases have it.
@@ -231,13 +234,18 @@ def test_keys_and_values_of_layers_that_read_those_of_others_are_left_out(write)
     assert_same_params(found.params, plain.params)
 
 
-def test_a_share_may_be_a_vector(write):
-    """As in files of converters that left out axes of one."""
-    name = "blk.0.ffn_gate_inp_shexp.weight"
-    plain, found = (
-        load_checkpoint(str(write("qwen2_moe", tensors=tensors)))
-        for tensors in ({name: np.ones((1, 32), np.float32)}, {name: np.ones(32, np.float32)})
-    )
+@pytest.mark.parametrize(
+    ("name", "tensor", "shapes"),
+    [
+        ("qwen2_moe", "blk.0.ffn_gate_inp_shexp.weight", ((1, 32), (32,))),
+        ("kimi_linear", "blk.0.ssm_a", ((1, 1, 4, 1), (4, 1))),
+        ("kimi_linear", "blk.0.ssm_conv1d_q.weight", ((1, 64, 1, 4), (64, 1, 4))),
+    ],
+)
+def test_axes_of_one_may_be_left_out(write, name, tensor, shapes):
+    """As some converters do, and what quantises files."""
+    numbers = -np.linspace(1, 2, math.prod(shapes[0]), dtype=np.float32)
+    plain, found = (load_checkpoint(str(write(name, tensors={tensor: numbers.reshape(shape)}))) for shape in shapes)
     assert_same_params(found.params, plain.params)
 
 
@@ -283,10 +291,10 @@ def test_parts_of_quantised_tensors_are_dequantised(write, name, tensor, keys):
         assert (0 < error < 0.01) if key in keys else error == 0, key
 
 
-TEXTS = ("x = 12345 + 678", "It's 99,000  (ab)\n\n  ab!?", "été 12 --ab", "dbA It'S!\n/ab", "中x = (ab")
-MARKED = "b\u0302ab \u0302x"
-NOT_MARKED = ("gpt-4o", "tekken", "minimax-m2")
-"""Whose patterns llama.cpp reads otherwise where letters have marks of their own."""
+CAMEL_CASE, MARKED = "dbA It'S!\n/ab", "b\u0302ab \u0302x"
+TEXTS = ("x = 12345 + 678", "It's 99,000  (ab)\n\n  ab!?", "été 12 --ab", CAMEL_CASE, "中x = (ab", MARKED)
+READ_OTHERWISE = {**dict.fromkeys(("gpt-4o", "tekken", "minimax-m2"), (MARKED,)), "kimi-k2": (MARKED, CAMEL_CASE)}
+"""Which of these llama.cpp splits otherwise than the original patterns do."""
 WHOLE = ("Ã©tÃ©", "678")
 """Tokens that no merges make, and that some take for what they are nonetheless."""
 OF_SOME = (("b", "A"), ("t", "'"), ("Ċ", "/"), ("b", "Ì"))
@@ -298,7 +306,7 @@ OF_SOME = (("b", "A"), ("t", "'"), ("Ċ", "/"), ("b", "Ì"))
     [
         *("gpt-2", "smollm", "llama-bpe", "qwen2", "falcon", "olmo", "gpt-4o", "refact", "command-r", "smaug-bpe"),
         *("dbrx", "glm4", "tekken", "pixtral", "deepseek-llm", "deepseek-v3", "minimax-m2", "lfm2"),
-        *("granite-docling", "qwen35"),
+        *("granite-docling", "qwen35", "kimi-k2"),
     ],
 )
 def test_text_is_split_as_llama_cpp_splits_it(write, pre):
@@ -325,7 +333,9 @@ def test_text_is_split_as_llama_cpp_splits_it(write, pre):
     vocabulary |= {"pre": pre, "add_bos_token": False}
     path = write("falcon_7b", vocabulary=vocabulary, tensors={"token_embd.weight": embedding})
     tokenizer, theirs = load_checkpoint(str(path)).tokenizer, gguf_kit.LlamaCpp(path, size)
-    for text in TEXTS if pre in NOT_MARKED else (*TEXTS, MARKED):
+    for text in TEXTS:
+        if text in READ_OTHERWISE.get(pre, ()):
+            continue
         ids = tokenizer.encode(text)
         expected = theirs.log_probabilities(text)
         np.testing.assert_array_equal(theirs.log_probabilities(ids), expected)
@@ -370,6 +380,8 @@ ROUTER, FUSED, BIAS = "blk.0.ffn_gate_inp.weight", "blk.1.attn_qkv.weight", "blk
         (UNSERVED, "granite4", "attention.head_count_kv", [2] * 4, "head_count_kv must be 0 for some layers, and not"),
         (DAMAGED, "granite4", "ssm.state_size", None, "metadata granitehybrid.ssm.state_size is missing"),
         (UNSERVED, "qwen3_next", "blk.0.ssm_in.weight", np.ones((96, 32), np.float32), "ssm_in.weight is not served"),
+        (UNSERVED, "kimi_linear", "expert_gating_func", 1, "expert_gating_func 1 is not served; it must be 2"),
+        (DAMAGED, "kimi_linear", "blk.0.ssm_a", np.ones((1, 1, 3, 1), np.float32), "blk.0.ssm_a: the shape must be"),
         (UNSERVED, "gemma4", "rope.dimension_count_swa", 6, "rope.dimension_count_swa 6 is not served; it must be 12"),
         (UNSERVED, "gemma4", "feed_forward_length", [48, 40, 48, 48, 96, 96], "feed_forward_length for layers with KV"),
         (DAMAGED, "gemma4", "attention.key_length_swa", None, "metadata gemma4.attention.key_length_swa is missing"),

@@ -61,6 +61,14 @@ def test_digits_and_spaces_are_split_as_the_pre_tokenizer_says(pre, pieces):
     assert [tokenizer.backend.id_to_token(i) for i in tokenizer.encode("1234  12", add_bos=False)] == pieces
 
 
+def test_kimi_splits_where_case_changes_and_around_han():
+    """As the original pattern does; llama.cpp leaves words whose case changes whole."""
+    split = tokenizer_from_gguf(byte_level(pre="kimi-k2")).backend.pre_tokenizer
+    text = "getUserName中文x 12345's\n/DB b\u0302a"
+    pieces = [text[start:stop] for _, (start, stop) in split.pre_tokenize_str(text)]
+    assert pieces == ["get", "User", "Name", "中文", "x", " ", "123", "45", "'s", "\n", "/DB", " b\u0302a"]
+
+
 @pytest.mark.parametrize(
     ("pre", "adds_bos"), [("gpt-2", False), ("smollm", False), ("qwen2", False), ("llama-bpe", True)]
 )

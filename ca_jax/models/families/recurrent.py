@@ -36,6 +36,8 @@ from ca_jax.models.families.recurrent_gguf import (
     granite4_from_gguf,
     granite_names,
     in_parts,
+    kimi_from_gguf,
+    kimi_names,
     lfm2_from_gguf,
     queries_and_gates,
     qwen3_next_names,
@@ -391,6 +393,11 @@ FAMILIES = (
         },
         hf_sizes={"mlp_key": "moe_intermediate_size", "norm_eps": 1e-5},
         hf_fields=_kimi_from_hf,
+        gguf_architecture="kimi-linear",
+        gguf_names=kimi_names,
+        gguf_required={"expert_gating_func": 2},
+        gguf_sizes={"may_rotate_part": True, "keeps_latents": True, "layers_differ": True},
+        gguf_fields=kimi_from_gguf,
     ),
 )
 """The families."""

@@ -7,13 +7,15 @@ Source: names and layouts are those of llama.cpp, whose converter wrote such fil
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from ca_jax.errors import UnsupportedArchitectureError
-from ca_jax.models.config import ModelConfig
+from ca_jax.models.config import ModelConfig, RopeConfig
+from ca_jax.models.families.deepseek import latent_from_gguf, latent_gguf_names
 from ca_jax.models.families.dense import granite_from_gguf
 from ca_jax.models.families.from_gguf import GgufDescription, experts_from_gguf
 from ca_jax.models.families.names import GGUF_NAMES, Fused, Names, module_names, parts_of
@@ -183,6 +185,44 @@ def _heads_in_turns(r: RecurrenceConfig, size: int) -> np.ndarray:
     """
     each = r.num_value_heads // r.num_key_heads
     return np.arange(r.num_value_heads * size).reshape(each, r.num_key_heads, size).swapaxes(0, 1).reshape(-1)
+
+
+# Kimi Linear.
+
+_KIMI_NAMES = {
+    **{f"mixer.w_{part}": f"{_BLOCK}attn_{part}.weight" for part in "qkv"},
+    **{f"mixer.kernel_{part}": f"{_SSM}conv1d_{part}.weight" for part in "qkv"},
+    **{f"mixer.w_decay_{part}": f"{_SSM}f_{part}.weight" for part in "ab"},
+    **{f"mixer.w_gate_{part}": f"{_SSM}g_{part}.weight" for part in "ab"},
+    **{f"mixer.{key}": _SSM_NAMES[f"mixer.{key}"] for key in ("a_log", "b_step", "scale")},
+    "mixer.w_beta": _SSM + "beta.weight",
+    "mixer.w_out": _BLOCK + "attn_output.weight",
+}
+
+
+def kimi_from_gguf(described: GgufDescription) -> dict[str, Any]:
+    """The fields of a Kimi Linear's config. Files do not say whether shares add up to 1: as in the release, they do."""
+    entries = {"expert_weights_norm": True, **described.entries}
+    heads = dict.fromkeys(("num_key_heads", "num_value_heads"), entries["attention.head_count"])
+    sizes = dict.fromkeys(("key_dim", "value_dim"), entries["kda.head_dim"])
+    rotary = entries["rope.dimension_count"]
+    return {
+        **latent_from_gguf(dataclasses.replace(described, entries=entries)),
+        "rope": RopeConfig(scaling="proportional", num_turning=0, rotary_dim=rotary),
+        "num_kv_heads": 1,
+        "recurrence": RecurrenceConfig(
+            kind="channel_delta",
+            layers=_without_kv(entries),
+            conv_width=entries["ssm.conv_kernel"],
+            **heads,
+            **sizes,
+        ),
+    }
+
+
+def kimi_names(config: ModelConfig) -> Names:
+    """Names in GGUF files of Kimi Linear."""
+    return {**latent_gguf_names(config), **_KIMI_NAMES}
 
 
 # What safetensors and GGUF files hold alike.
