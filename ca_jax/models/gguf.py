@@ -198,7 +198,7 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
         raise UnsupportedArchitectureError(f"{where}: {architecture}: {error}") from error
     except KeyError as error:
         raise CheckpointError(f"{where}: metadata {architecture}.{error.args[0]} is missing") from error
-    except (TypeError, ValueError, ArithmeticError) as error:
+    except (TypeError, ValueError, IndexError, ArithmeticError) as error:
         raise CheckpointError(f"{where}: its metadata describes no model: {error}") from error
 
 

@@ -279,6 +279,10 @@ def test_yarn_is_read_with_all_that_it_says(write):
         ("llama3_rope", "blk.1.attn_k.weight", ["layer_1.attn.wk"]),
         ("deepseek_v2", "blk.1.attn_k_b.weight", ["layer_1.attn.wuk"]),
         ("phi3", "blk.1.ffn_up.weight", ["layer_1.mlp.w_gate", "layer_1.mlp.w_up"]),
+        ("gemma4_experts", "blk.1.ffn_gate_up_exps.weight", ["layer_1.mlp.w_gate", "layer_1.mlp.w_up"]),
+        ("granite4", "blk.0.ssm_in.weight", [f"layer_0.mixer.w_{part}" for part in ("z", "qkv", "step")]),
+        ("qwen3_5", "blk.0.attn_qkv.weight", ["layer_0.mixer.w_qkv"]),
+        ("qwen3_5", "blk.0.ssm_out.weight", ["layer_0.mixer.w_out"]),
     ],
 )
 def test_parts_of_quantised_tensors_are_dequantised(write, name, tensor, keys):
@@ -382,6 +386,7 @@ ROUTER, FUSED, BIAS = "blk.0.ffn_gate_inp.weight", "blk.1.attn_qkv.weight", "blk
         (UNSERVED, "qwen3_next", "blk.0.ssm_in.weight", np.ones((96, 32), np.float32), "ssm_in.weight is not served"),
         (UNSERVED, "kimi_linear", "expert_gating_func", 1, "expert_gating_func 1 is not served; it must be 2"),
         (DAMAGED, "kimi_linear", "blk.0.ssm_a", np.ones((1, 1, 3, 1), np.float32), "blk.0.ssm_a: the shape must be"),
+        (DAMAGED, "qwen3_5", "attention.recurrent_layers", [True], "its metadata describes no model"),
         (UNSERVED, "gemma4", "rope.dimension_count_swa", 6, "rope.dimension_count_swa 6 is not served; it must be 12"),
         (UNSERVED, "gemma4", "feed_forward_length", [48, 40, 48, 48, 96, 96], "feed_forward_length for layers with KV"),
         (DAMAGED, "gemma4", "attention.key_length_swa", None, "metadata gemma4.attention.key_length_swa is missing"),
