@@ -21,6 +21,7 @@ import safetensors.numpy
 
 from ca_jax.models.config import ModelConfig
 from ca_jax.testing import tiny
+from tests import gguf_states_kit
 
 CONTEXT = 256
 F32 = gguf.GGMLQuantizationType.F32
@@ -53,9 +54,10 @@ _ARCHITECTURES = {
     "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), gguf.MODEL_ARCH.DEEPSEEK2),
     "mistral4": gguf.MODEL_ARCH.MISTRAL4,
+    **gguf_states_kit.ARCHITECTURES,
 }
 """By Hugging Face's `model_type`."""
-_PERMUTED = {getattr(gguf.MODEL_ARCH, name) for name in ("LLAMA", "SMOLLM3", "GRANITE", "MISTRAL3")}
+_PERMUTED = {getattr(gguf.MODEL_ARCH, name) for name in ("LLAMA", "SMOLLM3", "GRANITE", "GRANITE_HYBRID", "MISTRAL3")}
 """Those whose queries and keys the converter puts in interleaved order."""
 _GATING = {"deepseek_v2": 1, "deepseek_v3": 2, "glm4_moe": 2, "minimax_m2": 2}
 """How the router's numbers become shares: 1 is softmax, 2 sigmoid. The releases' config.json says so."""
@@ -93,6 +95,7 @@ def write(
     if "rope_theta" in config:  # As older versions of `transformers` write it.
         plain = {"rope_type": "default", "rope_theta": config["rope_theta"]}
         config["rope_parameters"] = plain | (config["rope_scaling"] or {})
+    config.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": 1e4})  # Kimi Linear has none.
     kind = _ARCHITECTURES[config["model_type"]]
     name = architecture or gguf.MODEL_ARCH_NAMES[kind]
     stored = safetensors.numpy.load_file(directory / "model.safetensors")
@@ -145,7 +148,7 @@ def byte_vocabulary() -> dict[str, Any]:
 def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     embed_dim, num_heads = config["hidden_size"], config["num_attention_heads"]
     entries = {
-        "context_length": config["max_position_embeddings"],
+        "context_length": config.get("max_position_embeddings", config.get("model_max_length")),
         "embedding_length": embed_dim,
         "block_count": config["num_hidden_layers"],
         "attention.head_count": num_heads,
@@ -191,13 +194,13 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
             "vocab_size": config["vocab_size"],
             "rope.dimension_count": head_dim or embed_dim // num_heads,
         }
-    return entries | _experts(config) | _of_family(config)
+    return entries | _experts(config) | _of_family(config) | gguf_states_kit.metadata(config)
 
 
 def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
     """What is said of experts, where there are any."""
     num_experts = [config[key] for key in ("num_local_experts", "num_experts", "n_routed_experts") if key in config]
-    if not num_experts:
+    if not num_experts or "num_experts_per_tok" not in config:
         return {}
     entries = {
         "expert_count": num_experts[0],
@@ -309,9 +312,12 @@ def _tensors(
     num_kv_heads = config.get("num_key_value_heads", num_heads)
     converted: dict[str, np.ndarray] = {}
     experts: dict[str, dict[int, np.ndarray]] = {}
-    for name, tensor in stored.items():
+    for name, tensor in gguf_states_kit.tensors(config, stored).items():
         if architecture == gguf.MODEL_ARCH.GPT_OSS and (".experts." in name or name.endswith("sinks")):
             converted |= _of_gpt_oss(name.split(".")[2], name.split(".")[-1], tensor)
+            continue
+        if name.startswith(("blk.", "rope_")):
+            converted[name] = tensor
             continue
         if name.endswith((".gate_up_proj", "experts.down_proj")):
             converted[names.get_name(name) + ".weight"] = tensor

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,13 @@ from ca_jax.models.chat_template import ChatTemplate
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.families import BY_GGUF_ARCHITECTURE, FAMILIES, require_served
 from ca_jax.models.families.from_gguf import ROPE_FACTORS, GgufDescription
-from ca_jax.models.families.names import half_split_rows
+from ca_jax.models.families.names import Fused, Names, half_split_rows
 from ca_jax.models.stored import StoredTensor
 from ca_jax.models.tokenizer import Tokenizer
 from ca_jax.private import gguf_reader
 
-_EMBEDDING, _SHARE = "token_embd.weight", "ffn_gate_inp_shexp.weight"
+_EMBEDDING, _SHARE, _DECAY = "token_embd.weight", "ffn_gate_inp_shexp.weight", "ssm_a"
+_OF_LAYER = re.compile(r"blk\.(\d+)\.(.+?)(\.weight|\.bias)?")
 _OF_ALL_EXPERTS = re.compile(r"blk\.\d+\.ffn_\w+_exps\.(weight|bias)")
 _OF_ONE_EXPERT = re.compile(r"(blk\.\d+\.ffn_\w+)\.(\d+)\.weight")
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
@@ -48,6 +50,10 @@ _LLAMA3_SPLIT = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+_QWEN35_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _CASELESS = r"\p{Lm}\p{Lo}\p{M}"
 _UPPER, _LOWER = rf"[\p{{Lu}}\p{{Lt}}{_CASELESS}]", rf"[\p{{Ll}}{_CASELESS}]"
 _BEFORE, _BEHIND = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"  # What a word takes with it.
@@ -56,6 +62,7 @@ _GPT4O_SPLIT = (
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _TEKKEN_SPLIT = _GPT4O_SPLIT.replace(_BEHIND, "").replace(r"\p{N}{1,3}", r"\p{N}")
+_KIMI2_SPLIT = r"\p{Han}+|" + _GPT4O_SPLIT.replace(_CASELESS, _CASELESS + r"&&[^\p{Han}]").replace("/]*", "]*")
 _DEEPSEEK3_SPLIT = (
     r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -76,7 +83,7 @@ _DEEPSEEK_SPLITS = (
 _HAN_AND_KANA = r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 _BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 _GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "pixtral")
+_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "pixtral", "lfm2")
 _ADD_BOS = (*_LLAMA3, "tekken")  # Where the file does not say whether to.
 _TAKE_WHOLE = (*_ADD_BOS, "glm4")  # Text that is a token as a whole is that token, whatever merges make of it.
 
@@ -86,13 +93,15 @@ def _isolated(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 
 _SPLITS: dict[str, tuple[pre_tokenizers.PreTokenizer, ...]] = {
-    **dict.fromkeys(("default", "gpt-2", "olmo"), (_GPT2,)),
+    **dict.fromkeys(("default", "gpt-2", "olmo", "granite-docling"), (_GPT2,)),
     **dict.fromkeys(("smollm", "refact", "command-r"), (pre_tokenizers.Digits(individual_digits=True), _GPT2)),
     "falcon": (pre_tokenizers.Punctuation("contiguous"), _GPT2, _isolated("[0-9][0-9][0-9]")),
     **dict.fromkeys((*_LLAMA3, "smaug-bpe", "dbrx", "glm4"), (_isolated(_LLAMA3_SPLIT), _BYTES)),
     "qwen2": (_isolated(_QWEN2_SPLIT), _BYTES),
+    "qwen35": (_isolated(_QWEN35_SPLIT), _BYTES),
     **dict.fromkeys(("gpt-4o", "minimax-m2"), (_isolated(_GPT4O_SPLIT), _BYTES)),
     "tekken": (_isolated(_TEKKEN_SPLIT), _BYTES),
+    "kimi-k2": (_isolated(_KIMI2_SPLIT), _BYTES),
     "deepseek-llm": (*map(_isolated, _DEEPSEEK_SPLITS), _BYTES),
     "deepseek-v3": (
         *(_isolated(pattern) for pattern in (r"\p{N}{1,3}", _HAN_AND_KANA, _DEEPSEEK3_SPLIT)),
@@ -153,13 +162,14 @@ def open_gguf(path: Path, name: str) -> weights.Source:
     """
     file = GgufFile(path)
     config = config_from_gguf(file)
+    names = FAMILIES[config.architecture].gguf_names(config)
     tokenizer = tokenizer_from_gguf(file)
     return weights.Source(
         path=str(path),
         name=name,
         config=config,
-        tensors=_stored_tensors(file, config),
-        names=FAMILIES[config.architecture].gguf_names(config),
+        tensors=_stored_tensors(file, config, names),
+        names=names,
         fingerprint=lambda dtype: weights.fingerprint(weights.hash_file(path), config, dtype),
         tokenizer=tokenizer,
         stop_token_ids=stop_token_ids(file, tokenizer),
@@ -188,7 +198,7 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
         raise UnsupportedArchitectureError(f"{where}: {architecture}: {error}") from error
     except KeyError as error:
         raise CheckpointError(f"{where}: metadata {architecture}.{error.args[0]} is missing") from error
-    except (TypeError, ValueError, ArithmeticError) as error:
+    except (TypeError, ValueError, IndexError, ArithmeticError) as error:
         raise CheckpointError(f"{where}: its metadata describes no model: {error}") from error
 
 
@@ -196,9 +206,9 @@ def _shape(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
     return tuple(int(n) for n in reversed(tensor.shape))
 
 
-def _stored_tensors(file: GgufFile, config: ModelConfig) -> dict[str, StoredTensor]:
+def _stored_tensors(file: GgufFile, config: ModelConfig, names: Names) -> dict[str, StoredTensor]:
     """The file's tensors: Q and K in half-split order, and those that are stacked by expert each by itself."""
-    order, family = {}, FAMILIES[config.architecture]
+    order, family, forms = {}, FAMILIES[config.architecture], _forms(config, names)
     if family.gguf_is_interleaved:
         sizes = config.head_dim, config.rope.rotary_dim
         of_q, of_k = (half_split_rows(num, *sizes) for num in (config.num_heads, config.num_kv_heads))
@@ -208,12 +218,14 @@ def _stored_tensors(file: GgufFile, config: ModelConfig) -> dict[str, StoredTens
         if name in ROPE_FACTORS:
             continue
         shape, parts, own = _shape(tensor), {name: tensor.data}, name.split(".", 2)[-1]
-        drafts = family.drafts_behind and name.startswith("blk.") and int(name.split(".")[1]) >= config.num_layers
+        is_unread = _is_unread(config, family.drafts_behind, name)
         if own == "attn_k_b.weight":
-            stored[name] = dataclasses.replace(_transposed_heads(name, tensor), is_optional=drafts)
+            stored[name] = dataclasses.replace(_transposed_heads(name, tensor), is_optional=is_unread)
             continue
         if own == "attn_v_b.weight":
             shape, parts = (shape[0] * shape[1], shape[2]), {name: tensor.data.reshape(-1, tensor.data.shape[-1])}
+        elif own in forms and math.prod(forms[own]) == math.prod(shape):
+            shape, parts = forms[own], {name: tensor.data.reshape(forms[own][0], -1)}
         elif own == _SHARE:  # A row, or the vector that it is.
             shape, parts = (1, shape[-1]), {name: tensor.data.reshape(1, -1)}
         elif _OF_ALL_EXPERTS.fullmatch(name):
@@ -222,8 +234,38 @@ def _stored_tensors(file: GgufFile, config: ModelConfig) -> dict[str, StoredTens
             parts = {f"{match[1]}_exps.weight[{match[2]}]": tensor.data}
         for part, data in parts.items():
             rows = functools.partial(_read_rows, part, tensor.tensor_type, data, order.get(own))
-            stored[part] = StoredTensor(shape=shape, read_rows=rows, is_optional=drafts)
+            rows = functools.partial(_read_decay, rows) if own == _DECAY else rows
+            stored[part] = StoredTensor(shape=shape, read_rows=rows, is_optional=is_unread)
     return stored
+
+
+def _is_unread(config: ModelConfig, drafts_behind: bool, name: str) -> bool:
+    """Whether a tensor changes nothing: it is of a layer that drafts tokens, or of the KV of one that reads others'."""
+    match = _OF_LAYER.fullmatch(name)
+    if match is None:
+        return False
+    layer, is_of_kv = int(match[1]), match[2] in ("attn_k", "attn_v", "attn_k_norm")
+    is_reader = config.num_layers - config.num_readers <= layer < config.num_layers
+    return (is_reader and is_of_kv) or (drafts_behind and layer >= config.num_layers)
+
+
+def _forms(config: ModelConfig, names: Names) -> dict[str, tuple[int, ...]]:
+    """The shapes of what layers that keep states have beside matrices, by names without the layer.
+
+    Files hold the same numbers, with other axes of one, or norms by groups.
+    """
+    forms = {}
+    for each in () if config.recurrence is None else config.recurrence.parameters(config.embed_dim):
+        place = names[f"mixer.{each.name}"]
+        name = place.name if isinstance(place, Fused) else place
+        if each.num_inputs is None:
+            forms[name.split(".", 2)[-1]] = each.stored_shape or each.shape
+    return forms
+
+
+def _read_decay(read_rows: Callable[[int, int], np.ndarray], start: int, stop: int) -> np.ndarray:
+    """The logarithm of how fast states decay, of which files hold the negative itself."""
+    return np.log(-read_rows(start, stop))
 
 
 def _transposed_heads(name: str, tensor: gguf.ReaderTensor) -> StoredTensor:
@@ -263,9 +305,11 @@ def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
         backend, adds_bos = _byte_level_bpe(file, tokens)
     elif model == "llama":
         backend, adds_bos = _sentencepiece_bpe(file, tokens), True
+    elif model == "gemma4":
+        backend, adds_bos = _falling_back_to_bytes(file, tokens, _merges(file), begins_with_space=False), True
     else:
         raise UnsupportedArchitectureError(
-            f"{file.path}: tokenizer model {model!r} is not served; it must be one of gpt2, llama"
+            f"{file.path}: tokenizer model {model!r} is not served; it must be one of gpt2, llama, gemma4"
         )
     types = file.get("tokenizer.ggml.token_type") or []
     # Control tokens are left out of decoded text, user-defined ones are text: both are found whole, before any split.
@@ -310,9 +354,8 @@ def _byte_level_bpe(file: GgufFile, tokens: Sequence[str]) -> tuple[tokenizers.T
         raise UnsupportedArchitectureError(
             f"{file.path}: pre-tokenizer {pre!r} is not served; it must be one of {', '.join(_SPLITS)}"
         )
-    merges = [tuple(merge.split(" ", 1)) for merge in file.require("tokenizer.ggml.merges")]
-    backend = tokenizers.Tokenizer(_bpe(file, tokens, merges, ignore_merges=pre in _TAKE_WHOLE))
-    if pre in ("qwen2", "olmo"):
+    backend = tokenizers.Tokenizer(_bpe(file, tokens, _merges(file), ignore_merges=pre in _TAKE_WHOLE))
+    if pre in ("qwen2", "qwen35", "olmo"):
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.Sequence(list(_SPLITS[pre]))
     backend.decoder = decoders.ByteLevel()
@@ -328,18 +371,30 @@ def _sentencepiece_bpe(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Toke
             f"{file.path}: there must be {len(tokens)} token scores and types, got {len(scores)} and {len(types)}"
         )
     normal_scores = {token: score for token, score, kind in zip(tokens, scores, types, strict=True) if kind == _NORMAL}
+    begins_with_space = file.get("tokenizer.ggml.add_space_prefix", True)
+    return _falling_back_to_bytes(file, tokens, _merges_by_score(normal_scores), begins_with_space)
+
+
+def _falling_back_to_bytes(
+    file: GgufFile, tokens: Sequence[str], merges: list[Any], begins_with_space: bool
+) -> tokenizers.Tokenizer:
+    """BPE over characters, spaces spelled as SentencePiece does; characters that are no token become bytes."""
+    types = file.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
-    model = _bpe(file, tokens, _merges_by_score(normal_scores), unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    backend = tokenizers.Tokenizer(model)
+    backend = tokenizers.Tokenizer(_bpe(file, tokens, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     replace = normalizers.Replace(" ", _SPACE)
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if file.get("tokenizer.ggml.add_space_prefix", True):
+    if begins_with_space:
         backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), replace])
         steps.append(decoders.Strip(" ", 1, 0))
     else:
         backend.normalizer = replace
     backend.decoder = decoders.Sequence(steps)
     return backend
+
+
+def _merges(file: GgufFile) -> list[Any]:
+    return [tuple(merge.split(" ", 1)) for merge in file.require("tokenizer.ggml.merges")]
 
 
 def _merges_by_score(scores: Mapping[str, float]) -> list[tuple[str, str]]:

@@ -22,7 +22,7 @@ from ca_jax.errors import CheckpointError
 from ca_jax.models.chat_template import ChatTemplate
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-_STOP_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<end_of_turn>", "<|return|>", "<|call|>")
+_STOP_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<end_of_turn>", "<turn|>", "<|return|>", "<|call|>")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 

@@ -252,6 +252,8 @@ class Leaf:
     """The file's tensors that hold it: one, or as many as are stacked."""
     rows: np.ndarray | None = None
     """Which rows of them are the leaf's; None: all."""
+    columns: np.ndarray | None = None
+    """Which columns of these, in its order; None: all."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -281,7 +283,8 @@ class Leaf:
         step = tensor.chunk_rows or max(1, _CHUNK_ELEMENTS // num_columns)
         for start in range(0, num_rows, step):
             for at, rows in self._read_runs(tensor, start, min(start + step, num_rows)):
-                target[start + at : start + at + len(rows)] = rows.reshape(len(rows), num_columns)
+                found = rows.reshape(len(rows), num_columns)
+                target[start + at : start + at + len(rows)] = found if self.columns is None else found[:, self.columns]
 
     def _read_runs(self, tensor: StoredTensor, start: int, stop: int) -> Iterator[tuple[int, np.ndarray]]:
         """Reads rows `[start, stop)` of the leaf, those that follow each other in the file, or nearly so, at once."""
@@ -417,9 +420,9 @@ def _leaves(source: Source, dtype: np.dtype) -> list[Leaf]:
         if source.is_tree:
             slot = dataclasses.replace(slot, stored_shape=slot.shape, transposed=False, num_stacked=None)
         place, shape = source.names[slot.key], slot.stored_shape
-        form, rows = (place.name, place.rows) if isinstance(place, Fused) else (place, None)
+        form, rows, columns = place if isinstance(place, str) else place.name, None, None
         if isinstance(place, Fused):
-            shape = (place.num_rows, *shape[1:])
+            rows, columns, shape = place.rows, place.columns, (place.num_rows, *shape[1:])
         names = [form.format(layer=slot.layer, expert=i) for i in range(slot.num_stacked or 1)]
         for name in names:
             if name not in source.tensors:
@@ -427,7 +430,8 @@ def _leaves(source: Source, dtype: np.dtype) -> list[Leaf]:
             if (found := source.tensors[name].shape) != shape:
                 raise CheckpointError(f"{path}: tensor {name}: the shape must be {shape}, got {found}")
         used.update(names)
-        leaves.append(Leaf(slot=slot, dtype=dtype, tensors=tuple(source.tensors[name] for name in names), rows=rows))
+        tensors = tuple(source.tensors[name] for name in names)
+        leaves.append(Leaf(slot=slot, dtype=dtype, tensors=tensors, rows=rows, columns=columns))
     if unused := sorted(name for name in source.tensors.keys() - used if not source.tensors[name].is_optional):
         shown = ", ".join(unused[:5]) + (", ..." if len(unused) > 5 else "")
         raise CheckpointError(

@@ -4,13 +4,14 @@ import importlib.util
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ca_jax.errors import CheckpointError, UnsupportedArchitectureError
 from ca_jax.models.checkpoint import PRESETS, load_checkpoint
 from ca_jax.models.gguf import stop_token_ids, tokenizer_from_gguf
 from ca_jax.models.weights import unread
-from tests import gguf_kit
+from tests import families_kit, gguf_kit
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
@@ -49,6 +50,7 @@ def byte_level(extra_merges=(), **changes):
         ("smollm", ["1", "2", "3", "4", "ĠĠ", "1", "2"]),
         ("llama-bpe", ["123", "4", "Ġ", "Ġ", "12"]),
         ("qwen2", ["1", "2", "3", "4", "Ġ", "Ġ", "1", "2"]),
+        ("qwen35", ["1", "2", "3", "4", "Ġ", "Ġ", "1", "2"]),
         ("falcon", ["123", "4", "Ġ", "Ġ1", "2"]),
         ("olmo", ["1234", "Ġ", "Ġ1", "2"]),
         ("gpt-4o", ["123", "4", "Ġ", "Ġ", "12"]),
@@ -57,6 +59,14 @@ def byte_level(extra_merges=(), **changes):
 def test_digits_and_spaces_are_split_as_the_pre_tokenizer_says(pre, pieces):
     tokenizer = tokenizer_from_gguf(byte_level(gguf_kit.DIGITS, pre=pre))
     assert [tokenizer.backend.id_to_token(i) for i in tokenizer.encode("1234  12", add_bos=False)] == pieces
+
+
+def test_kimi_splits_where_case_changes_and_around_han():
+    """As the original pattern does; llama.cpp leaves words whose case changes whole."""
+    split = tokenizer_from_gguf(byte_level(pre="kimi-k2")).backend.pre_tokenizer
+    text = "getUserName中文x 12345's\n/DB b\u0302a"
+    pieces = [text[start:stop] for _, (start, stop) in split.pre_tokenize_str(text)]
+    assert pieces == ["get", "User", "Name", "中文", "x", " ", "123", "45", "'s", "\n", "/DB", " b\u0302a"]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +100,7 @@ def test_control_tokens_are_special_and_user_defined_ones_are_text():
     assert stop_token_ids(metadata, tokenizer) == (7, 9, 0xFF), "those named and the usual ones"
 
 
-@pytest.mark.parametrize("pre", ["qwen2", "olmo"])
+@pytest.mark.parametrize("pre", ["qwen2", "qwen35", "olmo"])
 def test_text_is_composed_first(pre):
     tokenizer = tokenizer_from_gguf(byte_level(pre=pre))
     assert tokenizer.encode("e\u0301") == tokenizer.encode("é")
@@ -155,6 +165,47 @@ def test_no_space_is_put_before_text_where_the_file_says_so():
     ids = tokenizer.encode("ab", add_bos=False)
     assert [tokenizer.backend.id_to_token(i) for i in ids] == ["ab"]
     assert tokenizer.decode(tokenizer.encode(" ab")) == " ab"
+
+
+# Gemma 4
+
+GEMMA_MERGES = (("a", "b"), ("▁", "a"), ("▁a", "b"), ("▁", "▁"), ("\n", "\n"), ("\n\n", "\n"), ("1", "2"))
+GEMMA_TEXTS = ("ab ab", "  ab 12\n\nab", "\n\n\n", "été 世a👩", "<|turn>ab\n<|tool>b<turn|>", "ab\n\n\n\n ab")
+
+
+def gemma4():
+    """Its tokenizer's metadata, with a few merges."""
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁ab12\n<>|turnol"]
+    tokens += [left + right for left, right in GEMMA_MERGES]
+    types = [CONTROL, CONTROL, CONTROL, UNKNOWN, *[BYTE] * 256, *[NORMAL] * (len(tokens) - 260)]
+    return {
+        "model": "gemma4",
+        "tokens": [*tokens, "<|turn>", "<turn|>", "<|tool>"],
+        "token_type": [*types, CONTROL, CONTROL, USER_DEFINED],
+        "scores": [-1000.0] * (len(tokens) + 3),
+        "merges": [f"{left} {right}" for left, right in GEMMA_MERGES],
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "add_space_prefix": False,
+        "add_bos_token": True,
+    }
+
+
+def test_gemma4_tokenizes_as_llama_cpp_does_and_text_comes_back(tmp_path):
+    families_kit.make("falcon_7b", tmp_path)
+    size = len(gemma4()["tokens"])
+    embedding = {"token_embd.weight": np.zeros((size, 32), np.float32)}
+    path = gguf_kit.write(tmp_path, tmp_path / "gemma4.gguf", vocabulary=gemma4(), tensors=embedding)
+    theirs, tokenizer = gguf_kit.LlamaCpp(path, size), load_checkpoint(str(path), destinations=unread).tokenizer
+    for text in GEMMA_TEXTS:
+        assert tokenizer.encode(text) == theirs.tokens(text), repr(text)
+        assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == f"<bos>{text}"
+
+
+def test_gemma4_stops_where_a_turn_does():
+    metadata = Metadata(**gemma4())
+    tokenizer = tokenizer_from_gguf(metadata)
+    assert stop_token_ids(metadata, tokenizer) == (1, tokenizer.token_id("<turn|>"))
 
 
 # Refusals

@@ -97,8 +97,11 @@ def latent_names(config: ModelConfig) -> Names:
     }
 
 
-def _from_gguf(described: GgufDescription) -> dict[str, Any]:
-    """Files hold `mscale_all_dim` of YaRN, a tenth of it; `mscale`, which they leave unsaid, is taken as the same."""
+def latent_from_gguf(described: GgufDescription) -> dict[str, Any]:
+    """What all of them say in GGUF files.
+
+    Files hold `mscale_all_dim` of YaRN, a tenth of it; `mscale`, which they leave unsaid, is taken as the same.
+    """
     entries = described.entries
     if "attention.key_length_mla" not in entries:
         raise UnsupportedArchitectureError(
@@ -129,10 +132,11 @@ def _from_gguf(described: GgufDescription) -> dict[str, Any]:
 def _v2_from_gguf(described: GgufDescription) -> dict[str, Any]:
     """Files do not say by how many shares a group is chosen: by one, as in the releases."""
     require_gguf(described, {"expert_gating_func": 1})
-    return {**_from_gguf(described), "num_group_shares": 1}
+    return {**latent_from_gguf(described), "num_group_shares": 1}
 
 
-def _gguf_names(config: ModelConfig) -> Names:
+def latent_gguf_names(config: ModelConfig) -> Names:
+    """Names in GGUF files of what all of them have."""
     block, made_of = "blk.{layer}.", "attn_q_b" if config.query_rank else "attn_q"
     queries = _rotated_first(config, config.num_heads, config.nope_dim)
     latents = _rotated_first(config, 1, config.latent_dim)
@@ -154,7 +158,7 @@ def _mistral4_names(config: ModelConfig) -> Names:
 
 
 def _mistral4_gguf_names(config: ModelConfig) -> Names:
-    return {**_gguf_names(config), **wide_experts(config, "blk.{layer}.ffn_gate_up_exps.weight[{expert}]")}
+    return {**latent_gguf_names(config), **wide_experts(config, "blk.{layer}.ffn_gate_up_exps.weight[{expert}]")}
 
 
 def _family(name: str, model_types: tuple[str, ...], architecture: str, **differences: Any) -> Family:
@@ -170,8 +174,8 @@ def _family(name: str, model_types: tuple[str, ...], architecture: str, **differ
 
 _GGUF: dict[str, Any] = {
     "gguf_architecture": "deepseek2",
-    "gguf_fields": _from_gguf,
-    "gguf_names": _gguf_names,
+    "gguf_fields": latent_from_gguf,
+    "gguf_names": latent_gguf_names,
     "gguf_sizes": {"may_rotate_part": True, "keeps_latents": True},
 }
 FAMILIES = (

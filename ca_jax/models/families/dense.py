@@ -67,7 +67,8 @@ def granite_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _granite_from_gguf(described: GgufDescription) -> dict[str, Any]:
+def granite_from_gguf(described: GgufDescription) -> dict[str, Any]:
+    """The same from a GGUF file."""
     entries = described.entries
     scale = entries.get("attention.scale")
     return {
@@ -198,7 +199,7 @@ FAMILIES = (
         hf_fields=granite_from_hf,
         gguf_architecture="granite",
         gguf_required={"rope.scaling.finetuned": True},  # Else it rotates nothing.
-        gguf_fields=_granite_from_gguf,
+        gguf_fields=granite_from_gguf,
     ),
     _family(
         "ministral3",

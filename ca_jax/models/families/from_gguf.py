@@ -32,25 +32,30 @@ class GgufDescription:
 
 
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors that are no parameters: of llama3 scaling, and of LongRoPE in long contexts and in short ones."""
+"""Tensors that are no parameters: of llama3 or proportional scaling; of LongRoPE in long contexts, in short ones."""
+_NOTHING = 1e30  # Divided by this, a frequency turns nothing.
 _LLAMA3_ORIGINAL_POSITIONS = 8192  # Every Llama 3.x release; files rarely say.
 
 
 def sizes_from_gguf(
     described: GgufDescription,
     *,
+    mlp_key: str = "feed_forward_length",
     eps_key: str = "layer_norm_rms_epsilon",
     may_rotate_part: bool = False,
     keeps_latents: bool = False,
+    layers_differ: bool = False,
     truncates: bool = True,
 ) -> dict[str, Any]:
     """The fields of `ModelConfig` that all families spell alike.
 
     Args:
       described: the file.
-      eps_key: what the family calls the number added inside its norms.
+      mlp_key: what the family calls the width of the feed-forward block.
+      eps_key: what it calls the number added inside its norms.
       may_rotate_part: whether the family has models that rotate a part of each head.
       keeps_latents: whether its layers keep latents, which have another length as keys than as values.
+      layers_differ: whether KV heads and that width may be said of each layer. The greatest is given here then.
       truncates: `RopeConfig.truncate` of its models, which files leave unsaid.
 
     Raises:
@@ -59,8 +64,10 @@ def sizes_from_gguf(
     """
     entries, shapes = described.entries, described.shapes
     embed_dim, num_heads = entries["embedding_length"], entries["attention.head_count"]
-    num_kv_heads, mlp_dim = entries.get("attention.head_count_kv", num_heads), entries["feed_forward_length"]
-    for key, value in (("head_count", num_heads), ("head_count_kv", num_kv_heads), ("feed_forward_length", mlp_dim)):
+    num_kv_heads, mlp_dim = entries.get("attention.head_count_kv", num_heads), entries[mlp_key]
+    if layers_differ:
+        num_kv_heads, mlp_dim = (max(each) if isinstance(each, list) else each for each in (num_kv_heads, mlp_dim))
+    for key, value in (("head_count", num_heads), ("head_count_kv", num_kv_heads), (mlp_key, mlp_dim)):
         if isinstance(value, list):
             raise UnsupportedArchitectureError(f"a {key} of its own for each layer is not served")
     head_dim = entries.get("attention.key_length", embed_dim // num_heads)
@@ -162,15 +169,15 @@ def rope_from_gguf(described: GgufDescription, head_dim: int, truncates: bool = 
     if freqs is not None:
         if scaling != "none":
             raise UnsupportedArchitectureError(f"rope scaling {scaling!r} with rope_freqs.weight is not served")
-        return _llama3_rope(described, freqs, plain, head_dim)
+        return _proportional_rope(freqs, plain) or _llama3_rope(described, freqs, plain, head_dim)
     if scaling == "none":
         return plain
     if scaling == "linear":
         return dataclasses.replace(plain, scaling="linear", factor=factor)
     if scaling != "yarn":
         raise UnsupportedArchitectureError(
-            f"rope scaling {scaling!r} is not served; it must be one of none, linear, yarn, or as tensors: llama3 as "
-            "rope_freqs.weight, longrope as rope_factors_long.weight and rope_factors_short.weight"
+            f"rope scaling {scaling!r} is not served; it must be one of none, linear, yarn, or as tensors: llama3 and "
+            "proportional as rope_freqs.weight, longrope as rope_factors_long.weight and rope_factors_short.weight"
         )
     require_gguf(described, {"rope.scaling.attn_factor": 1.0, "rope.scaling.yarn_ext_factor": 1.0})
     usual = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -189,6 +196,14 @@ def rope_from_gguf(described: GgufDescription, head_dim: int, truncates: bool = 
         # As Peng et al. (2023) say in section 3.4, whether files say so or not.
         attention_factor=usual / divisor,
     )
+
+
+def _proportional_rope(found: np.ndarray, plain: RopeConfig) -> RopeConfig | None:
+    """Of divisors that leave the first frequencies as they are and all others nothing; None of any others."""
+    num_turning = int((found == 1).sum())
+    if (found[:num_turning] == 1).all() and (found[num_turning:] >= _NOTHING).all() and num_turning < len(found):
+        return dataclasses.replace(plain, scaling="proportional", num_turning=num_turning)
+    return None
 
 
 def _llama3_rope(described: GgufDescription, found: np.ndarray, plain: RopeConfig, head_dim: int) -> RopeConfig:

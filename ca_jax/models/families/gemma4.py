@@ -16,12 +16,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from ca_jax.errors import UnsupportedArchitectureError
-from ca_jax.models.config import ModelConfig
+from ca_jax.models.config import ModelConfig, RopeConfig
 from ca_jax.models.families.family import Family
+from ca_jax.models.families.from_gguf import (
+    GgufDescription,
+    experts_from_gguf,
+    full_layers_from_gguf,
+    require_gguf,
+    shortest,
+)
 from ca_jax.models.families.from_hf import full_layers_from_hf, rope_from_hf
 from ca_jax.models.families.gemma import GEMMA_NAMES
 from ca_jax.models.families.llama import LAYER
-from ca_jax.models.families.names import Names, wide_experts
+from ca_jax.models.families.names import GGUF_NAMES, Names, wide_experts
 
 _PERIOD = 6  # Of layers of which the last does not slide, where nothing is said.
 _ROPES = {
@@ -141,6 +148,68 @@ def _of_full_layers(described: Mapping[str, Any], full: set[int]) -> tuple[int, 
     return found[True].pop()
 
 
+_BLOCK = "blk.{layer}."
+_GGUF_NAMES = GGUF_NAMES | {
+    "inputs.embedding": "per_layer_token_embd.weight",
+    "inputs.w": "per_layer_model_proj.weight",
+    "inputs.norm.scale": "per_layer_proj_norm.weight",
+    "w_given_gate": _BLOCK + "inp_gate.weight",
+    "w_given_out": _BLOCK + "proj.weight",
+    "given_norm.scale": _BLOCK + "post_norm.weight",
+    "out_scale": _BLOCK + "layer_output_scale.weight",
+    "experts_norm.scale": _BLOCK + "pre_ffw_norm_2.weight",
+    "experts_post_norm.scale": _BLOCK + "post_ffw_norm_2.weight",
+    "shared_post_norm.scale": _BLOCK + "post_ffw_norm_1.weight",
+    "mlp.router_scale": _BLOCK + "ffn_gate_inp.scale",
+    "mlp.share_scale": _BLOCK + "ffn_down_exps.scale",
+    **{f"shared.w_{part}": f"{_BLOCK}ffn_{part}.weight" for part in ("gate", "up", "down")},
+}
+
+
+def _gguf_names(config: ModelConfig) -> Names:
+    return _GGUF_NAMES | wide_experts(config, _BLOCK + "ffn_gate_up_exps.weight[{expert}]")
+
+
+def _from_gguf(described: GgufDescription) -> dict[str, Any]:
+    """Files say what differs of each layer, and of heads of layers that slide under keys of their own."""
+    entries, num_layers = described.entries, described.entries["block_count"]
+    full = tuple(full_layers_from_gguf(entries, _PERIOD))
+    head_dim, num_readers = entries["attention.key_length_swa"], entries.get("attention.shared_kv_layers", 0)
+    require_gguf(described, dict.fromkeys(("attention.value_length_swa", "rope.dimension_count_swa"), head_dim))
+    num_kv_heads, widths = (
+        found if isinstance(found, list) else [found] * num_layers
+        for found in (entries["attention.head_count_kv"], entries["feed_forward_length"])
+    )
+    of_kind = ((num_kv_heads, full), (num_kv_heads, {*range(num_layers)} - {*full}))
+    kv_heads = [{each[layer] for layer in layers} for each, layers in of_kind]
+    mlp_dims = [{*widths[: num_layers - num_readers]}, {*widths[num_layers - num_readers :]}]
+    if any(len(each) > 1 for each in (*kv_heads, *mlp_dims)) or not all(kv_heads):
+        raise UnsupportedArchitectureError(
+            "head_count_kv must be alike for layers that slide, and for others, and there must be some of either; "
+            "feed_forward_length for layers with KV of their own, and for others"
+        )
+    [of_full], [of_others] = kv_heads
+    [mlp_dim], [reader_mlp_dim] = mlp_dims[0], mlp_dims[1] or mlp_dims[0]
+    num_experts = entries.get("expert_count", 0)
+    return {
+        "local_rope": RopeConfig(theta=shortest(entries.get("rope.freq_base_swa", 1e4))),
+        "embed_scale": math.sqrt(entries["embedding_length"]),
+        "logit_cap": entries.get("final_logit_softcapping"),
+        "sliding_window": entries["attention.sliding_window"],
+        "full_layers": full,
+        "head_dim": head_dim,
+        "num_kv_heads": of_others,
+        "full_head_dim": None if (of_all := entries["attention.key_length"]) == head_dim else of_all,
+        "full_kv_heads": None if of_full == of_others else of_full,
+        "full_keys_are_values": f"blk.{full[0]}.attn_v.weight" not in described.shapes,
+        "num_readers": num_readers,
+        "mlp_dim": mlp_dim,
+        "reader_mlp_dim": None if reader_mlp_dim == mlp_dim else reader_mlp_dim,
+        "layer_input_dim": entries.get("embedding_length_per_layer_input", 0),
+        **({**experts_from_gguf(entries), "shared_mlp_dim": mlp_dim, "norms_experts": True} if num_experts else {}),
+    }
+
+
 FAMILIES = (
     Family(
         name="gemma4",
@@ -156,6 +225,10 @@ FAMILIES = (
         hf_required={"hidden_activation": "gelu_pytorch_tanh"},
         hf_defaults=_DEFAULTS,
         hf_fields=_from_hf,
+        gguf_architecture="gemma4",
+        gguf_names=_gguf_names,
+        gguf_sizes={"layers_differ": True},
+        gguf_fields=_from_gguf,
     ),
 )
 """The family."""

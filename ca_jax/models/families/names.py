@@ -25,6 +25,8 @@ class Fused:
     """Rows of the whole tensor."""
     rows: np.ndarray
     """i64, which rows are the leaf's, in its order."""
+    columns: np.ndarray | None = None
+    """i64, the columns of a row in the leaf's order; None: as they lie."""
 
 
 Names = Mapping[str, str | Fused]
@@ -49,16 +51,24 @@ def fused_rows(rows: Mapping[str, np.ndarray], names: Mapping[str, str]) -> dict
 
 def wide_mlp(config: ModelConfig, name: str) -> dict[str, Fused]:
     """Of the feed-forward block's one tensor: the gate, and what it gates behind it."""
-    rows = np.arange(2 * config.mlp_dim)
-    return {
-        "mlp.w_gate": Fused(name, len(rows), rows[: config.mlp_dim]),
-        "mlp.w_up": Fused(name, len(rows), rows[config.mlp_dim :]),
-    }
+    return parts_of(name, {"mlp.w_gate": config.mlp_dim, "mlp.w_up": config.mlp_dim})
 
 
 def wide_experts(config: ModelConfig, name: str) -> dict[str, Fused]:
     """Of one tensor of all experts, with `[{expert}]` in its name: the gate, and what it gates behind it."""
-    return {key.replace("mlp", "experts"): where for key, where in wide_mlp(config, name).items()}
+    return parts_of(name, {"experts.w_gate": config.mlp_dim, "experts.w_up": config.mlp_dim})
+
+
+def parts_of(name: str, sizes: Mapping[str, int]) -> dict[str, Fused]:
+    """Leaves that lie one behind the other in one tensor.
+
+    Args:
+      name: the file's name of the tensor.
+      sizes: the rows of each leaf, by their keys and in their order.
+    """
+    stops = np.cumsum([*sizes.values()])
+    rows = np.split(np.arange(stops[-1]), stops[:-1])
+    return {key: Fused(name, int(stops[-1]), each) for key, each in zip(sizes, rows, strict=True)}
 
 
 def split_rows(config: ModelConfig) -> dict[str, np.ndarray]:

@@ -27,7 +27,22 @@ from ca_jax.models.families.dense import granite_from_hf
 from ca_jax.models.families.experts import NAMES, qwen_from_hf
 from ca_jax.models.families.family import Family
 from ca_jax.models.families.llama import HF_NAMES, LAYER
-from ca_jax.models.families.names import Fused, Names, module_names
+from ca_jax.models.families.names import Fused, Names, module_names, parts_of
+from ca_jax.models.families.recurrent_gguf import (
+    LFM2_NAMES,
+    betas_and_steps,
+    delta_experts_from_gguf,
+    delta_from_gguf,
+    granite4_from_gguf,
+    granite_names,
+    in_parts,
+    kimi_from_gguf,
+    kimi_names,
+    lfm2_from_gguf,
+    queries_and_gates,
+    qwen3_next_names,
+    qwen35_names,
+)
 from ca_jax.models.recurrence import RecurrenceConfig
 
 # LFM2.
@@ -119,14 +134,7 @@ def _next_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
     return {**qwen_from_hf(described), **_delta_from_hf(described), "shared_mlp_dim": shared}
 
 
-def _queries(config: ModelConfig) -> dict[str, Fused]:
-    """Queries and gates, which lie head by head in one tensor."""
-    heads, size = config.num_heads, config.head_dim
-    rows = np.arange(heads * 2 * size).reshape(heads, 2, size)
-    name = LAYER + "self_attn.q_proj.weight"
-    return {key: Fused(name, rows.size, rows[:, i].reshape(-1)) for i, key in enumerate(("attn.wq", "attn.wg"))}
-
-
+_QUERIES = LAYER + "self_attn.q_proj.weight"
 _EXPERT_NAMES = {
     **NAMES,
     **{f"shared.w_{part}": f"{LAYER}mlp.shared_expert.{part}_proj.weight" for part in ("gate", "up", "down")},
@@ -136,7 +144,7 @@ _EXPERT_NAMES = {
 
 def _next_names(config: ModelConfig) -> Names:
     """Those of Qwen3-Next: what a key head's queries, keys, values and gates are made by lies together."""
-    names: dict[str, str | Fused] = {**_EXPERT_NAMES, **_queries(config)}
+    names: dict[str, str | Fused] = {**_EXPERT_NAMES, **queries_and_gates(config, _QUERIES)}
     r = config.recurrence
     if r is None:
         return names
@@ -144,15 +152,13 @@ def _next_names(config: ModelConfig) -> Names:
     sizes = [r.key_dim, r.key_dim, each * r.value_dim, each * r.value_dim]
     rows = np.arange(r.num_key_heads * sum(sizes)).reshape(r.num_key_heads, -1)
     q, k, v, z = (part.reshape(-1) for part in np.split(rows, np.cumsum(sizes)[:-1], axis=1))
-    both = np.arange(2 * r.num_value_heads).reshape(r.num_key_heads, 2, each)
-    wide, small = _DELTA + "in_proj_qkvz.weight", _DELTA + "in_proj_ba.weight"
+    wide = _DELTA + "in_proj_qkvz.weight"
     return {
         **names,
         **_DELTA_NAMES,
         "mixer.w_qkv": Fused(wide, rows.size, np.concatenate([q, k, v])),
         "mixer.w_z": Fused(wide, rows.size, z),
-        "mixer.w_beta": Fused(small, both.size, both[:, 0].reshape(-1)),
-        "mixer.w_step": Fused(small, both.size, both[:, 1].reshape(-1)),
+        **betas_and_steps(r, _DELTA + "in_proj_ba.weight"),
     }
 
 
@@ -169,6 +175,7 @@ _QWEN: dict[str, Any] = {
     "drafts_behind": True,
 }
 _QWEN_SIZES = {"head_dim": 256, "partial": 0.25}
+_GGUF_EXPERT_SIZES = {"may_rotate_part": True, "mlp_key": "expert_feed_forward_length"}
 
 # Granite 4.
 
@@ -218,7 +225,7 @@ def _granite_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _granite_names(config: ModelConfig) -> Names:
-    width, embed_dim, r = config.shared_mlp_dim or config.mlp_dim, config.embed_dim, config.recurrence
+    width = config.shared_mlp_dim or config.mlp_dim
     beside = "shared" if config.num_experts else "mlp"
     names: dict[str, str | Fused] = {
         **HF_NAMES,
@@ -232,18 +239,12 @@ def _granite_names(config: ModelConfig) -> Names:
             **_halves("experts.w", LAYER + "block_sparse_moe.input_linear.weight[{expert}]", config.mlp_dim),
             "experts.w_down": LAYER + "block_sparse_moe.output_linear.weight[{expert}]",
         }
-    if r is not None:
-        sizes = {"w_z": r.num_value_heads * r.value_dim, "w_qkv": r.conv_dim(embed_dim), "w_step": r.num_value_heads}
-        stops = np.cumsum([*sizes.values()])
-        parts = zip(sizes, np.split(np.arange(stops[-1]), stops[:-1]), strict=True)
-        names |= {f"mixer.{key}": Fused(_SPACE + "in_proj.weight", int(stops[-1]), rows) for key, rows in parts}
-    return names
+    return names | in_parts(config, _SPACE + "in_proj.weight")
 
 
 def _halves(key: str, name: str, width: int) -> dict[str, Fused]:
     """Gates, and behind them what they gate, in one tensor."""
-    rows = np.arange(2 * width)
-    return {f"{key}_gate": Fused(name, len(rows), rows[:width]), f"{key}_up": Fused(name, len(rows), rows[width:])}
+    return parts_of(name, {f"{key}_gate": width, f"{key}_up": width})
 
 
 # Kimi Linear.
@@ -317,6 +318,11 @@ FAMILIES = (
         hf_names=lambda config: _LFM2_NAMES,
         hf_sizes={"eps_key": "norm_eps", "norm_eps": 1e-5, "theta": 1e6, "mlp_key": "hidden_size"},
         hf_fields=_lfm2_from_hf,
+        gguf_architecture="lfm2",
+        gguf_names=lambda config: LFM2_NAMES,
+        gguf_required={"attention.sliding_window": 0},
+        gguf_sizes={"layers_differ": True},
+        gguf_fields=lfm2_from_gguf,
     ),
     Family(
         name="qwen3_next",
@@ -326,6 +332,10 @@ FAMILIES = (
         hf_names=_next_names,
         hf_sizes={**_QWEN_SIZES, "mlp_key": "moe_intermediate_size"},
         hf_fields=_next_from_hf,
+        gguf_architecture="qwen3next",
+        gguf_names=qwen3_next_names,
+        gguf_sizes=_GGUF_EXPERT_SIZES,
+        gguf_fields=delta_experts_from_gguf,
         **{**_QWEN, "fields": {**_QWEN["fields"], "gates_shared": True}},
     ),
     Family(
@@ -333,9 +343,13 @@ FAMILIES = (
         model_types=("qwen3_5_text",),
         architectures=("Qwen3_5ForCausalLM",),
         multimodal_type="qwen3_5",
-        hf_names=lambda config: {**HF_NAMES, **_QWEN35_NAMES, **_queries(config)},
+        hf_names=lambda config: {**HF_NAMES, **_QWEN35_NAMES, **queries_and_gates(config, _QUERIES)},
         hf_sizes=_QWEN_SIZES,
         hf_fields=_delta_from_hf,
+        gguf_architecture="qwen35",
+        gguf_names=qwen35_names,
+        gguf_sizes={"may_rotate_part": True},
+        gguf_fields=delta_from_gguf,
         **_QWEN,
     ),
     Family(
@@ -344,9 +358,13 @@ FAMILIES = (
         architectures=("Qwen3_5MoeForCausalLM",),
         multimodal_type="qwen3_5_moe",
         hf_defaults={"norm_topk_prob": True, "intermediate_size": None},
-        hf_names=lambda config: {**_EXPERT_NAMES, **_QWEN35_NAMES, **_queries(config)},
+        hf_names=lambda config: {**_EXPERT_NAMES, **_QWEN35_NAMES, **queries_and_gates(config, _QUERIES)},
         hf_sizes={**_QWEN_SIZES, "mlp_key": "moe_intermediate_size"},
         hf_fields=_next_from_hf,
+        gguf_architecture="qwen35moe",
+        gguf_names=qwen35_names,
+        gguf_sizes=_GGUF_EXPERT_SIZES,
+        gguf_fields=delta_experts_from_gguf,
         **{**_QWEN, "fields": {**_QWEN["fields"], "gates_shared": True}},
     ),
     Family(
@@ -357,6 +375,11 @@ FAMILIES = (
         hf_stacked=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
         hf_required={"hidden_act": "silu", "mamba_proj_bias": False},
         hf_fields=_granite_from_hf,
+        gguf_architecture="granitehybrid",
+        gguf_is_interleaved=True,
+        gguf_names=granite_names,
+        gguf_sizes={"layers_differ": True},
+        gguf_fields=granite4_from_gguf,
     ),
     Family(
         name="kimi_linear",
@@ -370,6 +393,11 @@ FAMILIES = (
         },
         hf_sizes={"mlp_key": "moe_intermediate_size", "norm_eps": 1e-5},
         hf_fields=_kimi_from_hf,
+        gguf_architecture="kimi-linear",
+        gguf_names=kimi_names,
+        gguf_required={"expert_gating_func": 2},
+        gguf_sizes={"may_rotate_part": True, "keeps_latents": True, "layers_differ": True},
+        gguf_fields=kimi_from_gguf,
     ),
 )
 """The families."""
