@@ -23,7 +23,7 @@ from ca_jax.device.transfer import leaf_to_device, params_to_device, to_device, 
 from ca_jax.errors import InvalidRequestError, UnknownModelError, check
 from ca_jax.models.checkpoint import load_checkpoint
 from ca_jax.models.config import ModelConfig
-from ca_jax.models.int8_weights import round_to_int8
+from ca_jax.models.int8_weights import Int8Matrix, as_int8, keeps_small, round_to_int8
 from ca_jax.models.presets import PRESETS
 from ca_jax.models.random_weights import random_fingerprint, random_params
 from ca_jax.models.sharding import ModelSharding
@@ -80,7 +80,7 @@ class LoadedModel(Checkpoint):
         if self.sharding is not None:
             wanted = "one device" if sharding is None else dict(sharding.mesh.shape)
             raise ValueError(f"the model must be on {wanted}, got one on {dict(self.sharding.mesh.shape)}")
-        where = None if sharding is None else sharding.of_params(self.config)
+        where = None if sharding is None else sharding.of_params(self.config, self.params)
         return dataclasses.replace(self, params=params_to_device(self.params, where), sharding=sharding)
 
 
@@ -114,12 +114,13 @@ def load_model(
     Args:
       model: which.
       dtype: of the weights; None takes float32 on CPU, where bfloat16 is slower, else bfloat16.
-      weight_dtype: one of `WEIGHT_DTYPES`: `model`, what the files hold; `int8`, rounded to that.
+      weight_dtype: one of `WEIGHT_DTYPES`: `model`, what the files hold; `int8`, rounded to that, and held in it where
+        `dtype` is not float32.
       progress: told how far it is.
       layout: says where its weights go; None: the default device.
 
     Raises:
-      ValueError: its heads cannot be divided as `layout` would, or `weight_dtype` does not go with `dtype`.
+      ValueError: its heads cannot be divided as `layout` would, or an unknown `weight_dtype`.
       UnknownModelError: nothing of that name can be had.
       CheckpointError: its files are damaged or do not fit together.
       UnsupportedArchitectureError: it cannot be served; the message says why.
@@ -129,17 +130,19 @@ def load_model(
     sharding = None
     dtype = dtype or backend.here().dtype
     check(weight_dtype in WEIGHT_DTYPES, "weight_dtype", " or ".join(WEIGHT_DTYPES), weight_dtype)
-    check(weight_dtype == "model" or dtype == "float32", "dtype with weight_dtype=int8", "float32", dtype)
 
     def destinations(config: ModelConfig) -> Destination:
         nonlocal sharding
         sharding = None if layout is None else layout(config)
 
-        def put(leaf: Leaf) -> jax.Array:
-            read = leaf.read()
-            if weight_dtype == "int8":
-                read = round_to_int8(config, leaf.slot, read)
-            return leaf_to_device(read, None if sharding is None else sharding.of_slot(leaf.slot))
+        def put(leaf: Leaf) -> jax.Array | Int8Matrix:
+            read, slot = leaf.read(), leaf.slot
+            if weight_dtype == "int8" and dtype == "float32":
+                read = round_to_int8(config, slot, read)
+            elif weight_dtype == "int8" and keeps_small(config, slot):
+                where = (None, None) if sharding is None else sharding.of_int8(slot)
+                return Int8Matrix(*map(leaf_to_device, as_int8(slot, read), where))
+            return leaf_to_device(read, None if sharding is None else sharding.of_slot(slot))
 
         return put
 

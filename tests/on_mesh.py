@@ -353,7 +353,7 @@ def test_weights_are_put_and_drawn_where_the_paper_says():
     sizes = {"data_parallel_size": 2, "tensor_parallel_size": 4}
     real, paper = model_sharding(config, **sizes), model_sharding(config, **sizes, on_paper=True)
     host = tiny.tiny_params(config, seed=1)
-    put = params_to_device(host, real.of_params(config))
+    put = params_to_device(host, real.of_params(config, host))
     drawn = random_params(config, dtype="float32", seed=5, sharding=real)
     numbers = random_params(config, dtype="float32", seed=5)
     for slot in parameter_slots(config):
@@ -378,7 +378,8 @@ class OnMesh:
     def __init__(self, num_kv_heads: int, data: int, tensor: int) -> None:
         self.config = config = config_of(num_kv_heads)
         self.sharding = model_sharding(config, data_parallel_size=data, tensor_parallel_size=tensor)
-        self.params = params_to_device(tiny.tiny_params(config), self.sharding.of_params(config))
+        params = tiny.tiny_params(config)
+        self.params = params_to_device(params, self.sharding.of_params(config, params))
         self.pages = page_steps.make_pages(config, 8, 128, "float32", self.sharding)
         starts = np.tile(np.arange(4 // data + 1), data)
         self.rows = Rows(*map(self.put, (np.zeros((4, 2)), starts, np.zeros(4))))

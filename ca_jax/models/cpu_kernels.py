@@ -167,10 +167,11 @@ def pack_params(config: ModelConfig, params: Mapping[str, Any]) -> dict[str, Any
 
     Returns:
       Leaves u8 `[bytes]` on the host: of each layer `attn.qkv`, `attn.out`, `mlp.wide` and `mlp.down`, and `unembed`.
-      What cannot be packed is not there; nothing is on another backend, in another dtype or on a mesh.
+      What cannot be packed is not there; nothing is on another backend, in another dtype, on a mesh, or where weights
+      are held in 8 bits already.
     """
-    embedding = params["embed"]["embedding"]
-    is_plain = len(embedding.sharding.device_set) == 1 and embedding.dtype == jnp.float32
+    embedding, is_float = params["embed"]["embedding"], {jnp.dtype(jnp.float32)}
+    is_plain = len(embedding.sharding.device_set) == 1 and {leaf.dtype for leaf in jax.tree.leaves(params)} <= is_float
     if not is_plain or backend.here().kernel != "cpu" or library() is None:
         return {}
     host = np.asarray

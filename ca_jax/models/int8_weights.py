@@ -1,14 +1,18 @@
-"""Weights rounded to 8 bits: 32 inputs of an output share a scale, as in GGUF's Q8_0.
+"""Weights rounded to 8 bits. A model computes with what they were rounded to, wherever it runs.
 
-A model whose weights were rounded computes with what they were rounded to, wherever it runs; on a CPU with kernels its
-decode steps then read a quarter of float32's bytes (`cpu_kernels.pack`).
+In float32, 32 inputs of an output share a scale, as in GGUF's Q8_0: on a CPU with kernels decode steps then read a
+quarter of the bytes (`cpu_kernels.pack`). In bfloat16 and float16 all inputs of an output do, and weights stay in 8
+bits on the device (`Int8Matrix`). XLA reads them as they are: numbers become bfloat16 within the product, and what
+comes out is scaled. With a scale for each 32 inputs it writes all weights out in bfloat16 first, on H100, v5e and v6e
+alike (jax 0.10.2), which costs more than there is to save.
 
-Not here: how files keep quantised weights (gguf, quantized), reading leaves (weights).
+Not here: how files keep quantised weights (gguf, quantized), reading leaves (weights), products (parts).
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
@@ -18,6 +22,49 @@ from ca_jax.models.weights import Slot
 
 _BLOCK = 32  # Inputs that share a scale.
 _CHUNK_ROWS = 4096  # Outputs that are rounded at a time.
+_CHUNK_INPUTS = 256  # Inputs, likewise.
+_MOST = 127  # Of what is rounded to.
+_KEPT_SMALL = ("attn.wq", "attn.wk", "attn.wv", "attn.wg", "attn.wo", "head.kernel")
+_BLOCKS = ("mlp.w_", "shared.w_")  # Feed-forward blocks that all tokens go through.
+
+
+class Int8Matrix(NamedTuple):
+    """A matrix in 8 bits, where the parameter tree holds it."""
+
+    numbers: Any
+    """i8, in the shape of the leaf: inputs first."""
+    scales: Any
+    """f32, of each output; in the shape of the leaf's other axes."""
+
+
+def keeps_small(config: ModelConfig, slot: Slot) -> bool:
+    """Whether a leaf is held in 8 bits on the device, of a model in bfloat16 or float16.
+
+    Those that are contracted by `parts.project` or give logits are: not experts, latents, what layers with states have,
+    routers, and tables that are looked up.
+    """
+    if config.latent_dim and slot.key.startswith("attn."):
+        return False
+    is_block = slot.key.startswith(_BLOCKS) and not slot.key.endswith("w_share")
+    return slot.num_inputs is not None and (is_block or slot.key in _KEPT_SMALL)
+
+
+def as_int8(slot: Slot, leaf: np.ndarray) -> Int8Matrix:
+    """Rounds a leaf: the largest of an output's weights is 127 of its scale.
+
+    Args:
+      slot: of the leaf, of which `keeps_small` is true.
+      leaf: in the layout of the tree, any float.
+    """
+    num_inputs = math.prod(leaf.shape[: slot.num_inputs])
+    matrix = leaf.reshape(num_inputs, -1)
+    parts = [matrix[start : start + _CHUNK_INPUTS] for start in range(0, num_inputs, _CHUNK_INPUTS)]
+    most = np.max([np.abs(part.astype(np.float32)).max(0) for part in parts], axis=0)
+    scales = np.where(most > 0, most / _MOST, 1).astype(np.float32)
+    numbers = np.empty(matrix.shape, np.int8)
+    for start, part in zip(range(0, num_inputs, _CHUNK_INPUTS), parts, strict=True):
+        numbers[start : start + _CHUNK_INPUTS] = np.rint(part.astype(np.float32) / scales)
+    return Int8Matrix(numbers.reshape(leaf.shape), scales.reshape(leaf.shape[slot.num_inputs :]))
 
 
 def round_to_int8(config: ModelConfig, slot: Slot, leaf: np.ndarray) -> np.ndarray:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.traverse_util
@@ -26,6 +26,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ca_jax.models.config import ModelConfig
+from ca_jax.models.int8_weights import Int8Matrix
 from ca_jax.models.weights import Slot, parameter_slots
 
 _LOG = logging.getLogger(__name__)
@@ -98,9 +99,17 @@ class ModelSharding:
         """Of a leaf of the parameter tree."""
         return self.of(slot.axes, slot.shape)
 
-    def of_params(self, config: ModelConfig) -> Any:
+    def of_int8(self, slot: Slot) -> Int8Matrix:
+        """Of a leaf that is held in 8 bits."""
+        return Int8Matrix(self.of_slot(slot), self.of(slot.axes[slot.num_inputs :], slot.shape[slot.num_inputs :]))
+
+    def of_params(self, config: ModelConfig, params: Mapping[str, Any]) -> Any:
         """Of all of a model's parameters: a tree like theirs."""
-        leaves = {("params", *slot.path): self.of_slot(slot) for slot in parameter_slots(config)}
+        held = flax.traverse_util.flatten_dict(params)
+        leaves = {}
+        for slot in parameter_slots(config):
+            path = "params", *slot.path
+            leaves[path] = self.of_int8(slot) if isinstance(held[path], Int8Matrix) else self.of_slot(slot)
         return flax.traverse_util.unflatten_dict(leaves)
 
     def of(self, axes: Axes, shape: Sequence[int] | None = None) -> NamedSharding:

@@ -24,6 +24,7 @@ from ca_jax.models import rope
 from ca_jax.models.attention import attend, matmul_precision
 from ca_jax.models.config import LayerKind, ModelConfig
 from ca_jax.models.feed_forward import MLP, Experts, activated
+from ca_jax.models.int8_weights import Int8Matrix
 from ca_jax.models.kv import KVCache, LayerKV, State, no_states
 from ca_jax.models.parts import INIT, Norm, Scale, adapted, look_up, norm_of, packed_product, project
 from ca_jax.models.recurrent import RowStates, mixer_of
@@ -344,7 +345,9 @@ class Transformer(nn.Module):
             weights, axis = self.embedder.embedding, 1
         else:
             weights, axis = self.unembedder.variables["params"]["kernel"], 0
-        rows = x.reshape(-1, x.shape[-1])
+        rows, scales = x.reshape(-1, x.shape[-1]), None
+        if isinstance(weights, Int8Matrix):
+            weights, scales = weights.numbers.astype(x.dtype), weights.scales
         logits = jax.lax.dot_general(
             rows,
             weights,
@@ -352,7 +355,7 @@ class Transformer(nn.Module):
             precision=matmul_precision(x),
             preferred_element_type=jnp.float32,
         )
-        return logits.reshape(*x.shape[:-1], self.config.vocab_size)
+        return (logits if scales is None else logits * scales).reshape(*x.shape[:-1], self.config.vocab_size)
 
     def __call__(
         self,

@@ -1,5 +1,8 @@
 """Weights rounded to 8 bits: which, to what, and that a model with them computes with nothing else."""
 
+import dataclasses
+
+import flax.traverse_util
 import gguf
 import jax
 import numpy as np
@@ -9,10 +12,12 @@ import ca_jax
 from benchmarks.main import model_loader
 from ca_jax.models import cpu_kernels
 from ca_jax.models.checkpoint import load_checkpoint
+from ca_jax.models.int8_weights import Int8Matrix
 from ca_jax.models.weights import parameter_slots
 from ca_jax.testing import tiny
 from tests import engine_kit as kit
 from tests import families_kit
+from tests.tolerances import LOGITS_ATOL
 
 Q8 = gguf.GGMLQuantizationType.Q8_0
 CASES = ("llama3_rope", "qwen2_moe", "deepseek_v3")  # A tied head; experts; latents of which some do not divide.
@@ -78,10 +83,78 @@ def test_an_engine_that_wants_them_takes_no_others():
         kit.small_engine(kit.tiny_model(), weight_dtype="int8")
 
 
-def test_int8_goes_with_float32(tmp_path):
+def test_another_kind_of_weights_is_refused(tmp_path):
     config = tiny.tiny_config()
     tiny.write_tiny_hf(tmp_path, config, tiny.tiny_params(config))
-    with pytest.raises(ValueError, match="dtype with weight_dtype=int8 must be float32, got 'bfloat16'"):
-        ca_jax.load_model(str(tmp_path), dtype="bfloat16", weight_dtype="int8")
     with pytest.raises(ValueError, match="weight_dtype must be model or int8, got 'int4'"):
         ca_jax.load_model(str(tmp_path), weight_dtype="int4")
+
+
+# In bfloat16, held in 8 bits.
+
+
+def leaf_of(params, slot):
+    leaf = params["params"]
+    for key in slot.path:
+        leaf = leaf[key]
+    return leaf
+
+
+def in_float32(params):
+    """What is held in 8 bits stays so; all else is float32."""
+    return jax.tree.map(lambda leaf: leaf if leaf.dtype == np.int8 else leaf.astype(np.float32), params)
+
+
+def spelled_out(params, config):
+    """All of it in float32, by numpy."""
+    leaves = {}
+    for slot in parameter_slots(config):
+        leaf = leaf_of(params, slot)
+        if isinstance(leaf, Int8Matrix):
+            leaf = np.asarray(leaf.numbers, np.float32) * np.asarray(leaf.scales)
+        leaves["params", *slot.path] = jax.numpy.asarray(leaf, np.float32)
+    return flax.traverse_util.unflatten_dict(leaves)
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "gemma3", "neox", "deepseek_v3", "cohere2", "kimi_linear"])
+def test_what_is_held_in_8_bits_is_within_half_a_step_and_the_model_computes_with_it(tmp_path, name):
+    families_kit.make(name, tmp_path)
+    plain = load_checkpoint(str(tmp_path), dtype="bfloat16")
+    model = ca_jax.load_model(str(tmp_path), dtype="bfloat16", weight_dtype="int8")
+    held = set()
+    for slot in parameter_slots(model.config):
+        before, leaf = np.asarray(leaf_of(plain.params, slot), np.float32), leaf_of(model.params, slot)
+        if not isinstance(leaf, Int8Matrix):
+            np.testing.assert_array_equal(np.asarray(leaf, np.float32), before, err_msg=slot.key)
+            continue
+        held.add(slot.key)
+        assert leaf.numbers.dtype == np.int8
+        numbers, scales = np.asarray(leaf.numbers, np.float32), np.asarray(leaf.scales)
+        inputs = tuple(range(slot.num_inputs))
+        np.testing.assert_array_equal(np.abs(numbers).max(inputs), 127)
+        assert (np.abs(numbers * scales - before) <= scales / 2 + 1e-6).all()
+    assert held >= ({"shared.w_up"} if name in ("qwen2_moe", "deepseek_v3", "kimi_linear") else {"mlp.w_down"})
+    assert ("attn.wo" in held) == (name not in ("deepseek_v3", "kimi_linear")), "latents stay as they are"
+    assert ("head.kernel" in held) == (not model.config.tie_embeddings)
+    assert model.fingerprint != plain.fingerprint
+    ids = families_kit.prompt(40)
+    expected = dataclasses.replace(model, params=spelled_out(model.params, model.config)).logits(ids)
+    found = dataclasses.replace(model, params=in_float32(model.params)).logits(ids)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=LOGITS_ATOL["float32"])
+
+
+def test_an_engine_serves_what_is_held_in_8_bits(tmp_path):
+    config = tiny.tiny_config(embed_dim=64, mlp_dim=96, head_dim=16, num_heads=4)
+    tiny.write_tiny_hf(tmp_path, config, tiny.tiny_params(config))
+    wide, small = (ca_jax.load_model(str(tmp_path), dtype="bfloat16", weight_dtype=each) for each in ("model", "int8"))
+    layers = [sum(leaf.nbytes for leaf in jax.tree.leaves(each.params["params"]["layer_0"])) for each in (wide, small)]
+    assert layers[1] < 0.55 * layers[0]
+    small = dataclasses.replace(
+        small, params=in_float32(small.params)
+    )  # So that tokens are the same whatever is packed.
+    with kit.small_engine(small, weight_dtype="int8") as engine:
+        session = engine.session()
+        for seed in range(3):
+            assert kit.say(session, kit.prompt(20, seed))
+            kit.expect_right(session, model=small)
+        assert session.usage.num_cached_tokens > 0
