@@ -16,8 +16,8 @@ from tests.tolerances import ATTENTION_ATOL
 
 ATOL = 2 * ATTENTION_ATOL["float32"]
 HEADS, LATENT, TURNED, NOPE, VALUE, PAGE = 3, 20, 8, 12, 10, 8
-LEAST = 25
-"""New tokens of a row from which on these sizes are expanded: 20 (12 + 10) / (2 20 - 12 - 10) is 24.4."""
+LEAST = 37
+"""New tokens of a row from which on these sizes are expanded: 1.5 times 20 (12 + 10) / (2 20 - 12 - 10) is 36.7."""
 RAGGED = [(8, 4), (5, 1), (0, LEAST), (12, 0), (23, LEAST - 1), (0, 1), (30, 39), (1, 150)]
 """Of each row what was before its new tokens, and how many these are."""
 GAPS = [(60, [3, 4, 9, 40, *range(60, 90)]), (40, [0, 39])]
@@ -130,11 +130,11 @@ def test_what_places_receive_is_what_the_textbook_weighs_them_with():
         assert not found[row, len(kept) :].any()
 
 
-def test_expanded_is_chosen_from_where_it_is_fewer_products():
+def test_expanded_is_chosen_from_half_more_tokens_than_where_it_is_fewer_products():
     def least(latent, nope, value):
         return Expansion(jnp.zeros((latent, 1, nope)), jnp.zeros((latent, 1, value))).least_tokens
 
-    assert least(512, 128, 128) == 171, "DeepSeek-V3: 512 (128 + 128) / (2 512 - 128 - 128) is 170.7"
+    assert least(512, 128, 128) == 257, "DeepSeek-V3: 1.5 times 512 (128 + 128) / (2 512 - 128 - 128) is 256"
     assert least(LATENT, NOPE, VALUE) == LEAST
     assert least(64, 64, 64) is None, "keys and values are as wide as latents twice"
     assert least(64, 96, 64) is None
