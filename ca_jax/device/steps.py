@@ -27,8 +27,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ca_jax.device.sampler import greedy
+from ca_jax.models import latent_attention, rope
 from ca_jax.models import paged_attention as paged
-from ca_jax.models import rope
 from ca_jax.models.config import LayerKind, ModelConfig
 from ca_jax.models.kv import LayerKV, dequantize, quantize
 from ca_jax.models.parts import look_up
@@ -48,6 +48,8 @@ ROWS: Axes = ("batch",)
 """Of what has a row for each job, or a part for each part of them."""
 HEADS: Axes = ("heads",)
 """Of arrays with one number for each query head."""
+OF_LATENTS: Axes = (None, "heads", None)
+"""Of what makes each head's keys or values of latents `[R, N, H]`."""
 TOKEN_HEADS: Axes = ("batch", None, "heads", None)
 """Of queries `[D, T, N, H]`."""
 TOKEN_KV: Axes = ("batch", None, "kv_heads", None)
@@ -199,27 +201,31 @@ def through_layer(
     ) -> tuple[jax.Array, ...]:
         own, own_new = paged.Rows(*rows), new[0] if new else None
         own_q = scale_queries(config, q[0], own.places[: q.shape[1]])
-        sinks, key_scale = (each[0] if each else None for each in learned)
+        sinks, key_scale, made = (each[0] if each else None for each in learned)
+        expansion = None if made is None else latent_attention.Expansion(*made)
+        over: Any = paged if expansion is None else latent_attention
         options: dict[str, Any] = {"cap": config.score_cap, "one_each": one_each}
-        options |= {"sinks": sinks, "key_scale": key_scale}
+        options |= {"sinks": sinks, "key_scale": key_scale} if expansion is None else {"expansion": expansion}
         if move is not None and own_new is not None:
             pages = move(pages, own_new, own, *(each[0] for each in moved))
-        out, pages = paged.attend_pages(own_q, own_new, pages, own, table, kind.window, has_gaps=has_gaps, **options)
+        out, pages = over.attend_pages(own_q, own_new, pages, own, table, kind.window, has_gaps=has_gaps, **options)
         kv = [jnp.concatenate(each.parts, axis=0) for each in new]
         given = (out[None], *kv, *(each[:, :num_first] for each in kv), pages)
         if not with_attention:
             return given
-        return *given, paged.attention_received(own_q, pages, own, table, kind.window, **options)[None]
+        return *given, over.attention_received(own_q, pages, own, table, kind.window, **options)[None]
 
     def attend_fn(q: jax.Array, new: LayerKV | None, learned: Learned) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         own = () if new is None else (new,)
-        of_heads, of_all = (() if each is None else (each,) for each in learned)
+        of_heads, of_all, of_latents = (() if each is None else (each,) for each in learned)
         given = ((TOKEN_KV,) * len(own), PAGES, (ROWS, ROWS, ROWS), (), (ROWS,) * len(moved))
-        in_axes = (TOKEN_HEADS, *given, (HEADS,) * len(of_heads), ((),) * len(of_all))
+        by_head, by_latents = (HEADS,) * len(of_heads), ((OF_LATENTS, OF_LATENTS),) * len(of_latents)
+        in_axes = (TOKEN_HEADS, *given, by_head, ((),) * len(of_all), by_latents)
         received: tuple[Axes, ...] = (("heads", "batch"),) if with_attention else ()
         out_axes = (TOKEN_HEADS, *(STEP_KV,) * 2 * len(own), PAGES, *received)
         of_device = by_device(attend_heads, sharding, in_axes, out_axes)
-        out, *carried = of_device(q, own, pages, tuple(rows), table, moved, of_heads, of_all)
+        latents = tuple(tuple(each) for each in of_latents)
+        out, *carried = of_device(q, own, pages, tuple(rows), table, moved, of_heads, of_all, latents)
         return out, tuple(carried)
 
     variables = variables_of(layer_params, adapters)

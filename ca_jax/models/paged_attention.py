@@ -13,8 +13,8 @@ cut, shared and kept as it is. What lies behind a row's last token, NaN included
 Shapes: T tokens of all rows (padded), n rows, P pages of so many tokens, M pages of a row at most, N query heads, K KV
 heads, G = N / K, H head dim, C = M pages' tokens.
 
-Not here: which pages are whose (device.pages), attention over one array (attention), kernels (gpu_attention,
-tpu_attention, cpu_kernels).
+Not here: which pages are whose (device.pages), attention over one array (attention), over latents (latent_attention),
+kernels (gpu_attention, tpu_attention, cpu_kernels).
 Source: paged attention is vLLM's (Kwon et al., SOSP 2023).
 """
 
@@ -93,11 +93,11 @@ def attend_pages(
     if implementation == "triton":
         given = gpu_attention.attend_pages_kernel(q, pages, rows, rotation, window, cap, sinks, one_each=one_each)
         return given, pages
-    blocks = _blocks_of(q, pages, rows, rotation, 1 if one_each else _block_tokens(q, pages, implementation))
+    blocks = blocks_of(q, pages, rows, rotation, 1 if one_each else _block_tokens(q, pages, implementation))
     if implementation == "mosaic":
         out = _by_kernel(blocks, pages, rows, rotation, window, cap, sinks, key_scale)
     else:
-        out, _ = _by_pages(blocks, pages, rows, rotation, window, cap, sinks, key_scale, receives=False)
+        out, _ = by_pages(blocks, pages, rows, rotation, window, cap, sinks, key_scale, receives=False)
     return blocks.taken_apart(out, q), pages
 
 
@@ -120,8 +120,8 @@ def attention_received(
     Returns:
       f32 `[n, C]`, 0 behind each row's last token.
     """
-    blocks = _blocks_of(q, pages, rows, rotation, 1 if one_each else QUERY_BLOCK)
-    return _by_pages(blocks, pages, rows, rotation, window, cap, sinks, key_scale, receives=True)[1]
+    blocks = blocks_of(q, pages, rows, rotation, 1 if one_each else QUERY_BLOCK)
+    return by_pages(blocks, pages, rows, rotation, window, cap, sinks, key_scale, receives=True)[1]
 
 
 def paged_attention(pages: jax.Array | jax.ShapeDtypeStruct) -> PagedAttention:
@@ -230,7 +230,7 @@ def _mixed(pages: jax.Array, kv: jax.Array, numbers: jax.Array, source: jax.Arra
     return pages.at[numbers].set(mixed, mode="drop", unique_indices=True)
 
 
-class _Blocks(NamedTuple):
+class Blocks(NamedTuple):
     """Queries in blocks, each of one row."""
 
     queries: jax.Array
@@ -279,7 +279,8 @@ def _block_tokens(q: jax.Array, pages: jax.Array, implementation: PagedAttention
     return max(tpu_attention.MOST_QUERIES // groups, 1) if implementation == "mosaic" else QUERY_BLOCK
 
 
-def _blocks_of(q: jax.Array, pages: jax.Array, rows: Rows, rotation: rope.Rotation, block: int) -> _Blocks:
+def blocks_of(q: jax.Array, pages: jax.Array, rows: Rows, rotation: rope.Rotation, block: int) -> Blocks:
+    """Queries `[T, N, H]`, unrotated, in blocks of so many tokens; those of a row follow one another."""
     num_tokens, _, head_dim = q.shape
     num_rows = len(rows.table)
     num_blocks = num_tokens if block == 1 else min(num_tokens // block + num_rows, num_tokens)
@@ -291,14 +292,14 @@ def _blocks_of(q: jax.Array, pages: jax.Array, rows: Rows, rotation: rope.Rotati
     token = rows.starts[row][:, None] + offset  # [blocks, block]
     is_own = (token < rows.starts[row + 1][:, None]) & (index < ends[-1])[:, None]
     token, place = jnp.where(is_own, token, num_tokens), jnp.where(is_own, rows.places.at[token].get(mode="clip"), -1)
-    turned = rope.rotate(q.at[token].get(mode="clip"), _at(rotation, place))
+    turned = rope.rotate(q.at[token].get(mode="clip"), at_places(rotation, place))
     scaled = (turned.astype(jnp.float32) / math.sqrt(head_dim)).astype(pages.dtype)
     queries = scaled.reshape(num_blocks, block, pages.shape[2], -1, head_dim).transpose(0, 2, 3, 1, 4)
-    return _Blocks(queries, row, place, token)
+    return Blocks(queries, row, place, token)
 
 
 def _by_kernel(
-    blocks: _Blocks,
+    blocks: Blocks,
     pages: jax.Array,
     rows: Rows,
     rotation: rope.Rotation,
@@ -321,15 +322,15 @@ def _by_kernel(
     return out[:, :, :num_queries]
 
 
-def _by_pages(
-    blocks: _Blocks,
+def by_pages(
+    blocks: Blocks,
     pages: jax.Array,
     rows: Rows,
     rotation: rope.Rotation,
-    window: int | None,
-    cap: float | None,
-    sinks: jax.Array | None,
-    key_scale: jax.Array | None,
+    window: int | None = None,
+    cap: float | None = None,
+    sinks: jax.Array | None = None,
+    key_scale: jax.Array | None = None,
     *,
     receives: bool,
 ) -> tuple[jax.Array, jax.Array]:
@@ -353,7 +354,7 @@ def _by_pages(
             """Scores f32 `[b, K, R, page]` of the blocks' i-th pages, their values and where these are."""
             where = (first_page + i)[:, None] * size + jnp.arange(size)  # [b, page]
             kv = take_pages(pages, rows.table.at[row, first_page + i].get(mode="clip"))
-            turning = rope.Rotation(*(part[:, None] for part in _at(rotation, where)))
+            turning = rope.Rotation(*(part[:, None] for part in at_places(rotation, where)))
             keys = rope.rotate(scaled_keys(kv[:, 0], key_scale)[..., None, :], turning)[..., 0, :]
             is_there = (where <= last[:, None])[:, None, :, None]
             seen = where[:, None, None, :] <= own
@@ -398,5 +399,6 @@ def _by_pages(
     return out, jax.ops.segment_sum(received, jnp.where(blocks.is_own[:, 0], blocks.row, num_rows), num_rows)
 
 
-def _at(rotation: rope.Rotation, places: jax.Array) -> rope.Rotation:
+def at_places(rotation: rope.Rotation, places: jax.Array) -> rope.Rotation:
+    """Of the rotations of all places those of some."""
     return rope.Rotation(*(part.at[places].get(mode="clip") for part in rotation))

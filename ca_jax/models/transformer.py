@@ -20,7 +20,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from ca_jax.models import rope
+from ca_jax.models import latent_attention, rope
 from ca_jax.models.attention import attend, matmul_precision
 from ca_jax.models.config import LayerKind, ModelConfig
 from ca_jax.models.feed_forward import MLP, Experts, activated
@@ -38,11 +38,13 @@ class Learned(NamedTuple):
     """f32 `[N]`, a score of each head beside those of keys."""
     key_scale: jax.Array | None = None
     """f32 `[H]`, what kept values are multiplied by to be keys; None: keys are kept."""
+    expansion: latent_attention.Expansion | None = None
+    """What makes each head's keys and values of what is kept; None: that is they."""
 
 
 AttendFn = Callable[[jax.Array, LayerKV | None, Learned], tuple[jax.Array, Any]]
 """Unrotated queries `[B, T, N, H]`, new KV `[B, T, K, H]`, None of a layer that has none of its own, and parameters to
-attention output `[B, T, N, H]` and any carry. Scores are to be multiplied by 1 / sqrt(H)."""
+attention output `[B, T, N, H]` and any carry. Scores are to be multiplied by 1 / sqrt(H), H of queries."""
 
 _LATENT_EPS = 1e-6  # Of norms inside latent attention, whatever that of others is.
 
@@ -126,12 +128,12 @@ class Attention(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Attention of all heads over one latent of each token, and numbers of it that are rotated.
+    """Projections around attention of all heads over one latent of each token, and numbers of it that are rotated.
 
-    What would make keys of a latent is applied to queries, and what would make values of it to what comes out: so the
-    latent is read as it is stored, as one KV head whose values are the latent. Nothing of it has a position.
+    What is stored is these, as one KV head; nothing of it has a position. What makes keys and values of it is handed to
+    the `attend` function, which does so or applies it to queries and to what comes out (latent_attention).
 
-    Source: multi-head latent attention, absorbed: DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1 and appendix C.
+    Source: multi-head latent attention: DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1.
     """
 
     config: ModelConfig
@@ -151,22 +153,22 @@ class LatentAttention(nn.Module):
         self.wo = self.param("wo", INIT, (num_heads, c.value_dim, c.embed_dim))
 
     def project(self, x: jax.Array) -> tuple[jax.Array, LayerKV]:
-        """`x [B, T, F]` to unrotated queries `[B, T, N, H]` and KV `[B, T, 1, H]`: nothing in them is of a position."""
+        """`x [B, T, F]` to unrotated queries and KV `[B, T, 1, H]`: nothing in them is of a position.
+
+        Queries are as wide as keys that are made of latents, `[B, T, N, rotary_dim + nope_dim]`.
+        """
         c = self.config
-        made_of = self.q_a_norm(project(x, self.wq_a)) if c.query_rank else x
-        turned, rest = jnp.split(project(made_of, self.wq), (c.rotary_dim,), axis=-1)
-        rest = jnp.einsum("btnd,cnd->btnc", rest, self.wuk, precision=matmul_precision(x))
-        q = jnp.concatenate([turned, rest.astype(turned.dtype)], axis=-1)
-        scale = c.attention_scale or 1 / math.sqrt(c.rotary_dim + c.nope_dim)
-        q = (q.astype(jnp.float32) * (scale * math.sqrt(c.head_dim))).astype(q.dtype)
+        q = project(self.q_a_norm(project(x, self.wq_a)) if c.query_rank else x, self.wq)
+        if c.attention_scale is not None:
+            q = (q.astype(jnp.float32) * (c.attention_scale * math.sqrt(q.shape[-1]))).astype(q.dtype)
         turned, latent = jnp.split(project(x, self.wkv_a), (c.rotary_dim,), axis=-1)
         return q, LayerKV(jnp.concatenate([turned, self.kv_norm(latent)], axis=-1)[:, :, None], None)
 
     def __call__(self, x: jax.Array, attend_fn: AttendFn) -> tuple[jax.Array, Any]:
         """`x [B, T, F]` to `[B, T, F]` and what `attend_fn` carries out."""
-        out, carry = attend_fn(*self.project(x), Learned())
-        values = jnp.einsum("btnc,cnd->btnd", out, self.wuv, precision=matmul_precision(x)).astype(x.dtype)
-        return project(values, self.wo, num_inputs=2), carry
+        expansion = latent_attention.Expansion(self.wuk, self.wuv)
+        values, carry = attend_fn(*self.project(x), Learned(expansion=expansion))
+        return project(values.astype(x.dtype), self.wo, num_inputs=2), carry
 
 
 class Layer(nn.Module):
@@ -407,7 +409,10 @@ class Transformer(nn.Module):
                 past = None if old is None else jnp.stack(old.parts)
                 turns = rotations[kind.rope], history_rotations[kind.rope]
                 q, new = scale_queries(c, q, positions), new_layers[source] if new is None else new
-                return attend(q, new, past, lengths, *turns, kind.window, c.score_cap, *learned), new
+                given = (q, new, past, lengths, *turns, kind.window, c.score_cap)
+                if learned.expansion is not None:
+                    return latent_attention.attend(*given, expansion=learned.expansion), new
+                return attend(*given, learned.sinks, learned.key_scale), new
 
             stream, new = layer(x, attend_fn)
             x = put_stream(x, stream)

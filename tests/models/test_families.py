@@ -35,6 +35,14 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(name):
             ids.append(int(theirs[-1].argmax()))
 
 
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "mistral4", "kimi_linear"])
+def test_latents_that_are_absorbed_and_that_are_expanded_give_the_logits_of_transformers(name):
+    pair = kit.pair(name)
+    for length in LENGTHS:  # The first two are absorbed.
+        ids = kit.prompt(length)
+        np.testing.assert_allclose(pair.model.logits(ids), pair.their_logits(ids), atol=ATOL, rtol=0)
+
+
 ORIGINAL = {
     "dynamic_rope": {"max_position_embeddings": 32},
     "phi3_long": {"max_position_embeddings": 128, "original_max_position_embeddings": 32},

@@ -90,7 +90,9 @@ def test_more_than_there_is_room_for_is_refused(operation, name, num_tokens):
 # Reuse equals recompute.
 
 
-@pytest.mark.parametrize("name", ["llama3_rope", "mistral"])  # Others are served so in `test_engine_families`.
+@pytest.mark.parametrize(
+    "name", ["llama3_rope", "mistral", "deepseek_v3"]
+)  # Others are served so in `test_engine_families`.
 def test_turns_that_append_their_kv_have_the_logits_of_transformers_over_everything(name):
     sizes, pair = (40, 1, 40), families_kit.pair(name)
     ids = np.array(families_kit.prompt(sum(sizes)))
