@@ -148,6 +148,21 @@ def test_a_state_is_the_same_bits_whatever_mesh_it_is_on(name, dtype):
                 np.testing.assert_array_equal(as_bits(there), as_bits(expected))
 
 
+def test_rows_of_a_step_have_cells_of_their_part_and_padding_has_none():
+    """Of eight rows, all but those of padding; a row that stands elsewhere than it did writes where it stood."""
+    rows = [0, None, 3, None, 4, 5, 7, None]
+    for pool in pools(config_of(**FAMILIES["lfm2"]), "float32"):
+        num_own = 16 // pool._size.num_parts
+        pool.stands({3: 1, 7: 1})
+        read, write = map(np.asarray, pool.cells(rows))
+        for row, each_read, each_write in zip(rows, read, write, strict=True):
+            if row is None:
+                assert each_write == num_own
+            else:
+                assert {each_read, each_write} == {2 * row % num_own, 2 * row % num_own + 1}
+                assert (each_read > each_write) == (row in (3, 7))
+
+
 def test_each_device_holds_its_share_of_states_and_weights():
     for name in KINDS:
         config = config_of(**FAMILIES[name])
@@ -169,7 +184,7 @@ def test_each_device_holds_its_share_of_states_and_weights():
 def collectives(function: object, *arguments: object, sharding: ModelSharding) -> list[str]:
     """Of a compiled function: each collective's kind."""
     text = function.lower(*arguments, sharding=sharding).compile().as_text()
-    return re.findall(r"= .*? (all-\w+|collective-\w+|reduce-scatter|ragged-\w+)(?:-start)?\(", text)
+    return re.findall(r"= .*? (all-[\w-]+?|collective-\w+|reduce-scatter|ragged-[\w-]+?)(?:-start)?\(", text)
 
 
 @pytest.mark.parametrize(("name", "num_gathers"), [("lfm2", 1), ("qwen3_5", 1), ("kimi_linear", 4)])

@@ -304,7 +304,7 @@ class ChannelDelta(nn.Module):
         kernels = [self.param(f"kernel_{part}", INIT, (width, r.conv_width)) for part in "qkv"]
         wide = [constrain(each, self.sharding, ROWS) for each in wide]
         flat = constrain(jnp.concatenate(wide, axis=-1).reshape(-1, 3 * width), self.sharding, ROWS)
-        out, last = _convolve(flat, jnp.concatenate(kernels), rows, self.sharding)
+        out, last = _convolve(flat, constrain(jnp.concatenate(kernels), self.sharding), rows, self.sharding)
         out = constrain(nn.silu(out).astype(x.dtype), self.sharding, ROWS).astype(jnp.float32)
         q, k, v = (part.reshape(-1, heads, size) for part in _parts(out, 3, self.sharding))
         q, k = (constrain(each, self.sharding, TOKEN_HEADS) for each in (q, k))
