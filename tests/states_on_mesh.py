@@ -82,10 +82,10 @@ def test_jobs_on_both_parts_of_the_rows_answer_like_on_one_device(name):
 
 @pytest.mark.parametrize("name", SLOW)
 def test_what_one_mesh_stored_on_ssd_others_go_on_from(tmp_path, name):
-    """One conversation, a turn on each mesh, each in an engine of its own over the same directory."""
+    """One conversation, a turn on each mesh, each in an engine of its own over the same directory; against no reuse."""
     model, store = model_of(**FAMILIES[name]), kit.ssd_store(tmp_path)
     lengths = [60, 3, 20, 1, 9]
-    with engine_of(1, 1, model, overflow=None) as engine:
+    with engine_of(1, 1, model, overflow=None, store=kit.STORE_OFF) as engine:
         session = engine.session()
         expected = [say([session], [length], turn) for turn, length in enumerate(lengths)]
     for turn, mesh in enumerate([(1, 1), (2, 2), (1, 4), (2, 2), (1, 1)]):
