@@ -11,6 +11,7 @@ import pytest
 
 from ca_jax.device.transfer import params_to_device
 from ca_jax.models.config import RopeConfig
+from ca_jax.models.recurrence import RecurrenceConfig
 from ca_jax.models.transformer import Transformer
 from ca_jax.models.weights import parameter_slots
 from tests.on_mesh import SHORT, config_of, engine_of, expect_greedy, model_of, talk
@@ -38,6 +39,11 @@ GEMMA4 = {
     **{"local_rope": RopeConfig(theta=300.0), "rope": RopeConfig(scaling="proportional", num_turning=2)},
     **{"full_head_dim": 12},
 }
+NEXT = {"qk_norm": True, "norm_offset": 1.0, "gates_heads": True, "rope": RopeConfig(rotary_dim=4), "num_kv_heads": 2}
+HEADS = {"layers": (0, 2), "conv_width": 4, "num_key_heads": 2, "num_value_heads": 4, "key_dim": 6, "value_dim": 10}
+ALL_ALIKE = {**HEADS, "num_key_heads": 4, "key_dim": 10}
+GATED_DELTA = {"num_layers": 4, "recurrence": RecurrenceConfig(kind="gated_delta", **HEADS)}
+SHORT_CONV = RecurrenceConfig(kind="short_conv", layers=(0, 1), conv_width=3, has_bias=True)
 ALIKE = {"num_kv_heads": 4, "full_kv_heads": 2, "full_keys_are_values": True}
 FAMILIES = {
     "mixtral": {"num_experts": 4, "num_experts_per_token": 2, "num_kv_heads": 4},
@@ -69,10 +75,24 @@ FAMILIES = {
     "mistral": {"sliding_window": 40},
     "qwen2": {"qkv_bias": True, "sliding_window": 40, "full_layers": (0,)},
     "falcon-40b": {**GELU, "num_kv_heads": 2},
+    "lfm2": {"num_layers": 3, "qk_norm": True, "tie_embeddings": True, "recurrence": SHORT_CONV},
+    "qwen3_next": {**NEXT, **GATED_DELTA, **SOFTMAX, "shared_mlp_dim": 24, "gates_shared": True},
+    "qwen3_5": {**NEXT, **GATED_DELTA},
+    "qwen3_5_moe": {**NEXT, **GATED_DELTA, **SOFTMAX, "shared_mlp_dim": 24, "gates_shared": True},
+    "granite4": {
+        **{"num_layers": 4, "embed_scale": 3.0, "residual_scale": 0.7, "attention_scale": 0.2, "logit_scale": 0.5},
+        **{**SOFTMAX, "normalizes_shares": True, "shared_mlp_dim": 24, "nope_layers": (1, 3)},
+        "recurrence": RecurrenceConfig(kind="state_space", has_bias=True, **HEADS),
+    },
+    "kimi_linear": {
+        **{**SIGMOID, **LATENT, "dense_layers": (0,), "dense_mlp_dim": 40, "num_layers": 4, "shared_mlp_dim": 24},
+        "rope": RopeConfig(scaling="proportional", num_turning=0, rotary_dim=8),
+        "recurrence": RecurrenceConfig(kind="channel_delta", **ALL_ALIKE),
+    },
 }
 HAVE_NOTHING_ELSE = (
     *("llama", "mistral", "qwen2", "falcon-40b", "qwen2_moe", "qwen3_moe", "minimax_m2", "smollm3", "granite"),
-    *("ministral3", "olmo2", "phi3", "deepseek_v2", "mistral4", "qwen3", "gemma3", "glm4"),
+    *("ministral3", "olmo2", "phi3", "deepseek_v2", "mistral4", "qwen3", "gemma3", "qwen3_5", "qwen3_5_moe", "glm4"),
 )
 """All that these have, others have too."""
 

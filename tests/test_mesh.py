@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FILES = ("tests/on_mesh.py", "tests/families_on_mesh.py", "tests/models/on_shards.py")
+FILES = ("tests/on_mesh.py", "tests/families_on_mesh.py", "tests/states_on_mesh.py", "tests/models/on_shards.py")
 
 
 @pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])

@@ -27,6 +27,7 @@ from tests import engine_kit as kit
 from tests import families_kit
 from tests.state_schedules import Schedule, run_schedule
 from tests.test_overlap_release import broken
+from tests.threads_kit import ThreadProcesses, run_together
 
 FAMILIES = (
     "lfm2",
@@ -356,8 +357,6 @@ def test_chunks_are_refused_by_name_or_are_ordinary_text():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size with lfm2, layers of which keep states must be 1, got 2"),
-        ({"data_parallel_size": 2}, "data_parallel_size with lfm2"),
         ({"max_adapters": 1}, "max_adapters must be 0 with family lfm2, whose models here have states"),
         ({"overflow": OverflowConfig(method="tt", discarder="heavy_hitters")}, "discarder with lfm2"),
         ({"store": StoreConfig(ssd_dir="nowhere", ssd_codec="codec.npz")}, "ssd_codec must be none for a model"),
@@ -366,6 +365,15 @@ def test_chunks_are_refused_by_name_or_are_ordinary_text():
 def test_what_is_not_served_with_states_is_refused_when_an_engine_is_made(changes, message):
     with pytest.raises(ValueError, match=message), engine_of(model_of("lfm2"), **changes):
         pass
+
+
+def test_several_processes_are_refused_when_an_engine_is_made():
+    def run(processes: ThreadProcesses) -> None:
+        wanted = "the processes with lfm2, layers of which keep states must be one, got 2"
+        with pytest.raises(ValueError, match=wanted), engine_of(model_of("lfm2"), processes=processes):
+            pass
+
+    run_together(2, run)
 
 
 @pytest.mark.parametrize("fields", [{"layers": ()}, {"layers": (0, 9)}, {"layers": (0, 1, 2)}, {"conv_width": 1}])

@@ -105,7 +105,7 @@ class Runner:
         self._kv_number = [config.kv_number(layer) for layer in range(config.num_layers)]
         self.pool = PagePool(config, self.dtype, sizes.pool, sharding)
         """The pages of all contexts."""
-        self.states = StatePool(config, self.dtype, self._num_slots)
+        self.states = StatePool(config, self.dtype, sizes.pool, sharding)
         """Where rows stand in layers that keep states."""
         num_places = max(self.history_buckets[-1], sizes.pool.most_pages * sizes.pool.page_tokens)
         self.read_tokens = min(_READ_TOKENS, self.pool.size.most_pages * self.pool.size.page_tokens)

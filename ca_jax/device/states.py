@@ -1,5 +1,8 @@
 """The states of running jobs' rows, of models whose layers keep such in place of KV.
 
+    cells       0 1 2 3 | 0 1 2 3       of two parts of the rows, each on devices of its own
+    of rows     0 0 1 1 | 2 2 3 3       a row's two, see `state_steps`
+
 A row stands behind some of its tokens. What a step writes counts once `stands` says so; what it wrote before that is
 written over. `state` gives what a row stands at, to be kept; `restore` has a row go on from there.
 
@@ -15,14 +18,15 @@ import jax
 import numpy as np
 
 from ca_jax.device import state_steps, steps
+from ca_jax.device.pages import PoolSize
 from ca_jax.device.passes import Step
 from ca_jax.device.state_steps import Cells
-from ca_jax.device.transfer import to_device
+from ca_jax.device.transfer import part_of, staging_to_device, to_device
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import State
 from ca_jax.models.paged_attention import Rows
 from ca_jax.models.rope import Rotation
-from ca_jax.models.sharding import bytes_per_device
+from ca_jax.models.sharding import Axes, ModelSharding, bytes_per_device, replicated
 
 
 class StatePool:
@@ -31,40 +35,54 @@ class StatePool:
     Args:
       config: of the model.
       dtype: of its weights.
-      num_rows: of the pool of pages.
+      size: of the pool of pages: rows are as there.
     """
 
-    def __init__(self, config: ModelConfig, dtype: str, num_rows: int) -> None:
+    def __init__(self, config: ModelConfig, dtype: str, size: PoolSize, sharding: ModelSharding | None = None) -> None:
         self._config = config
+        self._size = size
+        self._sharding = sharding
+        self._to_device = partial(to_device, dtype=np.int32, sharding=replicated(sharding))
         self._place = (
             {} if config.recurrence is None else {layer: i for i, layer in enumerate(config.recurrence.layers)}
         )
         self.are_none = not config.num_states
         """Whether no layer of the model keeps a state."""
-        self._num_cells = 2 * num_rows
-        self._make = partial(state_steps.make_states, config, self._num_cells, dtype)
+        self._part_cells = 2 * size.num_rows // size.num_parts
+        self._make = partial(state_steps.make_states, config, 2 * size.num_rows, dtype, sharding)
         self.buffers: list[State] = [] if self.are_none else self._make()
         """Of each layer with a state `[c, *shape]`; donated by every call."""
         self._stands: dict[int, tuple[int, int]] = {}  # By row, the cell that it stands in and behind how many tokens.
 
     @property
     def num_bytes(self) -> int:
-        """Of all cells."""
+        """Of all cells, on each device."""
         return bytes_per_device(self.buffers)
+
+    @property
+    def restored_shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """How what `restore` is given comes to the device: `[l, *shape]`, the same on all parts."""
+        num_layers, first, sharding = len(self.buffers), self.buffers[0], self._sharding
+
+        def of(cells: jax.Array, axes: Axes) -> jax.ShapeDtypeStruct:
+            place = None if sharding is None else sharding.of((None, *axes[1:]))
+            return jax.ShapeDtypeStruct((num_layers, *cells.shape[1:]), cells.dtype, sharding=place)
+
+        return tuple(map(of, first, state_steps.axes_of(first, sharding)))
 
     def cells(self, rows: Sequence[int | None]) -> Cells | None:
         """Where rows of a step, or padding, stand, and where they will; None: no layer keeps a state."""
         if self.are_none:
             return None
-        read = [0 if row is None else self._cell(row) for row in rows]
-        write = [self._num_cells if row is None else self._cell(row) ^ 1 for row in rows]
-        return Cells(to_device(read, np.int32), to_device(write, np.int32))
+        read = [0 if row is None else self._place_of(self._cell(row)) for row in rows]
+        write = [self._part_cells if row is None else self._place_of(self._cell(row) ^ 1) for row in rows]
+        return Cells(self._to_device(read), self._to_device(write))
 
     def layer_step(self, layer: int, layer_params: steps.Params, x: jax.Array, step: Step) -> jax.Array:
         """Dispatches a layer of a pass, and gives what goes into the next; see `state_steps.layer_step`."""
         at, kind = self._place[layer], self._config.kind_of(layer)
         given = layer_params, x, self.buffers[at], step.cells, step.rows, step.num_tokens, kind
-        x, self.buffers[at] = state_steps.layer_step(self._config, *given)
+        x, self.buffers[at] = state_steps.layer_step(self._config, *given, sharding=self._sharding)
         return x
 
     def decode(
@@ -80,7 +98,7 @@ class StatePool:
     ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...], list[jax.Array]]:
         """Dispatches a decode step of rows of the pool, and gives all but the states; see `state_steps.decode`."""
         given = params, pages, self.buffers, self.cells(slots), tokens, rows, tables
-        *found, self.buffers = state_steps.decode(self._config, *given, packs=packs)
+        *found, self.buffers = state_steps.decode(self._config, *given, packs=packs, sharding=self._sharding)
         logits, likeliest, kv, pages = found
         return logits, likeliest, kv, list(pages)
 
@@ -94,12 +112,22 @@ class StatePool:
         cell, behind = self._stands.get(row, (2 * row, 0))
         if self.are_none or not behind or behind != num_tokens:
             return None
-        return state_steps.read_state(self.buffers, to_device(cell, np.int32))
+        place = self._to_device(self._place_of(cell))
+        found = state_steps.read_state(self.buffers, place, sharding=self._sharding)
+        part = self._size.part_of(row)
+        return found if self._sharding is None else tuple(part_of(each, part) for each in found)
 
-    def restore(self, row: int, state: State, num_tokens: int) -> None:
-        """Has a row stand at what `state` gave, behind so many tokens."""
-        cell = self._cell(row)
-        self.buffers = state_steps.write_state(self.buffers, to_device(cell, np.int32), state)
+    def restore(self, row: int, state: Sequence[np.ndarray], num_tokens: int) -> None:
+        """Has a row stand at what `state` gave, behind so many tokens.
+
+        Args:
+          state: on the host; it is not written to from now on.
+        """
+        cell, shapes = self._cell(row), self.restored_shapes
+        put = tuple(staging_to_device(each, to.sharding) for each, to in zip(state, shapes, strict=True))
+        part = None if self._sharding is None else self._to_device(self._size.part_of(row))
+        place = self._to_device(self._place_of(cell))
+        self.buffers = state_steps.write_state(self.buffers, place, put, part, sharding=self._sharding)
         self._stands[row] = cell, num_tokens
 
     def remake_if_broken(self) -> bool:
@@ -113,4 +141,9 @@ class StatePool:
         return False
 
     def _cell(self, row: int) -> int:
+        """Among all."""
         return self._stands.get(row, (2 * row, 0))[0]
+
+    def _place_of(self, cell: int) -> int:
+        """Which of its part's it is."""
+        return cell % self._part_cells

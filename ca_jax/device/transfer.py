@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 import numpy.typing as npt
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from ca_jax import backend
 
@@ -139,6 +139,21 @@ def own_part(array: jax.Array) -> jax.Array:
     by_device = {shard.device: shard.data for shard in array.addressable_shards}
     parts = [by_device[device] for device in local.addressable_devices_indices_map(tuple(shape))]
     return jax.make_array_from_single_device_arrays(tuple(shape), local, parts)
+
+
+def part_of(array: jax.Array, part: int) -> jax.Array:
+    """What the devices of one part of `data` have of an array whose first axis that divides, as theirs alone.
+
+    Nothing is copied, nor waited for.
+    """
+    sharding: Any = array.sharding
+    mesh = sharding.mesh
+    own = Mesh(mesh.devices[part : part + 1], mesh.axis_names, axis_types=mesh.axis_types)
+    shape = (len(array) // mesh.shape["data"], *array.shape[1:])
+    place = NamedSharding(own, sharding.spec)
+    by_device = {shard.device: shard.data for shard in array.addressable_shards}
+    parts = [by_device[device] for device in place.addressable_devices_indices_map(shape)]
+    return jax.make_array_from_single_device_arrays(shape, place, parts)
 
 
 def to_host_memory(array: jax.Array, memory_kind: str | None = None) -> jax.Array:

@@ -116,8 +116,8 @@ def functions_of(shapes: Shapes, max_new: int) -> list[Compile]:
     def layer(layer: int, num_tokens: int) -> None:
         x, rows, kind = shapes.embedded(width), shapes.rows(num_slots, width), config.kind_of(layer)
         if kind.is_recurrent:
-            of_states = shapes.states[0], shapes.cells(num_slots)
-            shapes.compiled(state_steps.layer_step, config, shapes.layers[layer], x, *of_states, rows, num_tokens, kind)
+            given = shapes.layers[layer], x, shapes.states[0], shapes.cells(num_slots), rows, num_tokens, kind
+            shapes.compiled(state_steps.layer_step, config, *given, sharding=sharding)
             return
         given_out = compile_layer(shapes, layer, num_tokens, with_attention=runner.with_attention)
         if kind.has_kv:
@@ -139,7 +139,7 @@ def functions_of(shapes: Shapes, max_new: int) -> list[Compile]:
         if config.num_states:
             of_states = shapes.states, shapes.cells(num_rows), tokens, rows, shapes.tables
             given_out = config, shapes.params, shapes.pages, *of_states
-            shapes.compiled(state_steps.decode, *given_out, packs=runner.packs_kv)
+            shapes.compiled(state_steps.decode, *given_out, packs=runner.packs_kv, sharding=sharding)
             return
         given = config, shapes.params, shapes.pages, tokens, rows, shapes.tables
         adapters = shapes.adapters(num_rows)
@@ -166,8 +166,9 @@ def functions_of(shapes: Shapes, max_new: int) -> list[Compile]:
         shapes.compiled(page_steps.fill_pages, shapes.pages[layer], kv, table, scalar, scalar, scalar, sharding)
 
     def turn_end() -> None:
-        state = shapes.compiled(state_steps.read_state, shapes.states, scalar)
-        shapes.compiled(state_steps.write_state, shapes.states, scalar, state)
+        state, part = runner.states.restored_shapes, None if sharding is None else scalar
+        shapes.compiled(state_steps.read_state, shapes.states, scalar, sharding=sharding)
+        shapes.compiled(state_steps.write_state, shapes.states, scalar, state, part, sharding=sharding)
 
     def read() -> None:
         for layer in runner.shapes:

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ca_jax.device.states import StatePool
-from ca_jax.device.transfer import host_view, staging_to_device, to_host_memory
+from ca_jax.device.transfer import host_view, to_host_memory
 from ca_jax.kv.async_saver import Part
 from ca_jax.kv.layer_loader import LoadError
 from ca_jax.kv.save import TurnKV, WriteBuffer
@@ -172,7 +172,7 @@ class Snapshot:
             failure.__cause__ = error
             return failure
         self._store.complete_load(self._ticket)
-        states.restore(row, tuple(map(staging_to_device, self._staged.arrays)), self.num_tokens)
+        states.restore(row, self._staged.arrays, self.num_tokens)
         return None
 
     def give_up(self) -> None:

@@ -24,6 +24,8 @@ class Parameter(NamedTuple):
     """In the tree."""
     shape: tuple[int, ...]
     """There."""
+    axes: tuple[str | None, ...]
+    """A name for each axis, see `weights.Slot`. `heads` of values, or all their numbers, head by head."""
     num_inputs: int | None = None
     """Of a matrix: how many of its axes, the first ones, are inputs; None: it is none."""
     stored_shape: tuple[int, ...] | None = None
@@ -87,50 +89,50 @@ class RecurrenceConfig:
     def parameters(self, embed_dim: int) -> Iterator[Parameter]:
         """Those of one layer."""
         conv_dim, width, heads = self.conv_dim(embed_dim), self.conv_width, self.num_value_heads
-        kernel = Parameter("kernel", (conv_dim, width), stored_shape=(conv_dim, 1, width))
+        kernel = Parameter("kernel", (conv_dim, width), ("channels", None), stored_shape=(conv_dim, 1, width))
         if self.kind == "short_conv":
-            yield Parameter("w_in", (embed_dim, 3 * embed_dim), 1)
+            yield Parameter("w_in", (embed_dim, 3 * embed_dim), ("embed", "channels"), 1)
             yield kernel
-            yield Parameter("w_out", (embed_dim, embed_dim), 1)
+            yield Parameter("w_out", (embed_dim, embed_dim), ("channels", "embed"), 1)
             if self.has_bias:
-                yield from (Parameter(name, (size,)) for name, size in self._biases(embed_dim))
+                yield Parameter("b_in", (3 * embed_dim,), ("channels",))
+                yield Parameter("b_kernel", (embed_dim,), ("channels",))
+                yield Parameter("b_out", (embed_dim,), ("embed",))
             return
         if self.kind == "channel_delta":
             yield from self._channel_parameters(embed_dim)
             return
-        yield Parameter("w_qkv", (embed_dim, conv_dim), 1)
-        yield Parameter("w_z", (embed_dim, heads, self.value_dim), 1)
+        yield Parameter("w_qkv", (embed_dim, conv_dim), ("embed", "channels"), 1)
+        yield Parameter("w_z", (embed_dim, heads, self.value_dim), ("embed", "heads", None), 1)
         if self.kind == "gated_delta":
-            yield Parameter("w_beta", (embed_dim, heads), 1)
-        yield Parameter("w_step", (embed_dim, heads), 1)
+            yield Parameter("w_beta", (embed_dim, heads), ("embed", "heads"), 1)
+        yield Parameter("w_step", (embed_dim, heads), ("embed", "heads"), 1)
         yield kernel
         if self.has_bias:
-            yield Parameter("b_kernel", (conv_dim,))
-        yield Parameter("a_log", (heads,))
-        yield Parameter("b_step", (heads,))
+            yield Parameter("b_kernel", (conv_dim,), ("channels",))
+        yield Parameter("a_log", (heads,), ("heads",))
+        yield Parameter("b_step", (heads,), ("heads",))
         if self.kind == "gated_delta":
-            yield Parameter("scale", (self.value_dim,))
+            yield Parameter("scale", (self.value_dim,), (None,))
         else:
-            yield Parameter("skip", (heads,))
-            yield Parameter("scale", (heads * self.value_dim,))
-        yield Parameter("w_out", (heads, self.value_dim, embed_dim), 2)
+            yield Parameter("skip", (heads,), ("heads",))
+            yield Parameter("scale", (heads * self.value_dim,), ("heads",))
+        yield Parameter("w_out", (heads, self.value_dim, embed_dim), ("heads", None, "embed"), 2)
 
     def _channel_parameters(self, embed_dim: int) -> Iterator[Parameter]:
         """Of `channel_delta`, whose files have queries, keys and values apart."""
         heads, size = self.num_value_heads, self.value_dim
         width = heads * size
         for part in "qkv":
-            yield Parameter(f"w_{part}", (embed_dim, width), 1)
-            yield Parameter(f"kernel_{part}", (width, self.conv_width), stored_shape=(width, 1, self.conv_width))
-        yield Parameter("w_beta", (embed_dim, heads), 1)
+            yield Parameter(f"w_{part}", (embed_dim, width), ("embed", "heads"), 1)
+            # Whole: the convolution is over all three parts one behind the other.
+            kernel = (width, self.conv_width)
+            yield Parameter(f"kernel_{part}", kernel, (None, None), stored_shape=(width, 1, self.conv_width))
+        yield Parameter("w_beta", (embed_dim, heads), ("embed", "heads"), 1)
         for part in ("decay", "gate"):
-            yield Parameter(f"w_{part}_a", (embed_dim, size), 1)
-            yield Parameter(f"w_{part}_b", (size, width), 1)
-        yield Parameter("a_log", (1, heads), stored_shape=(1, 1, heads, 1))
-        yield Parameter("b_step", (width,))
-        yield Parameter("scale", (size,))
-        yield Parameter("w_out", (heads, size, embed_dim), 2)
-
-    @staticmethod
-    def _biases(embed_dim: int) -> tuple[tuple[str, int], ...]:
-        return (("b_in", 3 * embed_dim), ("b_kernel", embed_dim), ("b_out", embed_dim))
+            yield Parameter(f"w_{part}_a", (embed_dim, size), ("embed", None), 1)
+            yield Parameter(f"w_{part}_b", (size, width), (None, "heads"), 1)
+        yield Parameter("a_log", (1, heads), (None, "heads"), stored_shape=(1, 1, heads, 1))
+        yield Parameter("b_step", (width,), ("heads",))
+        yield Parameter("scale", (size,), (None,))
+        yield Parameter("w_out", (heads, size, embed_dim), ("heads", None, "embed"), 2)

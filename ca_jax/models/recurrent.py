@@ -7,6 +7,10 @@ Tokens of rows lie one behind the other, as in `paged_attention`; each row goes 
 
 Nothing goes from one row to another. Of a row without tokens what comes out is the state that went in.
 
+On a mesh tokens, rows and starts are those of its parts, one behind the other. A device convolves channels of its own
+and has heads of its own. Between the two it is given all channels of its part's tokens: queries, keys and values lie
+one behind the other among them, so that what one device convolves is not what its heads take.
+
 Shapes: T tokens of all rows (padded), n rows, F embed, C numbers that are convolved, W conv width, J key heads, N value
 heads, D and E numbers of a key and of a value.
 
@@ -18,6 +22,7 @@ Granite 4.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -29,11 +34,19 @@ from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import State
 from ca_jax.models.parts import INIT, project
 from ca_jax.models.recurrence import RecurrenceConfig, RecurrenceKind
+from ca_jax.models.sharding import Axes, ModelSharding, by_device, constrain
 
 CHUNK = 64
 """Tokens of a row that a delta rule takes together."""
 CHANNEL_CHUNK = 16
 """The same where each of a key's numbers forgets by itself: so many times as much lies between two tokens."""
+
+CELLS: tuple[Axes, ...] = (("batch", None, "channels"), ("batch", "heads", None, None))
+"""Of the states of rows, `[n, *shape]` of each of `RecurrenceConfig.state_shapes`."""
+ROWS: Axes = ("batch",)
+"""Of what has a row, or a token, for each."""
+TOKEN_HEADS: Axes = ("batch", "heads", None)
+"""Of queries, keys and values `[T, N, D]`."""
 
 _NORM_EPS = 1e-6  # Of the lengths of queries and keys.
 
@@ -168,10 +181,46 @@ def delta_rule(
     return out[:num_tokens], after
 
 
+def _convolve(x: jax.Array, kernel: jax.Array, rows: RowStates, sharding: ModelSharding | None) -> tuple[Any, Any]:
+    """`convolved`, by each device of its rows' channels."""
+    before: Axes = CELLS[0]
+    token: Axes = ("batch", "channels")
+    if sharding is not None:
+        before, token = sharding.divided(before, rows.states[0].shape), sharding.divided(token, x.shape)
+    of_device = by_device(convolved, sharding, (token, (*token[1:], None), before, ROWS), (token, before))
+    return of_device(x, kernel, rows.states[0], rows.starts)
+
+
+def _recur(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array | None,
+    rows: RowStates,
+    sharding: ModelSharding | None,
+) -> tuple[Any, Any]:
+    """`delta_rule`, by each device of its rows' heads."""
+    token, before = TOKEN_HEADS, CELLS[1]
+    if sharding is not None:
+        token, before = sharding.divided(token, v.shape), sharding.divided(before, rows.states[1].shape)
+    function = partial(delta_rule, one_each=rows.one_each)
+    in_axes = (token, token, token, token[: log_decay.ndim], token[:2], before, ROWS)
+    return by_device(function, sharding, in_axes, (token, before))(
+        q, k, v, log_decay, beta, rows.states[1], rows.starts
+    )
+
+
+def _parts(x: jax.Array, stops: int | tuple[int, ...], sharding: ModelSharding | None) -> list[jax.Array]:
+    """Splits numbers of tokens `[T, C]`. Each device has all of each: XLA would split what is divided by sending it."""
+    return [constrain(each, sharding, ROWS) for each in jnp.split(constrain(x, sharding, ROWS), stops, axis=-1)]
+
+
 class ShortConv(nn.Module):
     """A convolution of a few tokens between two gates."""
 
     config: ModelConfig
+    sharding: ModelSharding | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, rows: RowStates) -> tuple[jax.Array, State]:
@@ -183,9 +232,9 @@ class ShortConv(nn.Module):
             return out + self.param(name, zeros, out.shape[-1:]).astype(out.dtype) if r.has_bias else out
 
         wide = biased("b_in", project(x, self.param("w_in", INIT, (c.embed_dim, 3 * c.embed_dim))))
-        before, behind, inner = jnp.split(wide.reshape(-1, wide.shape[-1]), 3, axis=-1)
+        before, behind, inner = _parts(wide.reshape(-1, wide.shape[-1]), 3, self.sharding)
         kernel = self.param("kernel", INIT, (c.embed_dim, r.conv_width))
-        out, last = convolved(before * inner, kernel, rows.states[0], rows.starts)
+        out, last = _convolve(before * inner, kernel, rows, self.sharding)
         gated = (behind * biased("b_kernel", out).astype(x.dtype)).reshape(x.shape)
         return biased("b_out", project(gated, self.param("w_out", INIT, (c.embed_dim, c.embed_dim)))), (last,)
 
@@ -194,6 +243,7 @@ class GatedDelta(nn.Module):
     """A matrix a head that forgets, and is corrected by what each token says; gated and normed behind."""
 
     config: ModelConfig
+    sharding: ModelSharding | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, rows: RowStates) -> tuple[jax.Array, State]:
@@ -207,23 +257,23 @@ class GatedDelta(nn.Module):
         kernel = self.param("kernel", INIT, (conv_dim, r.conv_width))
         a_log = self.param("a_log", nn.initializers.zeros, (heads,)).astype(jnp.float32)
         b_step = self.param("b_step", nn.initializers.zeros, (heads,)).astype(jnp.float32)
-        out, last = convolved(wide, kernel, rows.states[0], rows.starts)
-        out = nn.silu(out).astype(x.dtype).astype(jnp.float32)
+        out, last = _convolve(wide, kernel, rows, self.sharding)
+        out = constrain(nn.silu(out).astype(x.dtype), self.sharding, ROWS).astype(jnp.float32)
         of_keys = r.num_key_heads * r.key_dim
-        q, k, v = jnp.split(out, (of_keys, 2 * of_keys), axis=-1)
-        q, k = (_unit(each.reshape(-1, r.num_key_heads, r.key_dim)) for each in (q, k))
+        q, k, v = _parts(out, (of_keys, 2 * of_keys), self.sharding)
+        of_heads = -1, r.num_key_heads, r.key_dim
+        q, k = (_unit(constrain(each.reshape(of_heads), self.sharding, TOKEN_HEADS)) for each in (q, k))
         q, k = (jnp.repeat(each, heads // r.num_key_heads, axis=1) for each in (q, k))
         log_decay = -jnp.exp(a_log) * jax.nn.softplus(step.astype(jnp.float32) + b_step)
         with jax.default_matmul_precision("highest"):
-            out, state = delta_rule(
+            out, state = _recur(
                 q / jnp.sqrt(jnp.float32(r.key_dim)),
                 k,
                 v.reshape(-1, heads, r.value_dim),
                 log_decay.reshape(-1, heads),
                 nn.sigmoid(beta.astype(jnp.float32)).reshape(-1, heads),
-                rows.states[1],
-                rows.starts,
-                one_each=rows.one_each,
+                rows,
+                self.sharding,
             )
         scale = self.param("scale", nn.initializers.ones, (r.value_dim,))
         out = out * lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + c.norm_eps)
@@ -237,6 +287,7 @@ class ChannelDelta(nn.Module):
     """As `GatedDelta`, but each of a key's numbers forgets by itself, and gates are sigmoids (Kimi Delta Attention)."""
 
     config: ModelConfig
+    sharding: ModelSharding | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, rows: RowStates) -> tuple[jax.Array, State]:
@@ -251,23 +302,24 @@ class ChannelDelta(nn.Module):
 
         wide = [project(x, self.param(f"w_{part}", INIT, (c.embed_dim, width))) for part in "qkv"]
         kernels = [self.param(f"kernel_{part}", INIT, (width, r.conv_width)) for part in "qkv"]
-        flat = jnp.concatenate(wide, axis=-1).reshape(-1, 3 * width)
-        out, last = convolved(flat, jnp.concatenate(kernels), rows.states[0], rows.starts)
-        out = nn.silu(out).astype(x.dtype).astype(jnp.float32)
-        q, k, v = (part.reshape(-1, heads, size) for part in jnp.split(out, 3, axis=-1))
+        wide = [constrain(each, self.sharding, ROWS) for each in wide]
+        flat = constrain(jnp.concatenate(wide, axis=-1).reshape(-1, 3 * width), self.sharding, ROWS)
+        out, last = _convolve(flat, constrain(jnp.concatenate(kernels), self.sharding), rows, self.sharding)
+        out = constrain(nn.silu(out).astype(x.dtype), self.sharding, ROWS).astype(jnp.float32)
+        q, k, v = (part.reshape(-1, heads, size) for part in _parts(out, 3, self.sharding))
+        q, k = (constrain(each, self.sharding, TOKEN_HEADS) for each in (q, k))
         beta = nn.sigmoid(project(x, self.param("w_beta", INIT, (c.embed_dim, heads))).astype(jnp.float32))
         a_log = self.param("a_log", zeros, (1, heads)).astype(jnp.float32)
         step = low_rank("decay") + self.param("b_step", zeros, (width,)).astype(jnp.float32)
         with jax.default_matmul_precision("highest"):
-            out, state = delta_rule(
+            out, state = _recur(
                 _unit(q) / jnp.sqrt(jnp.float32(size)),
                 _unit(k),
                 v,
                 -jnp.exp(a_log)[..., None] * jax.nn.softplus(step).reshape(-1, heads, size),
                 beta.reshape(-1, heads),
-                rows.states[1],
-                rows.starts,
-                one_each=rows.one_each,
+                rows,
+                self.sharding,
             )
         out = out.astype(x.dtype).astype(jnp.float32)
         out = out * lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + c.norm_eps)
@@ -283,6 +335,7 @@ class StateSpace(nn.Module):
     """A matrix a head that forgets as each token says, and to which it is added (Mamba-2); gated and normed behind."""
 
     config: ModelConfig
+    sharding: ModelSharding | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, rows: RowStates) -> tuple[jax.Array, State]:
@@ -292,13 +345,14 @@ class StateSpace(nn.Module):
         wide = project(x, self.param("w_qkv", INIT, (c.embed_dim, conv_dim))).reshape(-1, conv_dim)
         gate = project(x, self.param("w_z", INIT, (c.embed_dim, heads, r.value_dim))).astype(jnp.float32)
         step = project(x, self.param("w_step", INIT, (c.embed_dim, heads))).reshape(-1, heads)
-        out, last = convolved(wide, self.param("kernel", INIT, (conv_dim, r.conv_width)), rows.states[0], rows.starts)
+        out, last = _convolve(wide, self.param("kernel", INIT, (conv_dim, r.conv_width)), rows, self.sharding)
         if r.has_bias:
             out = out + self.param("b_kernel", zeros, (conv_dim,)).astype(jnp.float32)
-        out = nn.silu(out).astype(x.dtype).astype(jnp.float32)
+        out = constrain(nn.silu(out).astype(x.dtype), self.sharding, ROWS).astype(jnp.float32)
         of_values, of_keys = heads * r.value_dim, r.num_key_heads * r.key_dim
-        v, k, q = jnp.split(out, (of_values, of_values + of_keys), axis=-1)
+        v, k, q = _parts(out, (of_values, of_values + of_keys), self.sharding)
         q, k = (each.reshape(-1, r.num_key_heads, r.key_dim) for each in (q, k))
+        q, k = (constrain(each, self.sharding, TOKEN_HEADS) for each in (q, k))
         q, k = (jnp.repeat(each, heads // r.num_key_heads, axis=1) for each in (q, k))
         v = v.reshape(-1, heads, r.value_dim)
         a_log, b_step, skip = (
@@ -306,16 +360,7 @@ class StateSpace(nn.Module):
         )
         step = jax.nn.softplus(step.astype(jnp.float32) + b_step)
         with jax.default_matmul_precision("highest"):
-            out, state = delta_rule(
-                q,
-                k,
-                v * step[..., None],
-                -jnp.exp(a_log) * step,
-                None,
-                rows.states[1],
-                rows.starts,
-                one_each=rows.one_each,
-            )
+            out, state = _recur(q, k, v * step[..., None], -jnp.exp(a_log) * step, None, rows, self.sharding)
         out = (out + skip[:, None] * v).astype(x.dtype).astype(jnp.float32).reshape(gate.shape) * nn.silu(gate)
         grouped = out.reshape(*out.shape[:-2], r.num_key_heads, -1)
         grouped = grouped * lax.rsqrt(jnp.mean(grouped * grouped, axis=-1, keepdims=True) + c.norm_eps)
@@ -333,9 +378,9 @@ _MIXERS: dict[RecurrenceKind, Any] = {
 }
 
 
-def mixer_of(config: ModelConfig) -> nn.Module:
+def mixer_of(config: ModelConfig, sharding: ModelSharding | None = None) -> nn.Module:
     """What a layer with a state has in place of attention."""
-    mixer: nn.Module = _MIXERS[_of(config).kind](config)
+    mixer: nn.Module = _MIXERS[_of(config).kind](config, sharding)
     return mixer
 
 

@@ -1,8 +1,8 @@
 """Where a model's arrays lie on a mesh of devices: names of axes mapped to axes of the mesh by one table.
 
     mesh axis   devices that differ along it have other
-    data        running jobs, and the pages of their KV
-    tensor      KV heads, query heads, and parts of the feed-forward block and of the vocabulary
+    data        running jobs, the pages of their KV and their states
+    tensor      KV heads, query heads, heads of states, and parts of the feed-forward block and of the vocabulary
     copy        query heads of the same KV head, which each has; 1 device unless there are fewer KV heads than shards
 
 A model on one device has no `ModelSharding` at all: what takes one does without it what it always did, on arrays that
@@ -36,6 +36,7 @@ RULES = {
     "kv_heads": ("tensor",),
     "heads": ("tensor", "copy"),
     "mlp": ("tensor", "copy"),
+    "channels": ("tensor", "copy"),
     "vocab": ("tensor", "copy"),
 }
 """Which axes of the mesh an axis of an array is divided over. One without a rule is whole on each device (experts are:
@@ -124,14 +125,20 @@ class ModelSharding:
     def spec(self, axes: Axes, shape: Sequence[int] | None = None) -> PartitionSpec:
         """The axes of the mesh for those of an array; see `of`. Equal where the placement is."""
         parts: list[str | tuple[str, ...] | None] = []
-        for index, name in enumerate(axes):
-            over = tuple(each for each in RULES.get(name or "", ()) if self.mesh.shape[each] > 1)
-            if shape is not None and shape[index] % math.prod(self.mesh.shape[each] for each in over):
-                over = ()
+        for name in axes if shape is None else self.divided(axes, shape):
+            over = self._over(name)
             parts.append(over[0] if len(over) == 1 else over or None)
         while parts and parts[-1] is None:
             parts.pop()
         return PartitionSpec(*parts)
+
+    def divided(self, axes: Axes, shape: Sequence[int]) -> Axes:
+        """The names of an array's axes, but None for each that its devices do not divide."""
+        parts = (math.prod(self.mesh.shape[each] for each in self._over(name)) for name in axes)
+        return tuple(name if size % of == 0 else None for name, size, of in zip(axes, shape, parts, strict=False))
+
+    def _over(self, name: str | None) -> tuple[str, ...]:
+        return tuple(each for each in RULES.get(name or "", ()) if self.mesh.shape[each] > 1)
 
 
 def model_sharding(
@@ -177,7 +184,10 @@ def model_sharding(
             f"a mesh of data_parallel_size={data_parallel_size} times tensor_parallel_size={tensor_parallel_size} "
             f"there must be {num_devices} devices, got {len(devices)}"
         )
-    for name, size in (("mlp_dim", config.mlp_dim), ("vocab_size", config.vocab_size)):
+    sizes_of = {"mlp_dim": config.mlp_dim, "vocab_size": config.vocab_size}
+    if config.recurrence is not None and config.recurrence.kind != "short_conv":
+        sizes_of["recurrence num_value_heads"] = config.recurrence.num_value_heads
+    for name, size in sizes_of.items():
         if size % tensor_parallel_size:
             _LOG.warning(
                 "%s of %d is not divisible by tensor_parallel_size=%d: each device holds all of those weights",

@@ -195,7 +195,7 @@ class Layer(nn.Module):
         if c.norms_behind:
             self.attn_post_norm, self.mlp_post_norm = norm_of(c), norm_of(c)
         if self.kind.is_recurrent:
-            self.mixer = mixer_of(c)
+            self.mixer = mixer_of(c, self.sharding)
         else:
             self.attn = LatentAttention(c) if c.latent_dim else Attention(c, self.kind)
         has_experts = self.kind.has_experts

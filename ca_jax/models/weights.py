@@ -83,8 +83,8 @@ class Slot:
     shape: tuple[int, ...]
     """Shape in the tree."""
     axes: tuple[str | None, ...]
-    """A name for each axis in the tree: vocab, embed, heads, kv_heads, head_dim, mlp, experts, or None. By these names
-    axes are mapped to those of a mesh."""
+    """A name for each axis in the tree: vocab, embed, heads, kv_heads, head_dim, mlp, experts, channels, or None. By
+    these names axes are mapped to those of a mesh."""
     transposed: bool
     """Whether the file holds the transpose of what the tree holds."""
     num_stacked: int | None = None
@@ -166,7 +166,7 @@ def parameter_slots(config: ModelConfig) -> Iterator[Slot]:
 
     def mixer(layer: int) -> Iterator[Slot]:
         for each in () if c.recurrence is None else c.recurrence.parameters(c.embed_dim):
-            sizes = ((None, size) for size in each.shape)
+            sizes = zip(each.axes, each.shape, strict=True)
             found = slot(f"mixer.{each.name}", layer, *sizes, num_inputs=each.num_inputs)
             yield dataclasses.replace(found, stored_shape=each.stored_shape or found.stored_shape)
 

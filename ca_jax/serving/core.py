@@ -75,7 +75,7 @@ class EngineCore:
     ) -> None:
         if config.special_tokens_in_content and model.tokenizer is not None:
             model = dataclasses.replace(model, tokenizer=model.tokenizer.reading_content())
-        _check_states(model, config)
+        _check_states(model, config, processes)
         self.model = model = model.laid_out(layout_of(config))
         self.metrics = EngineMetrics(model_load_s=model.load_s)
         _check_alike(model, config, processes)
@@ -259,13 +259,12 @@ def keep_going(engine: weakref.ref[Any], wakeup: Wakeup) -> None:
     threading.Thread(target=keep, name="ca_jax-keeper", daemon=True).start()
 
 
-def _check_states(model: LoadedModel, config: EngineConfig) -> None:
+def _check_states(model: LoadedModel, config: EngineConfig, processes: Processes) -> None:
     """Checks that nothing is asked for that is not served with layers that keep states."""
     if not model.config.num_states:
         return
     of = f"with {model.config.architecture}, layers of which keep states"
-    for name in ("tensor_parallel_size", "data_parallel_size"):
-        check(getattr(config, name) == 1, f"{name} {of}", "1", getattr(config, name))
+    check(processes.count == 1, f"the processes {of}", "one", processes.count)
     check(config.store.objects_url is None, f"objects_url {of}", "None", config.store.objects_url)
     if config.overflow is not None:
         discarder = config.overflow.token_discarder

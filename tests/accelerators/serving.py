@@ -114,8 +114,17 @@ class Setup(Shapes):
         work = self.work(params, num_tokens)
         if kind.is_recurrent:
             arguments = (model, params, self.x, self.states[0], self.cells(num_rows), rows, num_tokens, kind)
-            donated = (self.x, *self.states[0])
-            return self._step(name, state_steps.layer_step, *arguments, donated=donated, **work)
+            return self._step(
+                name,
+                state_steps.layer_step,
+                *arguments,
+                sharding=self.sharding,
+                donated=(self.x, *self.states[0]),
+                num_sums=self.num_sums(layer),
+                num_gathers=1,
+                sent_bytes=max(self.activations(num_tokens), self.channels(num_tokens)),
+                **work,
+            )
         pages = self.pages_of(layer)
         received = 4 * num_rows * self.num_places if with_attention else 0
         return self._step(
@@ -126,7 +135,7 @@ class Setup(Shapes):
             sharding=self.sharding,
             donated=(self.x, pages),
             num_kernels=int(self.has_kernel(layer)),
-            num_sums=3 if with_attention else 2,
+            num_sums=self.num_sums(layer) + with_attention,
             sent_bytes=self.activations(num_tokens) + received,  # XLA may send both together.
             **work,
         )
@@ -214,9 +223,13 @@ class Setup(Shapes):
                     state_steps.decode,
                     *(self.model, self.variables, pages, self.states, *of_rows),
                     packs=packs,
+                    sharding=self.sharding,
                     donated=(pages, self.states),
                     takes_everything=True,
                     num_kernels=self.num_kernels,
+                    num_sums=sum(map(self.num_sums, range(self.model.num_layers))) + 1,
+                    num_gathers=self.model.num_states + 1,
+                    sent_bytes=max(self.activations(count), self.channels(count), self.logits(count)),
                     **self.work(self.params, count),
                 )
 
@@ -272,9 +285,10 @@ class Setup(Shapes):
             yield self._step(name, steps.unpack_kv, packed_kv, DTYPE, sharding)
         yield self._step("copy_page", page_steps.copy_page, pages, one, one, one, sharding, donated=pages)
         if model.num_states:
-            yield self._step("read_state", state_steps.read_state, self.states, one)
-            state = tuple(self.shape(len(self.states), *part.shape[1:], dtype=part.dtype) for part in self.states[0])
-            yield self._step("write_state", state_steps.write_state, self.states, one, state, donated=self.states)
+            states, place = self.states, None if sharding is None else one
+            yield self._step("read_state", state_steps.read_state, states, one, sharding=sharding)
+            arguments = states, one, self.one_state, place
+            yield self._step("write_state", state_steps.write_state, *arguments, sharding=sharding, donated=states)
             return
         arguments = (pages, self.shape(2, most_pages), one, self.shape(self.num_places), one)
         yield self._step("cut_pages", page_steps.cut_pages, *arguments, sharding=sharding, donated=pages)

@@ -27,6 +27,7 @@ from ca_jax.models.adapters import places_of
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import SCALE_BYTES, State, no_states
 from ca_jax.models.paged_attention import Rows
+from ca_jax.models.recurrent import CELLS
 from ca_jax.models.sharding import Axes, ModelSharding, model_sharding
 from ca_jax.models.weights import parameter_slots, resolve_dtype
 from ca_jax.serving.core import DEFAULT_WINDOW_TOKENS
@@ -192,8 +193,19 @@ class Shapes:
     def states(self) -> list[State]:
         """Of each layer that keeps one, all cells."""
         of_layer = jax.eval_shape(partial(no_states, self.model, 2 * self.pool.num_rows, DTYPE))
-        own = tuple(self.shape(*part.shape, dtype=part.dtype) for part in of_layer)
+        places = zip(of_layer, CELLS[: len(of_layer)], strict=True)
+        own = tuple(self.shape(*part.shape, dtype=part.dtype, axes=axes) for part, axes in places)
         return [own] * self.model.num_states
+
+    @property
+    def one_state(self) -> State:
+        """Of all layers that keep one, as a turn's end had it."""
+        places = zip(self.states[0], CELLS[: len(self.states[0])], strict=True)
+        sizes = ((len(self.states), *part.shape[1:]) for part in self.states[0])
+        return tuple(
+            self.shape(*size, dtype=part.dtype, axes=(None, *axes[1:]))
+            for size, (part, axes) in zip(sizes, places, strict=True)
+        )
 
     def cells(self, count: int) -> state_steps.Cells:
         """Of so many rows."""
@@ -230,6 +242,15 @@ class Shapes:
     def activations(self, num_tokens: int) -> int:
         """Of one tensor of the residual stream, in float32."""
         return 4 * num_tokens * self.model.embed_dim
+
+    def num_sums(self, layer: int) -> int:
+        """Over devices, of a layer: behind attention and the feed-forward block, and of a block beside experts."""
+        return 2 + (self.model.kind_of(layer).has_experts and self.model.shared_mlp_dim > 0)
+
+    def channels(self, num_tokens: int) -> int:
+        """Of what layers with states convolve, in float32."""
+        recurrence = self.model.recurrence
+        return 0 if recurrence is None else 4 * num_tokens * recurrence.conv_dim(self.model.embed_dim)
 
     def logits(self, count: int) -> int:
         return 4 * count * self.model.vocab_size

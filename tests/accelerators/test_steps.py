@@ -43,6 +43,7 @@ SETUPS = [
     Setup(A100, "llama-65b", 4),
     *(Setup(chip, preset, 4) for preset in ("mixtral-8x7b", "falcon-40b") for chip in (H100, A100, V6E)),
     *(Setup(chip, name) for name in KINDS for chip in (H100, V6E)),
+    Setup(H100, "qwen3-next, 4 layers", 4),
 ]
 UNFIT = [
     *((chip, preset, 1) for preset in ("llama2-70b", "llama-65b", "mixtral-8x7b", "falcon-40b") for chip in CHIPS),
