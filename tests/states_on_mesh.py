@@ -169,7 +169,8 @@ def test_each_device_holds_its_share_of_states_and_weights():
         one, *others = pools(config, "float32")
         assert [pool.num_bytes * parts for pool, parts in zip(others, (4, 8, 2, 4), strict=True)] == [one.num_bytes] * 4
         sharding = model_sharding(config, data_parallel_size=2, tensor_parallel_size=2)
-        params = params_to_device(tiny.tiny_params(config), sharding.of_params(config))["params"]
+        host = tiny.tiny_params(config)
+        params = params_to_device(host, sharding.of_params(config, host))["params"]
         mixer = params[f"layer_{config.recurrence.layers[0]}"]["mixer"]
         whole = {key for key, leaf in mixer.items() if leaf.is_fully_replicated}
         small = {"b_out", "scale", "w_decay_a", "w_gate_a", "kernel_q", "kernel_k", "kernel_v"}
@@ -192,7 +193,8 @@ def collectives(function: object, *arguments: object, sharding: ModelSharding) -
 def test_a_layer_gathers_channels_and_adds_up_twice_and_states_stay_where_they_are(name, num_gathers, data, tensor):
     config = config_of(**FAMILIES[name])
     sharding = model_sharding(config, data_parallel_size=data, tensor_parallel_size=tensor)
-    params = params_to_device(tiny.tiny_params(config), sharding.of_params(config))
+    host = tiny.tiny_params(config)
+    params = params_to_device(host, sharding.of_params(config, host))
     pool = StatePool(config, "float32", PoolSize(2, 128, WINDOW, 4, data), sharding)
 
     def put(numbers: object) -> jax.Array:

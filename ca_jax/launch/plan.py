@@ -25,6 +25,7 @@ from ca_jax.kv.layout import kept_window, pool_bytes, pool_size, rest_layout, wa
 from ca_jax.launch.flags import DTYPES, ConfigFlags, refuse
 from ca_jax.launch.script import make_table, note, run
 from ca_jax.models.config import ModelConfig
+from ca_jax.models.int8_weights import SCALE_BYTES, keeps_small
 from ca_jax.models.presets import PRESETS
 from ca_jax.models.sharding import ModelSharding, model_sharding
 from ca_jax.models.weights import parameter_slots, resolve_dtype
@@ -36,7 +37,15 @@ from ca_jax.storage.config import GIB
 _READ = {
     *("model_preset", "dtype", "device_gib", "context_window", "session_tokens", "max_batch_size", "page_tokens"),
     *("max_num_batched_tokens", "tensor_parallel_size", "data_parallel_size", "read_buffer_gib", "write_buffer_gib"),
-    *("kv_pool_gib", "kv_rest_dtype", "dram_gib", "ssd_gib", "ssd_driver", *ConfigFlags(OverflowConfig()).names()),
+    *(
+        "kv_pool_gib",
+        "weight_dtype",
+        "kv_rest_dtype",
+        "dram_gib",
+        "ssd_gib",
+        "ssd_driver",
+        *ConfigFlags(OverflowConfig()).names(),
+    ),
 }  # Flags that sizes depend on.
 _ENGINE = ConfigFlags(EngineConfig(), without=("dtype",))  # A plan may be of a dtype that no engine computes in.
 
@@ -141,7 +150,7 @@ def make_plan(
         device_bytes=device_bytes,
         window=window,
         session_tokens=session_tokens,
-        total_weight_bytes=_weight_bytes(config, dtype, None),
+        total_weight_bytes=_weight_bytes(config, engine, dtype, None),
         token_bytes=token_bytes,
         stored_token_bytes=layout.token_bytes,
         parts=wanted,
@@ -168,16 +177,21 @@ def _wanted_bytes(
         rest_layout(config, dtype, engine),
         max_tokens=history_buckets(window)[-1],
         num_parts=1 if sharding is None else sharding.num_kv,
-        param_bytes=_weight_bytes(config, dtype, sharding) + array_bytes(config, sizes, dtype, sharding),
+        param_bytes=_weight_bytes(config, engine, dtype, sharding) + array_bytes(config, sizes, dtype, sharding),
         pool_bytes=pool_bytes(config, dtype, pool_size(config, dtype, engine, window), sharding),
     )
 
 
-def _weight_bytes(config: ModelConfig, dtype: str, sharding: ModelSharding | None) -> int:
+def _weight_bytes(config: ModelConfig, engine: EngineConfig, dtype: str, sharding: ModelSharding | None) -> int:
     """Of the weights on each device; without a mesh, of all."""
-    slots = parameter_slots(config)
-    shapes = (each.shape if sharding is None else sharding.of_slot(each).shard_shape(each.shape) for each in slots)
-    return sum(map(math.prod, shapes)) * resolve_dtype(dtype).itemsize
+    num_bytes, itemsize = 0, resolve_dtype(dtype).itemsize
+    for slot in parameter_slots(config):
+        shape = slot.shape if sharding is None else sharding.of_slot(slot).shard_shape(slot.shape)
+        if engine.weight_dtype == "int8" and dtype != "float32" and keeps_small(config, slot):
+            num_bytes += math.prod(shape) + SCALE_BYTES * math.prod(shape[slot.num_inputs :])
+        else:
+            num_bytes += math.prod(shape) * itemsize
+    return num_bytes
 
 
 def _what_fits(config: ModelConfig, engine: EngineConfig, dtype: str, window: int, device_bytes: int) -> str:

@@ -24,6 +24,8 @@ _BLOCK = 32  # Inputs that share a scale.
 _CHUNK_ROWS = 4096  # Outputs that are rounded at a time.
 _CHUNK_INPUTS = 256  # Inputs, likewise.
 _MOST = 127  # Of what is rounded to.
+SCALE_BYTES = 4
+"""Of an output's scale, where weights are held in 8 bits."""
 _KEPT_SMALL = ("attn.wq", "attn.wk", "attn.wv", "attn.wg", "attn.wo", "head.kernel")
 _BLOCKS = ("mlp.w_", "shared.w_")  # Feed-forward blocks that all tokens go through.
 

@@ -25,6 +25,7 @@ from ca_jax.device.pages import PoolSize
 from ca_jax.kv.layout import pool_bytes, pool_size
 from ca_jax.models.adapters import places_of
 from ca_jax.models.config import ModelConfig
+from ca_jax.models.int8_weights import Int8Matrix, keeps_small
 from ca_jax.models.kv import SCALE_BYTES, State, no_states
 from ca_jax.models.paged_attention import Rows
 from ca_jax.models.recurrent import CELLS
@@ -47,9 +48,11 @@ class Shapes:
     chip: Chip
     preset: str
     num_devices: int = 1
+    weight_dtype: str = "model"
 
     def __str__(self) -> str:
-        return f"{self.preset} on {self.num_devices if self.num_devices > 1 else 'one'} {self.chip.name}"
+        held = "" if self.weight_dtype == "model" else f", weights in {self.weight_dtype},"
+        return f"{self.preset}{held} on {self.num_devices if self.num_devices > 1 else 'one'} {self.chip.name}"
 
     @property
     def model(self) -> ModelConfig:
@@ -59,7 +62,8 @@ class Shapes:
     @property
     def engine(self) -> EngineConfig:
         """By default, but for the mesh."""
-        return EngineConfig(tensor_parallel_size=self.num_devices, context_window=self.window, overflow=None)
+        sizes = {"tensor_parallel_size": self.num_devices, "context_window": self.window}
+        return EngineConfig(weight_dtype=self.weight_dtype, overflow=None, **sizes)
 
     @property
     def window(self) -> int:
@@ -141,10 +145,14 @@ class Shapes:
     @cached_property
     def params(self) -> steps.Params:
         """Of the whole model."""
-        leaves = {
-            ("params", *slot.path): self.shape(*slot.shape, dtype=resolve_dtype(DTYPE), axes=slot.axes)
-            for slot in parameter_slots(self.model)
-        }
+        leaves: dict[tuple[str, ...], Any] = {}
+        for slot in parameter_slots(self.model):
+            path, is_small = ("params", *slot.path), self.weight_dtype == "int8" and keeps_small(self.model, slot)
+            dtype = jnp.int8 if is_small else resolve_dtype(DTYPE)
+            leaves[path] = self.shape(*slot.shape, dtype=dtype, axes=slot.axes)
+            if is_small:
+                shape, axes = slot.shape[slot.num_inputs :], slot.axes[slot.num_inputs :]
+                leaves[path] = Int8Matrix(leaves[path], self.shape(*shape, dtype=jnp.float32, axes=axes))
         return flax.traverse_util.unflatten_dict(leaves)
 
     @cached_property
@@ -262,8 +270,8 @@ class Shapes:
         looked_up = tables[1:] if self.model.tie_embeddings else tables
         flops = read_bytes = product_bytes = 0.0
         for leaf in jax.tree.leaves(params):
-            if leaf.ndim < 2 or any(leaf is table for table in looked_up):
-                continue
+            if leaf.ndim < 2 or leaf.dtype == jnp.float32 or any(leaf is table for table in looked_up):
+                continue  # Of what is in 8 bits the scales are no matrix.
             size = self.bytes_of(leaf) / leaf.dtype.itemsize
             is_of_experts = num_experts and leaf.ndim == 3 and leaf.shape[0] == num_experts
             chosen = self.model.num_experts_per_token / num_experts if is_of_experts else 1.0
@@ -271,5 +279,5 @@ class Shapes:
             read_bytes += size * leaf.dtype.itemsize * min(chosen * num_tokens, 1)
             width, of_each = self.model.embed_dim, num_experts if is_of_experts else 1
             ends = width + size / of_each / width  # Of a product: all have the residual stream at one end.
-            product_bytes += ends * leaf.dtype.itemsize * num_tokens * of_each * chosen
+            product_bytes += ends * resolve_dtype(DTYPE).itemsize * num_tokens * of_each * chosen
         return {"flops": flops, "read_bytes": read_bytes, "product_bytes": read_bytes + product_bytes}

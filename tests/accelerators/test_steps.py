@@ -38,6 +38,7 @@ PLAN_TOLERANCE = 0.02
 SETUPS = [
     *(Setup(chip, "smollm2-135m") for chip in CHIPS),
     *(Setup(chip, "llama3-8b") for chip in (H100, A100, V6E)),
+    *(Setup(chip, "llama3-8b", weight_dtype="int8") for chip in (H100, V6E)),
     Setup(V5E, "llama3-8b", 4),
     *(Setup(chip, "llama2-70b", 4) for chip in (H100, A100)),
     Setup(A100, "llama-65b", 4),
