@@ -50,6 +50,9 @@ def project(x: jax.Array, weights: jax.Array | Int8Matrix, num_inputs: int = 1) 
     31 ms as an einsum over `[B, T, F] [F, N, H]`.
     """
     if isinstance(weights, Int8Matrix):
+        if backend.here().kernel == "triton":
+            # Of several products of the same x XLA for GPUs makes one, and writes weights out in bfloat16 for that.
+            x = lax.optimization_barrier(x)
         out = project(x, weights.numbers.astype(x.dtype), num_inputs)
         return (out.astype(jnp.float32) * weights.scales).astype(x.dtype)
     split = x.ndim - num_inputs
