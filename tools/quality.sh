@@ -3,13 +3,13 @@
 #
 #   tools/quality.sh DATA [TASK...]    DATA has wikitext2_*_unk_tokens.txt, c4_sample.jsonl, longeval/, mmlu/ (test and dev)
 #
-# Tasks: drift, ppl, repair, choose, default, longeval, mmlu, agreement, page; all by default. Hours on 2 CPU cores.
+# Tasks: drift, ppl, repair, choose, default, overflows, longeval, mmlu, agreement, page; all by default. Hours on 2 CPU cores.
 # gemma, which is not among these: Gemma 3 270M, of `make gemma`.
 # choose and default: what was chosen as the default on odd rows of LongEval, and what that is worth on even ones.
 set -eu
 data=$1
 shift
-tasks=${*:-drift ppl repair choose default longeval mmlu agreement page}
+tasks=${*:-drift ppl repair choose default overflows longeval mmlu agreement page}
 python=${PYTHON:-.venv/bin/python}
 out=results/quality
 text=$data/wikitext2_test_unk_tokens.txt
@@ -75,6 +75,15 @@ for task in $tasks; do
         evaluate ppl_default_c4 --task=ppl --data="$data/c4_sample.jsonl" --window=1024 --max_tokens=8192 \
             --step_tokens=512 --method="tt,ca,$plain"
         ;;
+    overflows)
+        mkdir -p "$halves"
+        awk 'NR % 2 == 0' "$data/longeval/400_lines.jsonl" >"$halves/400_lines_even.jsonl"
+        for each in 1: 3:--num_lines=49 10:--num_lines=131; do
+            # shellcheck disable=SC2086 # Nothing, or a flag.
+            evaluate "longeval_512_overflows_${each%%:*}" --task=longeval --data="$halves/400_lines_even.jsonl" \
+                --window=512 --answer_tokens=8 --method="tt,ca,$plain" ${each#*:}
+        done
+        ;;
     longeval)
         evaluate longeval_200_lines --task=longeval --data="$data/longeval/200_lines.jsonl" --window=1024 \
             --method="tt,$plain,$spread:repair_ratio=0.15,$spread:repair_ratio=0.1,nkvt"
@@ -103,7 +112,7 @@ for task in $tasks; do
         "$python" -m tools.quality_page --out=results/quality.md --notes="$out/notes.md" "$out"/*.json
         ;;
     *)
-        echo "wanted one of drift, ppl, repair, choose, default, longeval, mmlu, gemma, agreement, page; found $task" >&2
+        echo "wanted one of drift, ppl, repair, choose, default, overflows, longeval, mmlu, gemma, agreement, page; found $task" >&2
         exit 1
         ;;
     esac

@@ -215,7 +215,10 @@ def plan_blend(
     carries = selection in ("spread", "query") and 0 < counts[0] - num_new < num_stored
     stored = np.flatnonzero(is_stored)
     asked = attention if selection == "query" else None
-    chosen = _taken(stored, offsets[stored], counts[0] - num_new, selection, order, asked)
+    chosen, num_alike = _taken(stored, offsets[stored], counts[0] - num_new, selection, order, asked)
+    # How others move is told by tokens like them: what a question attends to moves otherwise.
+    is_alike = np.ones(len(kinds), bool)
+    is_alike[chosen[num_alike:]] = False
     return Plan(
         start=start,
         num_tokens=len(kinds),
@@ -225,7 +228,7 @@ def plan_blend(
         first_rows=np.sort(np.concatenate([chosen, np.flatnonzero(is_new)])).astype(np.int32),
         always=is_new,
         moves=is_stored if carries else None,
-        fitted=is_stored & (offsets >= _UNFIT_CHUNK_TOKENS) if carries else None,
+        fitted=is_stored & is_alike & (offsets >= _UNFIT_CHUNK_TOKENS) if carries else None,
         moves_from=1,  # The KV of layer 0 is of the token alone.
     )
 
@@ -323,17 +326,20 @@ def _taken(
     selection: Selection,
     order: np.ndarray | None,
     attention: np.ndarray | None,
-) -> np.ndarray:
-    """Which stored tokens are computed in the first layer; `offsets` of each in its chunk."""
+) -> tuple[np.ndarray, int]:
+    """Which stored tokens are computed in the first layer, `offsets` of each in its chunk; and how many of them, the
+    first ones, were chosen whatever the question is.
+    """
     in_order = stored[np.argsort(offsets, kind="stable") if order is None else order]
     if selection not in ("spread", "query"):
-        return in_order[:count]
+        return in_order[:count], count
     num_first = min(count, int((offsets < _SPREAD_FIRST).sum()))
-    taken, rest = in_order[:num_first], np.sort(in_order[num_first:])
+    first, rest, asked = in_order[:num_first], np.sort(in_order[num_first:]), stored[:0]
     if attention is not None:
         asked = rest[np.argsort(-attention[rest], kind="stable")][: int(_ASKED_SHARE * (count - num_first))]
-        taken, rest = np.concatenate([taken, asked]), np.setdiff1d(rest, asked)
-    return np.concatenate([taken, _evenly(rest, count - len(taken))])
+        rest = np.setdiff1d(rest, asked)
+    num_alike = count - len(asked)
+    return np.concatenate([first, _evenly(rest, num_alike - num_first), asked]), num_alike
 
 
 def _evenly(tokens: np.ndarray, count: int) -> np.ndarray:
