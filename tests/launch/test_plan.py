@@ -12,6 +12,8 @@ from ca_jax.device.transfer import params_to_device
 from ca_jax.kv.layout import pool_size, staging_bytes
 from ca_jax.launch.plan import make_plan
 from ca_jax.models.presets import PRESETS
+from ca_jax.models.sharding import bytes_per_device
+from ca_jax.pretrained import load_model
 from ca_jax.serving.core import adapter_sizes
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
@@ -49,6 +51,17 @@ def test_int8_is_what_dram_and_ssd_hold_and_not_the_pool():
     assert int8.parts["the read buffer"] * 256 == plain.parts["the read buffer"] * 130
     for before, after in zip(plain.tiers[1:], int8.tiers[1:], strict=True):
         assert after.num_tokens == pytest.approx(before.num_tokens * 256 / 130, rel=0.01)
+
+
+def test_weights_in_8_bits_count_as_a_model_that_was_loaded_with_them_takes(tmp_path):
+    config = tiny.tiny_config(num_layers=3)
+    tiny.write_tiny_hf(tmp_path, config, tiny.tiny_params(config))
+    for dtype, weight_dtype in (("bfloat16", "model"), ("bfloat16", "int8"), ("float32", "int8")):
+        loaded = load_model(str(tmp_path), dtype=dtype, weight_dtype=weight_dtype)
+        engine = EngineConfig(overflow=None, weight_dtype=weight_dtype, context_window=256)
+        planned = make_plan(loaded.config, engine, dtype=dtype, device_bytes=A100)
+        assert planned.total_weight_bytes == bytes_per_device(loaded.params)
+        assert planned.parts["the weights"] == planned.total_weight_bytes
 
 
 def test_a_sliding_window_bounds_what_is_stored_of_a_session():
