@@ -431,6 +431,10 @@ def test_what_a_question_attends_to_is_computed_with_the_first_tokens_of_chunks(
     unasked = plan_blend(**given, selection="query")
     assert (unasked.counts, unasked.rows) == (plan.counts, plan.rows)
     np.testing.assert_array_equal(plan.moves, np.array(kinds[10:]) == STORED)
+    assert not plan.fitted[np.array(asked) - 10].any(), "what a question attends to moves otherwise than all else"
+    evenly = [row for row in rows if row not in (*asked, 20, 21, 64, 65, *range(60, 64))]
+    assert evenly
+    assert plan.fitted[np.array(evenly) - 10].all()
 
 
 @given(
