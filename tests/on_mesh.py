@@ -515,3 +515,27 @@ def test_a_model_on_another_mesh_is_refused():
         engine_of(1, 4, model)
     with pytest.raises(ValueError, match="one device, got"):
         engine_of(1, 1, model)
+
+
+def test_weights_in_8_bits_lie_as_wide_ones_do_and_answer_as_on_one_device(tmp_path):
+    config = config_of(4)
+    tiny.write_tiny_hf(tmp_path, config, tiny.tiny_params(config, seed=1))
+    layout = functools.partial(model_sharding, data_parallel_size=2, tensor_parallel_size=2)
+    load = functools.partial(ca_jax.load_model, str(tmp_path), dtype="bfloat16", weight_dtype="int8")
+    one, loaded = load(), load(layout=layout)
+    moved = one.laid_out(layout)
+    for of_one, of_loaded, of_moved in zip(
+        *(jax.tree.leaves(each.params) for each in (one, loaded, moved)), strict=True
+    ):
+        assert of_loaded.sharding == of_moved.sharding
+        np.testing.assert_array_equal(np.asarray(of_loaded), np.asarray(of_one))
+        np.testing.assert_array_equal(np.asarray(of_moved), np.asarray(of_one))
+    attn = loaded.params["params"]["layer_0"]["attn"]
+    divided = (attn["wq"].numbers, attn["wq"].scales, attn["wo"].numbers)
+    assert all(leaf.addressable_shards[0].data.size * 2 == leaf.size for leaf in divided)
+    assert attn["wo"].scales.is_fully_replicated, "outputs of a sum are whole on each device"
+    in_float32 = jax.tree.map(lambda leaf: leaf if leaf.dtype == np.int8 else leaf.astype(np.float32), one.params)
+    model = dataclasses.replace(one, params=in_float32)  # So that rounding decides no token.
+    with engine_of(2, 2, model, weight_dtype="int8") as engine:
+        expect_greedy(talk(engine, SHORT), model, SHORT)
+        assert engine.sessions[0].usage.num_cached_tokens > 0

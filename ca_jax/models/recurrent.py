@@ -44,7 +44,7 @@ CHANNEL_CHUNK = 16
 CELLS: tuple[Axes, ...] = (("batch", None, "channels"), ("batch", "heads", None, None))
 """Of the states of rows, `[n, *shape]` of each of `RecurrenceConfig.state_shapes`."""
 ROWS: Axes = ("batch",)
-"""Of what has a row, or a token, for each."""
+"""Of what has one entry for each row, or for each token."""
 TOKEN_HEADS: Axes = ("batch", "heads", None)
 """Of queries, keys and values `[T, N, D]`."""
 
