@@ -15,6 +15,8 @@ from ca_jax.storage.config import StoreConfig
 
 READ_BUFFERS = ("auto", "all", "off")
 """What `EngineConfig.read_buffer` may be besides a number."""
+QUEUE_ORDERS = ("shortest", "arrival")
+"""See `EngineConfig.queue_order`."""
 WEIGHT_DTYPES = ("model", "int8")
 """What `EngineConfig.weight_dtype` may be."""
 KV_REST_DTYPES = ("model", "int8")
@@ -124,6 +126,10 @@ class EngineConfig:
     keep_pages: bool = True
     """Keep conversations' pages on the devices between turns, until running jobs need them: what is there still is not
     loaded. With `kv_rest_dtype="int8"` none are kept, since what is loaded is rounded."""
+    queue_order: str = "shortest"
+    """Which of the waiting jobs of a priority whose KV is at hand goes first: `shortest`, that which takes least up to
+    its first token, by what of it is stored and where, and by measured rates, but none is overtaken more than 32 times;
+    or `arrival`. Several processes of one engine go by arrival."""
     max_tpot_ms: float | None = None
     """Most milliseconds between two tokens of a decoding job for the sake of others' prefill: passes are shortened to
     what measured rates say fits. None: passes of `max_num_batched_tokens`."""
@@ -175,6 +181,7 @@ class EngineConfig:
         check(num_slots % num_parts == 0, "max_batch_size", wanted, num_slots)
         if self.overflow is not None and self.context_window is not None:
             self.overflow.check_window(self.context_window)
+        check(self.queue_order in QUEUE_ORDERS, "queue_order", " or ".join(QUEUE_ORDERS), self.queue_order)
         is_known = is_count(self.read_buffer) or self.read_buffer in READ_BUFFERS
         wanted = f"a number of layers >= 0 or one of {', '.join(READ_BUFFERS)}"
         check(is_known, "read_buffer", wanted, self.read_buffer)

@@ -60,6 +60,7 @@ BAD_VALUES: dict[type, dict[str, list[Any]]] = {
         "read_buffer_gib": [-1.0, NAN, INF],
         "write_buffer_gib": [-1.0, NAN, INF],
         "max_tpot_ms": [0, -1.0, NAN, INF],
+        "queue_order": ["longest", "", None],
     },
     BlendConfig: {
         "mode": ["fuse"],

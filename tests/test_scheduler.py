@@ -95,13 +95,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         admitted = data.draw(st.booleans(), "admitted")
         free = sorted(set(range(NUM_SLOTS)) - set(self.slots))
         decode = tuple(self.slots[slot] for slot in sorted(self.slots) if self.slots[slot] not in self.prefilling)
-        will_ask, chosen = [], None
+        works = {each.job: data.draw(st.integers(0, 3), "work") for each in order}
+        work = data.draw(st.sampled_from((None, works.__getitem__)), "of the least work first")
+        will_ask, found = [], []
         if free and (not self.prefilling if has_room is None else has_room):
             for position, each in enumerate(order[:PASSED_JOBS]):
-                will_ask.append((each.job, position == 0))
-                chosen = None if position in on_their_way else each
-                if chosen is not None or each.overtaken == MAX_OVERTAKEN:
+                if found and (work is None or each.job.priority != found[0].job.priority):
                     break
+                will_ask.append((each.job, position == 0))
+                found += [] if position in on_their_way else [each]
+                if each.overtaken == MAX_OVERTAKEN:
+                    break
+        chosen = min(found, key=lambda each: (0 if work is None else works[each.job], order.index(each)), default=None)
         asked, asked_room = [], []
 
         def ready(asked_of: Job, is_next: bool) -> bool:
@@ -112,7 +117,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             asked_room.append(asked_of)
             return admitted
 
-        plan = self.scheduler.schedule(ready, admits, has_room)
+        plan = self.scheduler.schedule(ready, admits, has_room, work)
         assert asked == will_ask
         assert asked_room == ([] if chosen is None else [chosen.job])
         if chosen is not None and admitted:
@@ -120,7 +125,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert plan.decode == decode
         assert plan.prefill == tuple(self.prefilling)
         assert plan.taken is (chosen.job if chosen is not None and admitted else None)
-        assert plan.preload is (self.in_order()[0].job if self.waiting else None)
+        first = self.in_order()[:PASSED_JOBS]
+        alike = [each for each in first if each.job.priority == first[0].job.priority]
+        alike = alike[: next((i for i, each in enumerate(first) if each.job not in {e.job for e in alike}), None)]
+        if work is None or not first or first[0].overtaken == MAX_OVERTAKEN:
+            alike = first[:1]
+        next_one = min(alike, key=lambda each: works[each.job], default=None)
+        assert plan.preload is (None if next_one is None else next_one.job)
 
     @precondition(lambda self: self.prefilling)
     @rule(data=st.data())
@@ -209,6 +220,20 @@ def test_where_slots_are_in_parts_jobs_take_one_of_each_in_turn():
         if each.slot in (1, 2, 3):
             scheduler.remove(each)
     assert slots_of(3) == [3, 1, 2]
+
+
+def test_a_long_job_waits_for_short_ones_that_came_later_until_it_was_overtaken_often_enough():
+    scheduler = Scheduler(1)
+    (long,) = submitted(scheduler, 0)
+    works = {long: 9.0}
+    taken = []
+    for _ in range(MAX_OVERTAKEN + 2):
+        (short,) = submitted(scheduler, 0)
+        works[short] = 1.0
+        taken.append(scheduler.schedule(work=works.__getitem__).taken)
+        scheduler.prefilled(taken[-1])
+        scheduler.remove(taken[-1])
+    assert taken.index(long) == MAX_OVERTAKEN
 
 
 def test_a_job_is_overtaken_and_passed_by_as_often_as_is_allowed_and_then_comes_first():

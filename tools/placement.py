@@ -70,27 +70,40 @@ def _half(names: Any, half: str) -> set[Any]:
 WORKLOADS = {"agents": of_agents, "mooncake": of_mooncake, "sharegpt": of_sharegpt}
 
 
-def config(name: str, seed: int, trace: str | None = None) -> SimulateConfig:
+def config(
+    name: str, seed: int, trace: str | None = None, num_devices: int = 8, queue_order: str = "arrival"
+) -> SimulateConfig:
     """Who serves a workload, and how its sessions come: agents one a minute, conversations one a second."""
     came: dict[str, dict[str, Any]] = {
         "agents": {"trace_format": "agent_sessions", "num_sessions": 150, "arrival_rate": 1 / 60},
         "mooncake": {"trace_format": "mooncake"},
         "sharegpt": {"num_sessions": 1000, "think_time_s": 60.0},
     }
-    node = {"device": "h100", "num_devices": 8, "flops_share": 0.5, "model": "llama3-8b"}
-    return SimulateConfig(seed=seed, trace=trace, **node, **came[name])  # type: ignore[arg-type]
+    node = {"device": "h100", "num_devices": num_devices, "flops_share": 0.5, "model": "llama3-8b"}
+    asked = {"seed": seed, "trace": trace, "queue_order": queue_order}
+    return SimulateConfig(**asked, **node, **came[name])  # type: ignore[arg-type]
 
 
 def serve(
-    name: str, asked: SimulateConfig, half: str, shares: Sequence[float], policies: Sequence[str]
+    name: str,
+    asked: SimulateConfig,
+    half: str,
+    shares: Sequence[float],
+    policies: Sequence[str],
+    ssd_share: float = 0.0,
 ) -> list[dict[str, Any]]:
-    """Rows of one workload: every policy with room for every share, and room for everything."""
+    """Rows of one workload: every policy with room for every share, and room for everything.
+
+    Args:
+      ssd_share: room on SSD below that, as a share of all sessions' KV.
+    """
     sessions = WORKLOADS[name](asked, half)
     server = asked.trace_server(workload.num_turns(sessions), max(map(workload.stored_tokens, sessions)))
     all_bytes = working_set_bytes(server, sessions)
     rows = []
     for share in (_EVERYTHING, *shares):
-        store = StoreSizes(dram_bytes=share * all_bytes, ssd_bytes=0.0, block_tokens=asked.block_tokens)
+        ssd_bytes = 0.0 if share == _EVERYTHING else ssd_share * all_bytes
+        store = StoreSizes(dram_bytes=share * all_bytes, ssd_bytes=ssd_bytes, block_tokens=asked.block_tokens)
         named = policies if share != _EVERYTHING else ["lru"]
         for result in compare_policies(server, store, named, sessions)[1:]:
             counts = result.counts
@@ -99,6 +112,7 @@ def serve(
                     "workload": name,
                     "seed": asked.seed,
                     "half": half,
+                    "queue_order": asked.queue_order,
                     "policy": "everything" if share == _EVERYTHING else result.policy,
                     "capacity_share": share,
                     "capacity_gb": store.dram_bytes / 1e9,
@@ -107,6 +121,8 @@ def serve(
                     "cached_share": counts.cached_share,
                     "prefill_saved": result.prefill_saved,
                     "ttft_mean_s": counts.ttft_mean_s,
+                    "ttft_percentiles_s": counts.ttft_percentiles_s,
+                    "device_s": counts.gpu_s,
                     "elapsed_s": counts.elapsed_s,
                 }
             )
@@ -117,23 +133,28 @@ def serve(
 def summary(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Of each workload, share and policy: means over seeds, of the difference to recency the least and largest too."""
 
-    def kind(row: dict[str, Any]) -> tuple[str, float, str]:
-        return row["workload"], row["capacity_share"], row["policy"]
+    def kind(row: dict[str, Any]) -> tuple[str, str, float, str]:
+        return row["workload"], row["queue_order"], row["capacity_share"], row["policy"]
 
     of_kind = {key: list(group) for key, group in itertools.groupby(sorted(rows, key=kind), kind)}
-    for (name, share, policy), group in of_kind.items():
-        recency = {row["seed"]: row["saved_of_possible"] for row in of_kind.get((name, share, "lru"), ())}
+    for (name, order, share, policy), group in of_kind.items():
+        recency = {row["seed"]: row["saved_of_possible"] for row in of_kind.get((name, order, share, "lru"), ())}
         gains = [100 * (row["saved_of_possible"] - recency[row["seed"]]) for row in group if row["seed"] in recency]
         yield {
             "workload": name,
+            "queue_order": order,
             "capacity_share": share,
             "policy": policy,
             **{
                 field: statistics.mean(row[field] for row in group)
-                for field in ("saved_of_possible", "cached_share", "hit_rate", "ttft_mean_s")
+                for field in ("saved_of_possible", "cached_share", "hit_rate", "ttft_mean_s", "device_s")
+            },
+            "ttft_percentiles_s": {
+                name: statistics.mean(row["ttft_percentiles_s"][name] for row in group)
+                for name in group[0]["ttft_percentiles_s"]
             },
             "gain_points": [statistics.mean(gains), min(gains), max(gains)] if gains else None,
-            "room_of_recency": _room(rows, name, policy, share),
+            "room_of_recency": _room([row for row in rows if row["queue_order"] == order], name, policy, share),
         }
 
 
@@ -163,7 +184,9 @@ def main(_: Sequence[str]) -> None:
     shares, rows = [float(each) for each in FLAGS.shares], []
     for seed, name in itertools.product(range(FLAGS.seeds), FLAGS.workloads):
         trace = {"agents": FLAGS.agents, "mooncake": FLAGS.mooncake}.get(name)
-        rows += serve(name, config(name, seed, trace), FLAGS.half, shares, FLAGS.policies)
+        for order in FLAGS.queue_orders:
+            asked = config(name, seed, trace, FLAGS.num_devices, order)
+            rows += serve(name, asked, FLAGS.half, shares, FLAGS.policies, FLAGS.ssd_share)
         script.note(console, f"{name}, seed {seed}: done")
     found = list(summary(rows))
     print("\n".join(_table(found)))
@@ -180,18 +203,25 @@ def main(_: Sequence[str]) -> None:
 
 def _table(found: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Lines of Markdown."""
-    yield "| workload | room | policy | saved of what can be | less recency's, points | room of recency's | TTFT, s |"
-    yield "|---|---:|---|---:|---:|---:|---:|"
+    yield (
+        "| workload | order | room | policy | saved of what can be | less recency's, points | room of recency's | "
+        "TTFT, s: mean, p50, p99 | device, s |"
+    )
+    yield "|---|---|---:|---|---:|---:|---:|---:|---:|"
     for row in found:
         gain, room = row["gain_points"], row["room_of_recency"]
         told = [
             row["workload"],
+            row["queue_order"],
             f"{100 * row['capacity_share']:g} %",
             row["policy"],
             f"{100 * row['saved_of_possible']:.1f} %",
             "" if gain is None else f"{gain[0]:+.1f} ({gain[1]:+.1f} to {gain[2]:+.1f})",
             "" if room is None else f"{room:.2f}",
-            f"{row['ttft_mean_s']:.2f}",
+            ", ".join(
+                f"{each:.2f}" for each in (row["ttft_mean_s"], *(row["ttft_percentiles_s"][p] for p in ("p50", "p99")))
+            ),
+            f"{row['device_s']:.0f}",
         ]
         yield f"| {' | '.join(told)} |"
 
@@ -202,6 +232,9 @@ if __name__ == "__main__":
     flags.DEFINE_enum("half", HALVES[1], HALVES, "Which half of the sessions is served.")
     flags.DEFINE_integer("seeds", 3, "How often each workload is drawn.", lower_bound=1)
     flags.DEFINE_list("shares", ["0.05", "0.1", "0.2", "0.4"], "Rooms, as shares of all sessions' KV.")
+    flags.DEFINE_float("ssd_share", 0.0, "Room on SSD below, as a share of all sessions' KV.", lower_bound=0)
+    flags.DEFINE_integer("num_devices", 8, "H100 that share the model.", lower_bound=1)
+    flags.DEFINE_list("queue_orders", ["arrival"], "Who of those that wait goes first: arrival, shortest.")
     flags.DEFINE_list("policies", list(POLICIES), "Who is evicted.")
     flags.DEFINE_list("workloads", list(WORKLOADS), "What is served.")
     flags.DEFINE_string("json_out", None, "File to write all rows to.")

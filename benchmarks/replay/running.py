@@ -187,6 +187,7 @@ def simulate(engine: Engine, workload: Workload, served: Served, *, warmup_turns
             link_bytes_per_s=link_bytes_per_s if math.isfinite(link_bytes_per_s) else _LINK_BYTES_PER_S,
             max_batch_size=config.max_batch_size,
             prefills_block=False,
+            queue_order=config.queue_order,
             store=_store_sizes(engine),
             overflow=config.overflow or OverflowConfig(),
             warmup_turns=warmup_turns,

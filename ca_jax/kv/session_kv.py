@@ -21,6 +21,7 @@ from ca_jax.device.runner import Runner
 from ca_jax.device.runtime import Runtime
 from ca_jax.device.transfer import held_heads
 from ca_jax.errors import check
+from ca_jax.kv import costs
 from ca_jax.kv.async_saver import AsyncSaver
 from ca_jax.kv.chunk_kv import ChunkKV, distinct_keys
 from ca_jax.kv.costs import RateMeter
@@ -175,6 +176,17 @@ class SessionKV:
             coming.clear()
         found = [self.store.ready(each, is_next) for each in loaded if each not in coming]  # Not up to the first alone.
         return all_agree(self._processes, "ready", not coming and all(found))
+
+    def work(self, job: Job) -> float:
+        """About what a queued job takes up to its first token: seconds; tokens to compute, where none are measured."""
+        _, loaded = self._queued.get(job, ("", ()))
+        num_tokens, num_stored = len(job.prompt_ids), sum(map(self.store.num_readable, loaded))
+        num_stored = min(num_stored, num_tokens - 1)
+        rates = self.meter.rates
+        if rates is None:
+            return num_tokens - num_stored
+        load_s = rates.num_layers * costs.layer_load_s(rates, num_stored)
+        return max(rates.prefill.seconds(num_stored, num_tokens - num_stored), load_s)
 
     def queued(self, job: Job) -> QueuedKV | None:
         """Of a queued turn, where the KV is that it will load; None of a job that loads none."""

@@ -27,6 +27,7 @@ from typing import Any
 import rich.console
 from absl import flags
 
+from ca_jax.config import QUEUE_ORDERS
 from ca_jax.errors import check
 from ca_jax.launch import script
 from ca_jax.launch.flags import ConfigFlags, out_path, refuse
@@ -110,6 +111,9 @@ class SimulateConfig(TraceConfig):
     """Bandwidth of the SSD, each way."""
     max_batch_size: int = 24
     """Decode slots."""
+    queue_order: str = sim.ServerConfig.queue_order
+    """Who of those that wait goes first: who came first (`arrival`), as in the paper, or who takes least up to a first
+    token (`shortest`), as in the engine."""
     model: str = "llama-13b"
     """Without figures: the model, one of `MODELS`."""
     window: int | None = None
@@ -132,6 +136,7 @@ class SimulateConfig(TraceConfig):
         for name, least in (("num_sessions", 1), ("max_batch_size", 1), ("max_turns", 0), ("window", 2)):
             value = getattr(self, name)
             check(value is None or value >= least, name, f"at least {least}", value)
+        check(self.queue_order in QUEUE_ORDERS, "queue_order", " or ".join(QUEUE_ORDERS), self.queue_order)
         for name in ("chars_per_token", "capacity_share"):
             value = getattr(self, name)
             check(value is None or 0 < value < math.inf, name, "a number above 0", value)
@@ -186,7 +191,12 @@ class SimulateConfig(TraceConfig):
     def _server(self, model: sim.SimModel, cost: sim.RooflineCost | sim.FittedCost, **others: Any) -> sim.ServerConfig:
         link_bytes_per_s, slots = DEVICES[self.device].link_bytes_per_s, self.max_batch_size
         return sim.ServerConfig(
-            model=model, cost=cost, link_bytes_per_s=link_bytes_per_s, max_batch_size=slots, **others
+            model=model,
+            cost=cost,
+            link_bytes_per_s=link_bytes_per_s,
+            max_batch_size=slots,
+            queue_order=self.queue_order,
+            **others,
         )
 
     def trace_server(self, num_turns: int, largest_tokens: int, cost: Sequence[str] = ()) -> sim.ServerConfig:

@@ -57,6 +57,8 @@ class Batch:
         parts = runner.pool.size.num_parts
         self.may_check: Callable[[], bool] = lambda: True
         """Whether drafts may be checked: not while what checks them is being compiled, for which answers would wait."""
+        by_work = runtime.config.queue_order == "shortest" and self._processes.count == 1
+        self._work = kv.work if by_work else None
         self._drafter = Drafter(runtime.config.max_draft_tokens, runner.draft_buckets, parts, runtime.processes)
 
     def step(self) -> bool:
@@ -64,7 +66,8 @@ class Batch:
         plan = None
         while plan is None or plan.taken is not None:  # As many prompts as a step has room for.
             num_left = sum(each.prefill.num_left for each in self._prefilling.values())
-            plan = self._scheduler.schedule(self._kv.ready, self._admits, num_left < self._runner.chunk_tokens)
+            has_room = num_left < self._runner.chunk_tokens
+            plan = self._scheduler.schedule(self._kv.ready, self._admits, has_room, self._work)
             if plan.taken is not None:
                 self._begin_prefill(plan.taken)
         if plan.preload is not None and plan.preload.session is not None:

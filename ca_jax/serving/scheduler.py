@@ -1,9 +1,10 @@
 """Which jobs run: a queue, slots for those that run, and a plan per step (iteration-level continuous batching).
 
-Lower priority values go first, then who came first; but a job that later ones were taken before too often goes before
-all. A waiting job takes the first free slot as soon as there is one and the engine has room for its prompt, and is
-prefilled there over as many steps as the engine wants, beside others; then it joins the jobs that decode, which go on
-all the while. Jobs whose KV is still on its way are passed by, and stay where they are in the queue.
+Lower priority values go first, then who takes least up to a first token, or who came first; but a job that later ones
+were taken before too often goes before all. A waiting job takes the first free slot as soon as there is one and the
+engine has room for its prompt, and is prefilled there over as many steps as the engine wants, beside others; then it
+joins the jobs that decode, which go on all the while. Jobs whose KV is still on its way are passed by, and stay where
+they are in the queue.
 
 Not here: jax, KV bytes, what a step does and how much is prefilled in one (batch).
 Source: iteration-level scheduling is Orca's (Yu et al., OSDI 2022), prefill in chunks between decode steps Sarathi's
@@ -37,7 +38,7 @@ class StepPlan:
     ]  # Jobs to prefill, or to prefill further, in the order they were taken; their slots are set.
     taken: Job | None  # The last of these, where this plan has taken it.
     preload: Job | None
-    """The first of those that still wait, most likely the next to be prefilled: its load may begin now."""
+    """Of those that still wait the one most likely to be prefilled next: its load may begin now."""
 
 
 class Scheduler:
@@ -108,6 +109,7 @@ class Scheduler:
         ready: Callable[[Job, bool], bool] = lambda job, is_next: True,
         admits: Callable[[Job], bool] = lambda job: True,
         has_room: bool | None = None,
+        work: Callable[[Job], float] | None = None,
     ) -> StepPlan:
         """Plans the next step. Where there is room for another prompt, one job that waits takes the first free slot.
 
@@ -119,16 +121,18 @@ class Scheduler:
             queue, for which it is to be brought. Asked in order, as far as needed, and only if there is a slot.
           admits: whether there is room for what prefilling a job makes. Asked of one job, which is ready.
           has_room: whether another prompt may be begun; None: where none is being prefilled.
+          work: how much a job takes up to its first token. Of the first few of the same priority that are ready that
+            with the least is the first then; None: whoever came first.
         """
         decode, taken = tuple(job for job in self.running if job not in self._prefilling), None
         if (not self._prefilling if has_room is None else has_room) and self._free_slots:
-            job = self._first_ready(ready)
+            job = self._first_ready(ready, work)
             if job is not None and admits(job):
                 self._queue.take(job)
                 _, job.slot = heapq.heappop(self._free_slots)
                 self._running[job.slot] = taken = job
                 self._prefilling.append(job)
-        return StepPlan(decode, self.prefilling, taken, next(iter(self._queue), None))
+        return StepPlan(decode, self.prefilling, taken, self._first_ready(lambda *_: True, work))
 
     def prefilled(self, job: Job) -> None:
         """Says that a job's prefill is complete: it decodes from the next plan on.
@@ -156,13 +160,17 @@ class Scheduler:
     def _is_running(self, job: Job) -> bool:
         return job.slot is not None and self._running.get(job.slot) is job
 
-    def _first_ready(self, ready: Callable[[Job, bool], bool]) -> Job | None:
+    def _first_ready(self, ready: Callable[[Job, bool], bool], work: Callable[[Job], float] | None) -> Job | None:
+        """Of the first few jobs the first that is ready, or that of its priority with the least work."""
+        found: list[Job] = []
         for position, job in enumerate(tuple(itertools.islice(self._queue, _PASSED_JOBS))):
+            if found and job.priority != found[0].priority:
+                break
             if ready(job, position == 0):
-                return job
-            if not self._queue.may_be_overtaken(job):
-                return None
-        return None
+                found.append(job)
+            if (found and work is None) or not self._queue.may_be_overtaken(job):
+                break
+        return min(found, key=work, default=None) if work is not None else next(iter(found), None)
 
 
 class _Queue:

@@ -186,6 +186,8 @@ class ServerConfig:
     prefills_block: bool = True
     """Whether nothing is decoded while a job can be prefilled, as in the paper; if not, each job in a slot decodes a
     token between two prefills, as in this engine."""
+    queue_order: str = "arrival"
+    """As in `EngineConfig`; by arrival in the paper."""
     store: StoreSizes | None = None
     """Where KV is kept between turns; None to recompute it."""
     overflow: OverflowConfig = dataclasses.field(default_factory=lambda: OverflowConfig(keep_first_tokens=0))

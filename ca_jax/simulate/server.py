@@ -72,6 +72,7 @@ class Server:
         self._config = config
         self._clock = Clock()
         self._scheduler = Scheduler(config.max_batch_size)
+        self._work = self._seconds if config.queue_order == "shortest" else None
         self._asked: dict[Job, _Asked] = {}
         self._clients: dict[str, Client] = {}  # Of sessions that are not over.
         self._load = Link(self._clock, config.link_bytes_per_s)
@@ -98,7 +99,7 @@ class Server:
         clock, scheduler = self._clock, self._scheduler
         while True:
             clock.run_until(clock.now_s)
-            plan = scheduler.schedule(self._ready, self._admits)
+            plan = scheduler.schedule(self._ready, self._admits, work=self._work)
             if plan.prefill:
                 if plan.decode and not self._config.prefills_block:
                     self._decode(plan.decode, most_steps=1)
@@ -222,6 +223,14 @@ class Server:
         is_ready = self._store.ready(asked.client.key, is_next)
         asked.waited |= is_next and not is_ready
         return is_ready
+
+    def _seconds(self, job: Job) -> float:
+        """What a job takes up to its first token, with what is stored now."""
+        asked, config = self._asked[job], self._config
+        client, turn = asked.client, asked.client.session.turns[asked.turn_index]
+        num_cached = 0 if self._store is None else min(self._store.num_readable(client.key), client.num_tokens)
+        compute_s = config.cost.prefill_s(num_cached, client.num_tokens - num_cached + self._num_new(turn))
+        return max(compute_s, num_cached * config.model.token_bytes / config.link_bytes_per_s)
 
     def _admits(self, job: Job) -> bool:
         client = self._asked[job].client

@@ -11,6 +11,7 @@ from tools import placement
 def row(policy, seed, share, saved):
     return {
         "workload": "w",
+        "queue_order": "arrival",
         "policy": policy,
         "seed": seed,
         "capacity_share": share,
@@ -18,6 +19,8 @@ def row(policy, seed, share, saved):
         "cached_share": saved / 2,
         "hit_rate": saved,
         "ttft_mean_s": 1.0,
+        "ttft_percentiles_s": {"p50": 1.0, "p99": 2.0},
+        "device_s": 3.0,
     }
 
 
