@@ -2,9 +2,12 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
+from ca_jax.simulate.traces.sharegpt import Conversation, Turn
 from ca_jax.simulate.workload import num_turns
+from tools import goes_on as goes_on_tool
 from tools import placement
 
 
@@ -59,3 +62,25 @@ def test_a_workload_is_served_under_each_policy_with_each_room_and_beside_room_f
     assert saved["everything", 1.05] == 1.0
     assert 0 < saved["lru", 0.2] < saved["belady", 0.2] <= saved["belady", 0.5] <= 1.0
     assert saved["lru", 0.2] < saved["lru", 0.5]
+
+
+def test_who_goes_on_is_told_by_what_is_known_and_by_chance_without():
+    rng = np.random.default_rng(0)
+    known = np.column_stack([rng.normal(size=4000), np.ones(4000)])
+    goes_on = rng.random(4000) < 1 / (1 + np.exp(-(2 * known[:, 0] + 1)))
+    weights = goes_on_tool.fitted(known, goes_on)
+    assert weights == pytest.approx([2, 1], abs=0.2)
+    likely, auc = goes_on_tool.told(1 / (1 + np.exp(-known @ weights)), goes_on)
+    without, chance = goes_on_tool.told(np.full(4000, goes_on.mean()), rng.permutation(goes_on))
+    assert likely > without + 0.2
+    assert auc > 0.85
+    assert chance == pytest.approx(0.5, abs=0.03)
+    asked = [("Hello?", "Yes."), ("Thanks", "Bye.")]
+    turns = [each for pair in asked for each in pair]
+    said = Conversation(
+        id="a", turns=tuple(Turn(role=("user", "assistant")[i % 2], text=t) for i, t in enumerate(turns))
+    )
+    assert [(end.number, end.asked, end.goes_on) for end in goes_on_tool.ends_of(said)] == [
+        (1, "Hello?", True),
+        (2, "Thanks", False),
+    ]
