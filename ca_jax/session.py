@@ -43,7 +43,7 @@ class Job:
     may_drop: bool = True  # Whether tokens may leave its conversation, before it and in it, where the window is full.
     context_tokens: int = 0  # Tokens of its prompt that are chunks.
     spans: tuple[ChunkSpan, ...] = ()  # Chunks in its prompt, in order, whose KV is loaded and blended where stored.
-    chunk: ChunkSpan | None = None  # Its prompt is this chunk, and its KV is all that is wanted.
+    chunk: ChunkSpan | None = None  # Its prompt ends with this chunk, whose KV is all that is wanted.
     note: Callable[[Job, FinishReason], tuple[str, str]] | None = None  # As of `TurnRequest`.
     tenant: str = ""  # Of the chunk.
     matcher: Matcher | None = None  # What its text must be like; None: anything.

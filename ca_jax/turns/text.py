@@ -185,6 +185,8 @@ class ChunkSpan:
     """Place of its first token in the prompt."""
     num_tokens: int
     """How many it has, at least 1."""
+    is_exact: bool = False
+    """Whether all that stands before it in the prompt is what its KV was computed behind."""
 
     def __post_init__(self) -> None:
         if self.start < 0 or self.num_tokens < 1:
