@@ -47,7 +47,7 @@ CHUNK_HEADS: tuple[ChunkHead, ...] = get_args(ChunkHead)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlendConfig:
-    """How a prompt with chunks is served: what becomes of the KV of chunks that was computed alone.
+    """How a prompt with chunks is served: what becomes of the KV of chunks that was stored before.
 
     Raises:
       ValueError: a value outside its range; the message says what must be.
@@ -82,7 +82,7 @@ class BlendConfig:
 
     @property
     def reuses_chunks(self) -> bool:
-        """Whether the KV of chunks that were computed alone is used."""
+        """Whether the stored KV of chunks is used."""
         return self.mode in ("blend", "reuse")
 
 

@@ -18,6 +18,7 @@ from benchmarks.evaluate.rag_methods import Blends, Method, PromptContexts
 from ca_jax import BlendConfig
 from ca_jax.config import CHUNK_HEADS
 from ca_jax.errors import ContextWindowError, EmptyMessageError
+from ca_jax.kv.chunk_kv import ChunkKV
 from ca_jax.storage.records import Residency
 from tests import engine_kit as kit
 from tests import overflow_kit as ok
@@ -123,6 +124,15 @@ def test_a_history_as_long_as_the_head_is_not_the_head():
         kit.say(session, QUESTION, 8, context=[A, B])
         kit.expect_right(session)
         assert session.usage.repaired_tokens == len(A + B)
+
+
+def test_keys_tell_heads_and_chunks_apart():
+    """Also heads of as many tokens, and the same tokens cut elsewhere."""
+    heads = ([], [1], [2], [1, 2], [1, 2, 3])
+    keys = {
+        ChunkKV(None, None, b"", head, 100).key(chunk, "") for head in heads for chunk in ([2, 3, 4], [3, 4], [4], [1])
+    }
+    assert len(keys) == 4 * len(heads)
 
 
 def test_what_was_stored_without_a_head_is_not_used_with_one(tmp_path):
