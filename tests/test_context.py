@@ -28,7 +28,8 @@ from tests.chunk_kit import HEAD, reused, stored
 A, B, C = kit.prompt(70, 1), kit.prompt(33, 2), kit.prompt(48, 3)
 ONE = kit.prompt(1, 4)
 QUESTION = kit.prompt(20, 5)
-WHOLE, REUSE, SOME = (BlendConfig(recompute_ratio=ratio) for ratio in (1.0, 0.0, 0.15))
+WHOLE, REUSE = (BlendConfig(recompute_ratio=ratio) for ratio in (1.0, 0.0))
+SOME = BlendConfig(recompute_ratio=0.15, selection="hkvd")
 
 
 def answer_over(kv: np.ndarray, new_ids: list[int], max_tokens: int) -> list[int]:
@@ -52,11 +53,14 @@ def test_what_is_exact_answers_as_one_pass_over_all(mode, context):
     prompt = joined(*context, QUESTION)
     with kit.small_engine(blend=BlendConfig(mode=mode, recompute_ratio=1.0)) as engine:
         engine.precompute(context)
+        engine.wait_for_saves()
         session = engine.session()
         assert kit.say(session, QUESTION, 8, context=context) == kit.greedy_answer(prompt, 8)
         assert session.token_ids[: len(prompt)] == prompt
-        stored = kit.stored_kv(engine, session)[:, :, : len(prompt)]
-        np.testing.assert_allclose(stored, kit.full_pass(prompt)[1], atol=1e-4)
+        num_cached = {"blend": sum(map(len, context)), "prefix": len(context[0]), "recompute": 0}[mode]
+        assert session.usage.num_cached_tokens == num_cached
+        found = kit.stored_kv(engine, session)[:, :, : len(prompt)]
+        np.testing.assert_allclose(found, kit.full_pass(prompt)[1], atol=1e-4)
 
 
 @pytest.mark.parametrize("context", [(B, B, A, B), (ONE, A, ONE), (A,)])
@@ -103,7 +107,7 @@ def test_a_chunk_is_computed_behind_the_head_which_is_not_stored(num_tokens):
         kit.check_turn(engine.session(), chunk[:300], 4)
 
 
-@pytest.mark.parametrize(("system", "num_exact"), [("", 1), ("Be brief.", 0)])
+@pytest.mark.parametrize(("system", "num_exact"), [("", 1), ("Be brief.", 0)], ids=["the head", "another text"])
 def test_a_prompt_that_begins_with_the_head_has_its_first_chunk_exact(system, num_exact):
     """The second chunk is not, and behind another text none is: all of their tokens are computed anew."""
     with kit.small_engine(blend=WHOLE) as engine:
@@ -217,6 +221,26 @@ def test_what_the_question_looks_at_is_computed_anew(num_asked):
         # Behind a history of its own, which stays as it is.
         kit.say(session, question[:20], 4, context=(B, A))
         np.testing.assert_allclose(kit.stored_kv(engine, session)[:, :, :count], kv, atol=1e-4)
+
+
+def test_what_nothing_is_stored_of_is_computed_before_the_question_looks():
+    """A template's words before the chunks, in pages that have anything."""
+    with kit.small_engine(blend=BlendConfig(recompute_ratio=0.3, selection="query")) as engine:
+        tokenizer, texts = engine.model.tokenizer, ["The sky is green and so is the sea.\n", "Grass is blue.\n"]
+        overlap_kit.poison(engine)
+        session = engine.session(system="Be brief.")
+        kit.drain(session.send("What is green?", context=texts, max_tokens=1))
+        chunks = [tuple(tokenizer.encode_content(text)) for text in texts]
+        ids = session.token_ids[: session.usage.prompt_tokens]
+        start = bytes(ids).index(bytes(chunks[0]))
+        stop = start + sum(map(len, chunks))
+        asked = RagPrompt(
+            source="", head=tuple(ids[:start]), chunks=tuple(chunks), question_ids=tuple(ids[stop:]), answers=()
+        )
+        of = PromptContexts(ContextModel(engine.model, [asked], 0), asked, Blends())
+        found = kit.stored_kv(engine, session)[:, :, :stop]
+    kv = of.kv(Method(kind="blend", ratio=0.3, selection="query"))
+    np.testing.assert_allclose(found, np.stack([np.asarray(layer) for layer in kv])[:, :, :stop], atol=1e-4)
 
 
 def test_turns_with_the_same_chunk_at_once_compute_it_once():

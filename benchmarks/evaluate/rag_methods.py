@@ -182,10 +182,10 @@ class PromptContexts:
         )
 
     def attention(self) -> np.ndarray:
-        """What places receive from the question over stored KV, in the layers that are asked: f32 `[num_tokens]`."""
+        """What places receive from the question with full reuse, in the layers that are asked: f32 `[num_tokens]`."""
         if self._attention is None:
             num_asking = plan.num_asking(self._contexts.config.num_layers)
-            layers = self.ask(self.stored).attention[:num_asking]
+            layers = self.ask(self.kv(REUSE)).attention[:num_asking]
             self._attention = np.sum([to_host(each) for each in layers], axis=(0, 1, 2))[: self.num_tokens]
         return self._attention
 

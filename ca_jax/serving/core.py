@@ -123,7 +123,8 @@ class EngineCore:
         # KV of other weights, and of other rotary frequencies where those are the window's, is other KV.
         is_steady = window <= model.config.steady_positions
         weights = model.fingerprint if is_steady else f"{model.fingerprint} window {window}"
-        self._chunk_head = head = chunk_head(model, config.blend.chunk_head)
+        blend = config.blend  # With other modes a chunk is a text like others, and its KV that of a prompt's beginning.
+        self._chunk_head = head = chunk_head(model, blend.chunk_head) if blend.reuses_chunks else []
         self.kv = SessionKV(
             layout, self.runner, runtime, fingerprint=weights, chunk_head=head, store_wrapper=store_wrapper
         )
@@ -179,9 +180,11 @@ class EngineCore:
             starts = list(itertools.accumulate(chunk_tokens, initial=0))
             exact = [not start and not self._chunk_head for start in starts]
             spans = [ChunkSpan("", *each) for each in zip(starts, chunk_tokens, exact, strict=False)]
-            plan = blend_plan(self._config.blend, len(self.model.config.kv_layers), num_tokens, 0, spans, ratio)
+            by = partial(blend_plan, self._config.blend, len(self.model.config.kv_layers), num_tokens, 0, spans)
+            plan = by(ratio)
             yield from recomputer.functions_of(shapes, plan)
             if self._config.blend.selection == "query" and plan.moves is not None:
+                yield from recomputer.functions_of(shapes, by(0.0))
                 yield from recomputer.asking_functions(shapes)
 
     def _measure_transfers(self) -> None:

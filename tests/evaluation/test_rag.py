@@ -195,7 +195,9 @@ def test_each_bound_is_held_against_the_interval():
 
 
 def test_ratios_are_tried_from_full_reuse_to_the_largest(path):
-    config = GateConfig(chunking=chunking(path), blends=Blends(ratios=(1.0, 0.5)), max_kl_share=0.01)
+    config = GateConfig(
+        chunking=chunking(path), blends=Blends(ratios=(1.0, 0.5), selections=("hkvd",)), max_kl_share=0.01
+    )
     evaluation = run_gate(kit.tiny_model(), config, ignore)
     assert [(row.ratio, row.passes) for row in evaluation.rows] == [(0, False), (0.5, False), (1, True)]
     assert evaluation.rows[0].kl_share == 1
@@ -231,7 +233,7 @@ def deviation_rows(path, figure: int, **blends):
 
 
 def test_figure_6_goes_from_full_reuse_to_nothing(path):
-    rows = {(row.selection, row.ratio): row for row in deviation_rows(path, 6, ratios=(1.0, 0.5))}
+    rows = {(row.selection, row.ratio): row for row in deviation_rows(path, 6, ratios=(1.0, 0.5), selections=("hkvd",))}
     reuse = rows["hkvd", 0]
     assert reuse.interval[0] <= reuse.attention_deviation == pytest.approx(np.mean(reuse.layer_deviations))
     for name in (ORACLE, "hkvd"):
