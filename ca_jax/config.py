@@ -65,8 +65,8 @@ class BlendConfig:
     (section 7.3)."""
     check_layers: int = 1
     """First layers in which all tokens are computed, to see which deviate; `hkvd` alone has any."""
-    selection: Selection = "hkvd"
-    """Which tokens are computed anew, a `Selection`."""
+    selection: Selection = "spread"
+    """Which tokens are computed anew, a `Selection`: what answered most (`docs/design/blending.md`)."""
     chunk_head: ChunkHead = "template"
     """What a chunk's KV is computed behind, a `ChunkHead`. A text's first token takes much attention and says nothing;
     behind a head it is none of the chunk's."""

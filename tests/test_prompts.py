@@ -169,6 +169,11 @@ def test_a_template_that_no_message_can_be_cut_from_has_the_head_of_none(source)
     assert chunk_head(model_of(ChatTemplate(source)), "template") == chunk_head(model_of(None), "template")
 
 
+def test_the_head_of_chunks_is_no_longer_than_a_sink_needs():
+    model = model_of(ChatTemplate("{{ 'Help. ' * 40 }}{{ messages[0]['content'] }}"))
+    assert bytes(chunk_head(model, "template")) == ("Help. " * 40).encode()[:64]
+
+
 def test_the_head_of_chunks_is_the_same_on_every_day():
     model = model_of(ChatTemplate("{{ strftime_now('%d %b %Y') }}: {{ messages[0]['content'] }}"))
     assert bytes(chunk_head(model, "template")) == b"26 Jul 2024: "

@@ -67,7 +67,7 @@ class Blends(Checked):
 
     ratios: tuple[float, ...] = (0.05, 0.15, 0.3, 0.5)
     """Shares of the chunks' tokens that are computed anew, in the mean of the layers behind the check layers."""
-    selections: tuple[str, ...] = ("hkvd",)
+    selections: tuple[str, ...] = (config.BlendConfig.selection,)
     """Which tokens, of `SELECTIONS`."""
     other_ratios: tuple[float, ...] | None = None
     """Ratios of the selections behind the first one; None: the same as its."""

@@ -41,6 +41,8 @@ from ca_jax.turns.text import (
     num_chars,
 )
 
+_MAX_HEAD_TOKENS = 64  # Each chunk is computed behind as many, once; 16 took a sink's part as well.
+
 
 @dataclasses.dataclass(frozen=True)
 class NewTurn:
@@ -158,8 +160,8 @@ def chunk_ids(model: LoadedModel, chunk: str | Sequence[int]) -> list[int]:
 def chunk_head(model: LoadedModel, kind: ChunkHead) -> list[int]:
     """The token ids that a model's chunks are computed behind, see `ChunkHead`.
 
-    They are what its conversations begin with, up to the first message's text; without a chat template a token that
-    begins a sequence, where the model has one, and "User: ". None where there is no tokenizer.
+    They are what its conversations begin with, up to the first message's text, at most 64; without a chat template a
+    token that begins a sequence, where the model has one, and "User: ". None where there is no tokenizer.
     """
     tokenizer = model.tokenizer
     if kind == "none" or tokenizer is None:
@@ -169,7 +171,8 @@ def chunk_head(model: LoadedModel, kind: ChunkHead) -> list[int]:
         begun = None if template is None else template.before_message()
     except InvalidRequestError:  # It writes messages in a way of its own.
         begun = None
-    return tokenizer.encode(ChatTemplate.plain().before_message()) if begun is None else tokenizer.encode(begun, False)
+    ids = tokenizer.encode(ChatTemplate.plain().before_message()) if begun is None else tokenizer.encode(begun, False)
+    return ids[:_MAX_HEAD_TOKENS]
 
 
 def prompt_ids(model: LoadedModel, prompt: str | Sequence[int]) -> list[int]:
