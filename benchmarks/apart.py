@@ -25,7 +25,6 @@ from ca_jax.recompute.plan import blend_plan
 from ca_jax.recompute.recomputer import RecomputedHistory
 from ca_jax.session import Session
 from ca_jax.storage.tickets import LoadTicket
-from ca_jax.turns.text import ChunkSpan
 
 _SLOT = 0  # An idle engine has all of them free, and gets this one back.
 
@@ -86,9 +85,8 @@ class ApartEngine:
         """As `loaded`, the KV of chunks, one behind the other."""
         stored = self._engine._kv.chunks
         starts = itertools.accumulate(map(len, chunks), initial=0)
-        spans = [
-            ChunkSpan(stored.key(ids, tenant), start, len(ids)) for ids, start in zip(chunks, starts, strict=False)
-        ]
+        token_ids = list(itertools.chain.from_iterable(chunks))
+        spans = [stored.span(token_ids, start, len(ids), tenant) for ids, start in zip(chunks, starts, strict=False)]
         with self._engine._lock:
             tickets = [stored.hold(span, list(ids)) for span, ids in zip(spans, chunks, strict=True)]
             held = [ticket for ticket in tickets if ticket is not None]
@@ -99,7 +97,6 @@ class ApartEngine:
         fused = FusedTicket([(part, span.start) for part, span in zip(held, spans, strict=True)])
         with self._on_device(fused, held) as (layers, load_s, load):
             history = History("", load, load, num_stored=0, num_slid=0, predicted_s=None, chunks=tuple(spans))
-            token_ids = list(itertools.chain.from_iterable(chunks))
             yield HistoryOnDevice(fused.num_tokens, layers, load_s, token_ids, history)
 
     def prefill(self, history: HistoryOnDevice, new_ids: list[int]) -> tuple[int, float]:

@@ -39,10 +39,17 @@ chunk, to compare with."""
 SELECTIONS: tuple[Selection, ...] = get_args(Selection)
 """All of them."""
 
+ChunkHead = Literal["template", "none"]
+"""What a chunk's KV is computed behind. `template`: what the model's chat template writes before a conversation's first
+message, see `serving.prompts.chunk_head`; none of that is stored. `none`: nothing."""
+
+CHUNK_HEADS: tuple[ChunkHead, ...] = get_args(ChunkHead)
+"""All of them."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlendConfig:
-    """How a prompt with chunks is served: what becomes of the KV of chunks that was computed alone.
+    """How a prompt with chunks is served: what becomes of the KV of chunks that was stored before.
 
     Raises:
       ValueError: a value outside its range; the message says what must be.
@@ -60,8 +67,11 @@ class BlendConfig:
     (section 7.3)."""
     check_layers: int = 1
     """First layers in which all tokens are computed, to see which deviate; `hkvd` alone has any."""
-    selection: Selection = "hkvd"
-    """Which tokens are computed anew, a `Selection`."""
+    selection: Selection = "spread"
+    """Which tokens are computed anew, a `Selection`: what answered most (`docs/design/blending.md`)."""
+    chunk_head: ChunkHead = "template"
+    """What a chunk's KV is computed behind, a `ChunkHead`. A text's first token takes much attention and says nothing;
+    behind a head it is none of the chunk's."""
 
     def __post_init__(self) -> None:
         ratio, least = self.recompute_ratio, self.min_recompute_ratio
@@ -69,11 +79,12 @@ class BlendConfig:
         check(ratio is None or 0 <= ratio <= 1, "recompute_ratio", "a share in [0, 1] or None", ratio)
         check(0 <= least <= 1, "min_recompute_ratio", "a share in [0, 1]", least)
         check(is_count(self.check_layers, 1), "check_layers", "a number of layers >= 1", self.check_layers)
+        check(self.chunk_head in CHUNK_HEADS, "chunk_head", f"one of {', '.join(CHUNK_HEADS)}", self.chunk_head)
         check(self.selection in SELECTIONS, "blend selection", f"one of {', '.join(SELECTIONS)}", self.selection)
 
     @property
     def reuses_chunks(self) -> bool:
-        """Whether the KV of chunks that were computed alone is used."""
+        """Whether the stored KV of chunks is used."""
         return self.mode in ("blend", "reuse")
 
 

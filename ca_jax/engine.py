@@ -195,7 +195,7 @@ class Engine:
                 work.do()
 
     def precompute(self, chunks: Sequence[str | Sequence[int]], *, tenant: str = "", tier: Tier | None = None) -> int:
-        """Computes and stores the KV of text chunks, each alone, for contexts to come; see `Session.send`.
+        """Computes and stores the KV of text chunks, each by itself, for contexts to come; see `Session.send`.
 
         Runs the engine until all are on their way to the store.
 

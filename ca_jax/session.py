@@ -43,7 +43,7 @@ class Job:
     may_drop: bool = True  # Whether tokens may leave its conversation, before it and in it, where the window is full.
     context_tokens: int = 0  # Tokens of its prompt that are chunks.
     spans: tuple[ChunkSpan, ...] = ()  # Chunks in its prompt, in order, whose KV is loaded and blended where stored.
-    chunk: ChunkSpan | None = None  # Its prompt is this chunk, and its KV is all that is wanted.
+    chunk: ChunkSpan | None = None  # Its prompt ends with this chunk, whose KV is all that is wanted.
     note: Callable[[Job, FinishReason], tuple[str, str]] | None = None  # As of `TurnRequest`.
     tenant: str = ""  # Of the chunk.
     matcher: Matcher | None = None  # What its text must be like; None: anything.
@@ -346,9 +346,9 @@ class Session:
           message: of the user; or messages, each a `role`, its `content` and possibly its `context`, where more was
             said since the last answer: those of a conversation that was held elsewhere, say.
           context: the last message's: chunks of text, or token ids, that stand in front of it, part of it: documents
-            that were found for it, say. The KV of each is computed once, alone, and used wherever in a prompt the chunk
-            comes (`EngineConfig.blend`), by all sessions of the tenant; `Engine.precompute` does that in advance. A
-            text is tokenised alone, a blank line behind it.
+            that were found for it, say. The KV of each is computed once, by itself, and used wherever in a prompt the
+            chunk comes (`EngineConfig.blend`), by all sessions of the tenant; `Engine.precompute` does that in advance.
+            A text is tokenised alone, a blank line behind it.
           max_tokens: in place of the one in `sampling`.
           sampling: how to draw; greedy if not given.
           priority: turns of lower values go first; none waits forever.

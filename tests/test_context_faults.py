@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Iterator
 
@@ -13,9 +14,13 @@ from ca_jax import BlendConfig
 from ca_jax.engine import Engine
 from tests import engine_kit as kit
 from tests import overlap_kit, test_sliding_kv
-from tests.test_context import QUESTION, REUSE, SOME, WHOLE, A, B, C, alone, answer_over, joined
+from tests.chunk_kit import stored
+from tests.test_context import QUESTION, REUSE, SOME, WHOLE, A, B, C, answer_over, joined
 from tests.threads_kit import ThreadProcesses, run_together
 from tests.transfers_kit import DelayedTransfers, InstantTransfers
+
+# What is computed in the place of a chunk is known where all before it is exact: a first chunk without a head is.
+REUSE_ALONE, SOME_ALONE = (dataclasses.replace(blend, chunk_head="none") for blend in (REUSE, SOME))
 
 
 @contextlib.contextmanager
@@ -31,7 +36,7 @@ def key_of(engine: Engine, chunk: list[int]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("blend", "layer"), [(REUSE, 0), (SOME, kit.NUM_LAYERS - 1), (WHOLE, 1)], ids=["reuse", "some", "whole"]
+    ("blend", "layer"), [(REUSE_ALONE, 0), (SOME_ALONE, kit.NUM_LAYERS - 1), (WHOLE, 1)], ids=["reuse", "some", "whole"]
 )
 def test_a_chunk_that_breaks_in_the_middle_of_a_load_is_computed_in_its_place(blend, layer):
     with faulty(blend) as (engine, loads, _):
@@ -50,8 +55,8 @@ def test_a_chunk_that_breaks_in_the_middle_of_a_load_is_computed_in_its_place(bl
         np.testing.assert_allclose(kv[:, :, : computed.shape[2]], computed, atol=1e-4)
         if blend is WHOLE:
             assert answer == kit.greedy_answer(joined(A, B, C, QUESTION), 8)
-        if blend is REUSE:
-            assert answer == answer_over(np.concatenate([computed, alone(C)], axis=2), QUESTION, 8)
+        if blend is REUSE_ALONE:
+            assert answer == answer_over(np.concatenate([computed, stored(C, ())], axis=2), QUESTION, 8)
         loads.breaks = lambda load: False
         kit.say(engine.session(), QUESTION, 2, context=[B])  # It was forgotten, and is computed anew.
         assert engine.metrics.computed_chunks == 4
@@ -128,7 +133,7 @@ def test_what_one_process_lacks_none_blends():
     """Processes share a model; a chunk that one of them has lost is computed in its place by all."""
 
     def run(processes: ThreadProcesses) -> tuple[list[int], int, int]:
-        with kit.small_engine(blend=REUSE, processes=processes) as engine:
+        with kit.small_engine(blend=REUSE_ALONE, processes=processes) as engine:
             engine.precompute([A, B, C])
             engine.wait_for_saves()
             session = engine.session(session_id="one")
@@ -138,5 +143,5 @@ def test_what_one_process_lacks_none_blends():
             kit.drain(answer)
             return session.token_ids[-8:], session.usage.missed_chunks, engine.metrics.computed_chunks
 
-    expected = answer_over(np.concatenate([kit.full_pass(joined(A, B))[1], alone(C)], axis=2), QUESTION, 8)
+    expected = answer_over(np.concatenate([kit.full_pass(joined(A, B))[1], stored(C, ())], axis=2), QUESTION, 8)
     assert run_together(2, run) == [(expected, 1, 3)] * 2

@@ -7,7 +7,7 @@ import pytest
 from ca_jax.errors import EmptyMessageError, InvalidRequestError
 from ca_jax.models.chat_template import ChatTemplate
 from ca_jax.models.tokenizer import Tokenizer
-from ca_jax.serving.prompts import chunk_ids, context_ids, new_turn, turn_ids
+from ca_jax.serving.prompts import chunk_head, chunk_ids, context_ids, new_turn, turn_ids
 from ca_jax.testing import tiny
 from ca_jax.turns.text import CHUNK_END
 from tests import engine_kit as kit
@@ -153,6 +153,31 @@ def test_a_message_that_begins_with_a_stop_token_keeps_it():
 def test_a_template_that_does_not_write_a_message_as_it_is_has_no_place_for_a_context(source, times):
     with pytest.raises(InvalidRequestError, match=f"no place for a context before a message.*{times} times"):
         turn_parts(model_of(ChatTemplate(source)), [], [], MESSAGE)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_head_of_chunks_is_what_a_conversation_begins_with(name):
+    model = model_of(TEMPLATES[name])
+    before, _ = turn_parts(model, [], [], MESSAGE)
+    assert chunk_head(model, "template") == before
+    assert chunk_head(model, "none") == []
+    assert chunk_head(dataclasses.replace(model, tokenizer=None), "template") == []
+
+
+@pytest.mark.parametrize("source", ["{{ raise_exception('no') }}", "{{ messages[0]['content'] * 2 }}"])
+def test_a_template_that_no_message_can_be_cut_from_has_the_head_of_none(source):
+    assert chunk_head(model_of(ChatTemplate(source)), "template") == chunk_head(model_of(None), "template")
+
+
+def test_the_head_of_chunks_is_no_longer_than_a_sink_needs():
+    model = model_of(ChatTemplate("{{ 'Help. ' * 40 }}{{ messages[0]['content'] }}"))
+    assert bytes(chunk_head(model, "template")) == ("Help. " * 40).encode()[:64]
+
+
+def test_the_head_of_chunks_is_the_same_on_every_day():
+    model = model_of(ChatTemplate("{{ strftime_now('%d %b %Y') }}: {{ messages[0]['content'] }}"))
+    assert bytes(chunk_head(model, "template")) == b"26 Jul 2024: "
+    assert bytes(turn_parts(model, [], [], MESSAGE)[0]) != b"26 Jul 2024: "
 
 
 def test_a_model_without_tokenizer_takes_chunks_of_ids_alone():

@@ -33,7 +33,8 @@ for task in $tasks; do
         ;;
     figures)
         for figure in 6 7 8 12 15 16 17; do
-            evaluate "figure_$figure" --task=rag --figure="$figure" --plot_out="$out/figure_$figure.png"
+            evaluate "figure_$figure" --task=rag --figure="$figure" --selections=hkvd \
+                --plot_out="$out/figure_$figure.png"
         done
         ;;
     gate)

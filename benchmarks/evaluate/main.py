@@ -19,7 +19,7 @@
 `ppl` is the perplexity of one long text. `longeval` asks for lines or topics of a record that has overflowed the
 window, `mmlu` asks multiple-choice questions behind a text that has. `agreement` is how often a method goes on with a
 text as `tt` does, which drops tokens as text and computes the rest anew: what the others are held against. `rag` asks
-questions behind text chunks whose KV was computed alone, with each way to use it (CacheBlend), and redoes figures of
+questions behind text chunks whose KV was computed before, with each way to use it (CacheBlend), and redoes figures of
 that paper. `blend_gate` says what share of the chunks' tokens a model must compute anew to stay close to computing all,
 and exits with 1 where no ratio of those that are tried will do. `kv_gate` says the same of how few bits a number of KV
 may take on SSD.

@@ -147,27 +147,29 @@ def run_rag(model: LoadedModel, config: RagConfig, progress: Progress, *, least_
     items: list[dict[str, Any]] = []
     for prompt in ticked(progress, "rag", prompts):
         of = PromptContexts(contexts, prompt, config.blends)
-        results: dict[Method, _Result] = {}
+        results = _compared(of, [method for method in methods if method == RECOMPUTE or method.fuses], asker)
         for method in methods:
             if method.kind == "prefix":  # It computes what full recompute does: the first chunk's KV is the same.
                 results[method] = dataclasses.replace(results[RECOMPUTE], computed_tokens=of.computed_tokens(method))
-            else:
-                results[method] = _result(of, method, asker)
+            elif method.maps and asker is not None:
+                answer, computed_tokens = asker.reduce(of) if method.kind == "mapreduce" else asker.rerank(of)
+                results[method] = _Result(computed_tokens=computed_tokens, **asker.scored(prompt, answer))
         found.append(results)
         items.append(_item(of, results))
     return Evaluation(rows=_rows(methods, found, [item["context_tokens"] for item in items]), items=items)
 
 
-def _result(of: PromptContexts, method: Method, asker: Asker | None) -> _Result:
-    if method.maps:
-        if asker is None:
-            raise ValueError(f"answer_tokens must be at least 1 for {method.name}, got 0")
-        answer, computed_tokens = asker.reduce(of) if method.kind == "mapreduce" else asker.rerank(of)
-        return _Result(computed_tokens=computed_tokens, **asker.scored(of.prompt, answer))
-    kv = of.kv(method) if method.fuses else of.full
-    asked = of.ask(kv) if method.fuses else of.asked
-    scored = {} if asker is None else asker.scored(of.prompt, asker.answer(of, kv, asked))
-    return _Result(computed_tokens=of.computed_tokens(method), **vars(of.compared(asked)), **scored)
+def _compared(of: PromptContexts, methods: Sequence[Method], asker: Asker | None) -> dict[Method, _Result]:
+    """What methods give that have KV of all of the context."""
+    kv = [of.kv(method) if method.fuses else of.full for method in methods]
+    asked = [of.ask(each) if method.fuses else of.asked for method, each in zip(methods, kv, strict=True)]
+    scored: list[dict[str, Any]] = [{} for _ in methods]
+    if asker is not None:
+        scored = [asker.scored(of.prompt, answer) for answer in asker.answers(of, list(zip(kv, asked, strict=True)))]
+    return {
+        method: _Result(computed_tokens=of.computed_tokens(method), **vars(of.compared(seen)), **score)
+        for method, seen, score in zip(methods, asked, scored, strict=True)
+    }
 
 
 def _item(of: PromptContexts, results: dict[Method, _Result]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from jax import lax
 from benchmarks.evaluate.by_layer import LayerByLayer, as_pages, from_pages
 from benchmarks.evaluate.items import RagPrompt
 from benchmarks.evaluate.statistics import log_softmax
-from ca_jax.config import EngineConfig
+from ca_jax.config import BlendConfig, EngineConfig
 from ca_jax.device import page_steps, steps
 from ca_jax.device.steps import Params, apply, variables_of
 from ca_jax.device.transfer import to_device, to_host
@@ -35,10 +35,11 @@ from ca_jax.models.kv import LayerKV
 from ca_jax.models.paged_attention import Rows
 from ca_jax.models.transformer import Layer, Learned, scale_queries
 from ca_jax.pretrained import LoadedModel
-from ca_jax.recompute.plan import Plan, TokenKind, plan_blend
+from ca_jax.recompute.plan import Plan, TokenKind, blend_plan, kinds_of
+from ca_jax.turns.text import ChunkSpan
 
 _CAPACITY_STEP = 256  # Contexts have a multiple of so many places.
-_CHUNK_STEP = 64  # Chunks are padded to a multiple of it,
+_CHUNK_STEP = 32  # Chunks are padded to a multiple of it,
 _QUESTION_STEP = 32  # and questions to one of it: each length is compiled for.
 
 
@@ -81,10 +82,11 @@ class ContextModel:
             found.append(from_pages(pages))
         return found
 
-    def alone(self, chunk: Sequence[int]) -> np.ndarray:
-        """KV of a chunk computed alone, from position 0 on: unrotated, `[L, 2, T, K, H]`, T tokens."""
-        found = self.prefill(chunk, _padded(len(chunk), _CHUNK_STEP))
-        return np.stack([to_host(kv)[:, : len(chunk)] for kv in found])
+    def stored(self, chunk: Sequence[int], head: Sequence[int] = ()) -> np.ndarray:
+        """KV of a chunk computed behind a head, which is left out: unrotated, `[L, 2, T, K, H]`, T tokens."""
+        token_ids = [*head, *chunk]
+        found = self.prefill(token_ids, _padded(len(token_ids), _CHUNK_STEP))
+        return np.stack([to_host(kv)[:, len(head) : len(token_ids)] for kv in found])
 
     def joined(self, chunks: Sequence[np.ndarray], start: int) -> list[jax.Array]:
         """Chunks' KV one behind the other, from place `start` on: full reuse, but for what is before `start`.
@@ -124,40 +126,37 @@ class ContextModel:
         return Asked(log_softmax(to_host(steps.all_logits(self.config, by_layer.outer, last))[0]), new, attention)
 
 
+def spans_of(prompt: RagPrompt, head: Sequence[int] = ()) -> list[ChunkSpan]:
+    """Where a prompt's chunks lie that were computed behind a head; the prompt may begin with that."""
+    is_exact = list(prompt.head) == list(head)
+    starts = enumerate(zip(prompt.chunk_starts, prompt.chunks, strict=True))
+    return [ChunkSpan("", start, len(chunk), is_exact and not number) for number, (start, chunk) in starts]
+
+
 def plan_of(
     model: ModelConfig,
     prompt: RagPrompt,
     *,
+    head: Sequence[int] = (),
     ratio: float,
     selection: str = "hkvd",
     check_layers: int = 1,
     seed: int = 0,
     attention: np.ndarray | None = None,
 ) -> Plan:
-    """How a prompt's context is blended: its first chunk is exact where nothing is before it, its head is computed.
+    """How a prompt's context is blended: its own head is computed.
 
     Args:
+      head: what chunks were computed behind.
       seed: of the selection `random`.
       attention: what places received from the question, for the selection `query`: f32 `[context tokens]`.
     """
-    kinds = np.full(len(prompt.context_ids), TokenKind.STORED, np.int32)
-    kinds[: len(prompt.head)] = TokenKind.NEW
-    start = 0 if prompt.head else len(prompt.chunks[0])
-    order = None
+    spans, num_places, order = spans_of(prompt, head), len(prompt.context_ids), None
     if selection == "random":
-        num_stored = int((kinds[start:] == TokenKind.STORED).sum())
+        num_stored = int((kinds_of(num_places, 0, spans) == TokenKind.STORED).sum())
         selection, order = "first", np.random.default_rng(seed).permutation(num_stored)
-    return plan_blend(
-        num_layers=model.num_layers,
-        start=start,
-        kinds=kinds[start:],
-        chunk_starts=tuple(place for place in prompt.chunk_starts if place >= start and place < len(kinds)),
-        ratio=ratio,
-        check_layers=check_layers,
-        selection=selection,  # type: ignore[arg-type]
-        order=order,
-        attention=None if attention is None else attention[start:],
-    )
+    config = BlendConfig(check_layers=check_layers, selection=selection)  # type: ignore[arg-type]
+    return blend_plan(config, model.num_layers, num_places, 0, spans, ratio, attention, order)
 
 
 @partial(jax.jit, static_argnames=("config", "kind"))

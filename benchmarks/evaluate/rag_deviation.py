@@ -57,7 +57,7 @@ class DistributionRow:
     layer: int
     num_items: int
     num_tokens: int
-    """Of chunks that were computed alone."""
+    """Of chunks, whose KV is as it was stored."""
     percentiles: Sequence[float]
     """KV deviation of percentiles 0, 1, ... 100: L2 norm over keys and values, all heads', of the difference to full
     recompute."""

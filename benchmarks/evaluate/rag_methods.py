@@ -1,8 +1,8 @@
 """Ways to use the stored KV of chunks, each giving a context's KV, and how far each is from full recompute.
 
 Two ways put no chunks together. MapReduce has each chunk summarised and asks the question of the summaries. MapRerank
-asks it of each chunk alone and takes the answer that the model is surest of. Both reuse the chunks' KV: each stands at
-the beginning of a prompt.
+asks it of each chunk alone and takes the answer that the model is surest of. Both read chunks that were computed alone:
+each stands at the beginning of a prompt.
 
 Not here: computing contexts (rag_context), rows (`benchmarks.evaluate`).
 Source: CacheBlend (Yao et al., EuroSys 2025), section 7.1; MapReduce and MapRerank are chains of LangChain's.
@@ -27,6 +27,7 @@ from benchmarks.evaluate.rag_context import (
     attention_deviations,
     kv_deviations,
     plan_of,
+    spans_of,
 )
 from benchmarks.evaluate.statistics import f1_score, first_line, has_answer, kl_divergence, rouge_l
 from benchmarks.harness import Checked, require
@@ -34,7 +35,8 @@ from ca_jax import config
 from ca_jax.device.transfer import to_device, to_host
 from ca_jax.launch.texts import tokenizer_of
 from ca_jax.recompute import plan
-from ca_jax.recompute.plan import Plan
+from ca_jax.recompute.plan import Plan, TokenKind, kinds_of
+from ca_jax.serving.prompts import chunk_head
 
 SELECTIONS: tuple[str, ...] = (*config.SELECTIONS, "random")
 """Ways to choose the tokens that are computed anew: those of `config.Selection`, and any, to compare with."""
@@ -65,10 +67,12 @@ class Blends(Checked):
 
     ratios: tuple[float, ...] = (0.05, 0.15, 0.3, 0.5)
     """Shares of the chunks' tokens that are computed anew, in the mean of the layers behind the check layers."""
-    selections: tuple[str, ...] = ("hkvd",)
+    selections: tuple[str, ...] = (config.BlendConfig.selection,)
     """Which tokens, of `SELECTIONS`."""
     other_ratios: tuple[float, ...] | None = None
     """Ratios of the selections behind the first one; None: the same as its."""
+    chunk_head: config.ChunkHead = config.BlendConfig.chunk_head
+    """What chunks are computed behind, see `BlendConfig`."""
     check_layers: int = 1
     """Layers of which all tokens are computed, see `Plan`."""
     positions: int = 8
@@ -145,8 +149,10 @@ class PromptContexts:
 
     def __init__(self, contexts: ContextModel, prompt: RagPrompt, blends: Blends) -> None:
         self.prompt = prompt
-        self.chunks = [contexts.alone(chunk) for chunk in prompt.chunks]
-        """KV of each chunk alone, `[L, 2, T, K, H]`."""
+        self.head = chunk_head(contexts.model, blends.chunk_head)
+        """What each chunk is computed behind."""
+        self.chunks = [contexts.stored(chunk, self.head) for chunk in prompt.chunks]
+        """KV of each chunk, `[L, 2, T, K, H]`."""
         self.full = contexts.prefill(prompt.context_ids)
         """KV of full recompute, `[2, S, K, H]` for each layer."""
         self.stored = contexts.joined(self.chunks, len(prompt.head))
@@ -176,10 +182,10 @@ class PromptContexts:
         )
 
     def attention(self) -> np.ndarray:
-        """What places receive from the question over stored KV, in the layers that are asked: f32 `[num_tokens]`."""
+        """What places receive from the question with full reuse, in the layers that are asked: f32 `[num_tokens]`."""
         if self._attention is None:
             num_asking = plan.num_asking(self._contexts.config.num_layers)
-            layers = self.ask(self.stored).attention[:num_asking]
+            layers = self.ask(self.kv(REUSE)).attention[:num_asking]
             self._attention = np.sum([to_host(each) for each in layers], axis=(0, 1, 2))[: self.num_tokens]
         return self._attention
 
@@ -194,8 +200,8 @@ class PromptContexts:
 
     def stored_places(self) -> np.ndarray:
         """Places of tokens that were computed without what is before them, i32."""
-        start = len(self.prompt.head) or len(self.prompt.chunks[0])
-        return np.arange(start, self.num_tokens)
+        kinds = kinds_of(self.num_tokens, 0, spans_of(self.prompt, self.head))
+        return np.flatnonzero(kinds == TokenKind.STORED).astype(np.int32)
 
     def kv_deviations(self, kv: Sequence[jax.Array]) -> np.ndarray:
         """KV deviation of the tokens at `stored_places`, f32 `[L, n]`; see `rag_context.kv_deviations`."""
@@ -207,6 +213,7 @@ class PromptContexts:
         return plan_of(
             self._contexts.config,
             self.prompt,
+            head=self.head,
             ratio=method.ratio or 0.0,
             selection=method.selection or "hkvd",
             check_layers=blends.check_layers,
@@ -230,11 +237,10 @@ class Asker:
         self._summary_capacity = -(-chunking.num_chunks * (summary_tokens + 8) // 64) * 64
         self._answerers: dict[tuple[int, ...], Answerer] = {}
 
-    def answer(self, of: PromptContexts, kv: Sequence[jax.Array], asked: Asked) -> Answer:
-        """Answers the question behind a context as a method has it."""
-        behind = Behind(kv, of.num_tokens, asked, len(of.prompt.question_ids))
-        (answer,) = self._answers([behind], 1, self._contexts.capacity, self._answer_tokens)
-        return answer
+    def answers(self, of: PromptContexts, behind: Sequence[tuple[Sequence[jax.Array], Asked]]) -> list[Answer]:
+        """Answers the question behind a context, its KV and what the question sees as each of some methods has them."""
+        rows = [Behind(kv, of.num_tokens, asked, len(of.prompt.question_ids)) for kv, asked in behind]
+        return self._answers(rows, len(rows), self._contexts.capacity, self._answer_tokens)
 
     def scored(self, prompt: RagPrompt, answer: Answer) -> dict[str, Any]:
         """The answer's text and, where there are right ones, its `f1`, `rouge_l` and `has_answer`."""
@@ -269,10 +275,10 @@ class Asker:
         return best, len(rows) * len(question) + generated
 
     def _rows(self, of: PromptContexts, question: list[int]) -> list[Behind]:
-        """Each chunk, its KV as it is stored, with something asked behind it."""
+        """Each chunk, computed alone, with something asked behind it."""
         rows = []
-        for ids, chunk in zip(of.prompt.chunks, of.chunks, strict=True):
-            kv = [to_device(layer) for layer in chunk]
+        for ids in of.prompt.chunks:
+            kv = [to_device(layer) for layer in self._contexts.stored(ids)]
             rows.append(Behind(kv, len(ids), self._contexts.ask(kv, len(ids), question, 1), len(question)))
         return rows
 

@@ -185,6 +185,7 @@ def _opened(model: LoadedModel, way: _Way, prompts: Sequence[RagPrompt], config:
         mode=method.kind,
         recompute_ratio=method.ratio,
         check_layers=config.blends.check_layers,
+        chunk_head=config.blends.chunk_head,
         selection=method.selection or BlendConfig.selection,  # type: ignore[arg-type]
     )
     window = min(num_tokens + 1, model.config.max_positions)

@@ -109,7 +109,7 @@ class BlendThroughputRow(Row):
     """Of the tokens of all contexts, those whose KV was stored when their turn was sent, or was computed for another
     one that had been sent before."""
     computed_share: float
-    """Tokens that were computed, chunks computed alone and answers' prompts, over the tokens of all prompts; of some
+    """Tokens that were computed, chunks by themselves and answers' prompts, over the tokens of all prompts; of some
     layers alone, times their share of the layers."""
     ssd_turn_share: float
     """Of the turns, those that waited for KV from SSD."""

@@ -1,13 +1,21 @@
-"""Stored KV of text chunks, each computed alone: entries of the store that any conversation of a tenant may use.
+"""Stored KV of text chunks, each computed by itself: entries of the store that any conversation of a tenant may use.
 
-A chunk is found by its tokens: the key is a hash of them, the tenant, the weights and the layout. It is stored like a
-session's KV, and moves between the tiers like one: jobs that wait for it say so, so that it is fetched early and
-evicted late.
+A chunk is found by its tokens: the key is a hash of them, the tenant, the weights, the layout and the head. It is
+stored like a session's KV, and moves between the tiers like one: jobs that wait for it say so, so that it is fetched
+early and evicted late.
+
+The head is a few tokens, the same for all chunks of a model, that a chunk is computed behind and that are not stored:
+
+    computed     h h h h a a a a a a       h head, a chunk
+    stored               a a a a a a       keys unrotated: they may be used at any place
+
+A context's first token takes much attention and says nothing (an attention sink). Without a head each chunk would have
+one of its own.
 
 `FusedTicket` reads several entries as one history, each in its place, with room between for what is not stored.
 
 Not here: how chunks become a context (recompute), loads (load), who computes one that is missing (engine).
-Source: CacheBlend (Yao et al., EuroSys 2025), section 5.
+Source: CacheBlend (Yao et al., EuroSys 2025), section 5; the head: APE (Yang et al., ICLR 2025), section 3.
 """
 
 from __future__ import annotations
@@ -35,22 +43,38 @@ class ChunkKV:
 
     Args:
       salt: tells weights and layouts apart.
+      head: token ids that chunks are computed behind.
+      window: most tokens that a chunk and its head may have.
     """
 
-    def __init__(self, store: AttentionStore, write_buffer: WriteBuffer, salt: bytes) -> None:
+    def __init__(
+        self, store: AttentionStore, write_buffer: WriteBuffer, salt: bytes, head: Sequence[int], window: int
+    ) -> None:
         self._store = store
         self._write_buffer = write_buffer
         self._salt = salt
+        self._head = list(head)
+        self._window = window
         self._coming: dict[str, Job] = {}  # By key, jobs that compute a chunk.
         self._asked_for: set[str] = set()  # Keys of those that are computed whether such a job waits or not.
         self._leaving: set[str] = set()  # Keys of chunks that are to be on SSD alone.
 
+    def head_of(self, num_tokens: int) -> list[int]:
+        """What a chunk of so many tokens is computed behind: nothing where the window has no room for both."""
+        return self._head if len(self._head) + num_tokens <= self._window else []
+
     def key(self, token_ids: Sequence[int], tenant: str, variant: str = "") -> str:
-        """The store's key of a chunk: SHA-256 of sharing domain (`Owner.domain`), weights, layout and tokens."""
-        name = domain_of(tenant, variant)
-        domain = f"chunk {len(name)}:{name}".encode("utf-8", "surrogatepass")
-        ids = np.asarray(token_ids, "<i4").tobytes()
+        """The store's key of a chunk: SHA-256 of sharing domain (`Owner.domain`), weights, layout, head and tokens."""
+        name, head = domain_of(tenant, variant), self.head_of(len(token_ids))
+        domain = f"chunk behind {len(head)} {len(name)}:{name}".encode("utf-8", "surrogatepass")
+        ids = np.asarray([*head, *token_ids], "<i4").tobytes()
         return hashlib.sha256(self._salt + domain + ids).hexdigest()
+
+    def span(self, prompt_ids: Sequence[int], start: int, num_tokens: int, tenant: str, variant: str = "") -> ChunkSpan:
+        """The chunk that stands in a prompt from `start` on."""
+        key = self.key(prompt_ids[start : start + num_tokens], tenant, variant)
+        head = self.head_of(num_tokens)
+        return ChunkSpan(key, start, num_tokens, start == len(head) and list(prompt_ids[:start]) == head)
 
     def is_kept(self, chunk: ChunkSpan) -> bool:
         """Whether all of a chunk is stored, or will be without anybody's doing."""
@@ -93,7 +117,8 @@ class ChunkKV:
             return None
         self._store.drop(chunk.key)  # What of it was saved by a job that was given up.
         owner = Owner(tenant=tenant, session_id=_name(chunk.key), variant=variant)
-        return self._write_buffer.begin(TurnKV(chunk.key, owner, 0))
+        num_plain = 0 if self.head_of(chunk.num_tokens) else None  # A text that begins so has seen no head.
+        return self._write_buffer.begin(TurnKV(chunk.key, owner, 0, num_plain=num_plain))
 
     # Where chunks are.
 

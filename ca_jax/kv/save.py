@@ -93,7 +93,7 @@ class TurnSaver:
     def begin_pass(self, token_ids: Sequence[int], start: int) -> None:
         """A pass over these tokens is about to be dispatched, the first of which is the session's token `start`.
 
-        What is stored already is left out.
+        What is stored already is left out, and so is what stands before token 0.
         """
         if not self._active:
             return

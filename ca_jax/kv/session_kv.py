@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -61,6 +61,7 @@ class SessionKV:
     Args:
       runtime: the engine's; it is woken when `collect` has something to do.
       fingerprint: of the weights: KV of others is never found.
+      chunk_head: token ids that chunks are computed behind.
       store_wrapper: given the store, returns what is used in its place.
 
     Raises:
@@ -75,6 +76,7 @@ class SessionKV:
         runtime: Runtime,
         *,
         fingerprint: str,
+        chunk_head: Sequence[int] = (),
         store_wrapper: Callable[[AttentionStore], AttentionStore] | None = None,
     ) -> None:
         config, processes, timeline = runtime.config, runtime.processes, runtime.timeline
@@ -102,7 +104,7 @@ class SessionKV:
         self._saver = AsyncSaver(runtime.wake, on_sample=self.meter.add_save, timeline=timeline)
         self.write_buffer = WriteBuffer(self.store, self._saver, config, runtime.metrics)
         self._salt = hashlib.sha256(f"{weights}|{layout}|unrotated|".encode()).digest()
-        self.chunks = ChunkKV(self.store, self.write_buffer, self._salt)
+        self.chunks = ChunkKV(self.store, self.write_buffer, self._salt, chunk_head, runner.window - 1)
         form = StateForm.of(runner.config, runner.dtype, layout)
         self.snapshots = Snapshots(self.store, self.write_buffer, form, self._salt)
         """States of turns' ends, of models whose layers keep such."""

@@ -9,8 +9,8 @@ dropped, the line under the answer says so.
 Where several processes serve as one (`--coordinator_address --num_processes --process_id`), the first one reads and
 writes, and the others follow.
 
-`--context_file=FILE` makes a text file the context of the first question: its chunks are computed each alone, kept like
-conversations, and used wherever in a prompt they come (CacheBlend, `--blend_mode`).
+`--context_file=FILE` makes a text file the context of the first question: its chunks are computed each by itself, kept
+like conversations, and used wherever in a prompt they come (CacheBlend, `--blend_mode`).
 
 With `--ssd_dir=DIR` conversations outlive the process, and `--session_id=NAME` begins or goes on with the one of that
 name. Leaving forgets none of them; /drop does.

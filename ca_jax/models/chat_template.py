@@ -24,6 +24,7 @@ from ca_jax.errors import CheckpointError, InvalidRequestError
 Message = Mapping[str, Any]
 """One message: `role` ("system", "user", "assistant", "tool") and `content`; see `turns.conversations.Message`."""
 
+_SOME_DAY = datetime.datetime(2024, 7, 26)  # For text that must not change with the day.
 _AS_TEXT = "arguments of its calls as text"  # Of a message, for templates that want them so.
 
 _PLAIN = """\
@@ -87,12 +88,29 @@ class ChatTemplate:
         """
         return self._rendered(messages)
 
-    def _rendered(self, messages: Sequence[Message], *, begins_reply: bool = True) -> str:
+    def before_message(self) -> str:
+        """The text of a conversation up to where its first message's own text begins, the same on every day.
+
+        Raises:
+          InvalidRequestError: the template refuses a message, or does not write it once and as it is.
+        """
+        mark = f"message{secrets.token_hex(16)}"
+        before, *behind = self._rendered([{"role": "user", "content": mark}], today=_SOME_DAY).split(mark)
+        if len(behind) != 1:
+            found = len(behind)
+            raise InvalidRequestError(f"a chat template must write a message once, as it is; wrote it {found} times")
+        return before
+
+    def _rendered(
+        self, messages: Sequence[Message], *, begins_reply: bool = True, today: datetime.datetime | None = None
+    ) -> str:
         tools = next((message["tools"] for message in messages if "tools" in message), None)
         asked: Mapping[str, Any] = next((message["template"] for message in messages if "template" in message), {})
 
         def render(reads_arguments: bool) -> str:
             own = {"bos_token": self.bos_token, "eos_token": self.eos_token, "tools": tools, "documents": None}
+            if today is not None:
+                own["strftime_now"] = today.strftime
             told = [_as_template(message, reads_arguments) for message in messages]
             return self._template.render({**asked, **own, "messages": told, "add_generation_prompt": begins_reply})
 

@@ -45,6 +45,7 @@ _SLOPE = 0.6  # By how much more than the mean the first filtered layer computes
 _SPREAD_FIRST = 2  # Tokens of every chunk's start that are computed, where others are evenly apart.
 _ASKED_SHARE = 0.75  # Of the tokens that `query` computes: those that the question attends to most.
 _ASKING_SHARE = 0.25  # Of the layers: those whose attention says which these are.
+_SINK_TOKENS = 1  # First ones of a prompt that begins with a chunk which was computed behind others.
 _UNFIT_TOKENS = 16  # First tokens of a history, which move as no others do: nothing is fitted to them.
 _UNFIT_CHUNK_TOKENS = 4  # The same of a chunk.
 
@@ -53,7 +54,7 @@ class TokenKind(enum.IntEnum):
     """What is known of a token's KV."""
 
     STORED = 0
-    """That of its chunk computed alone: it may be computed anew."""
+    """That of its chunk computed behind the head: it may be computed anew."""
     NEW = 1
     """None is there, the place may hold anything: it is computed in every layer."""
     EXACT = 2
@@ -241,6 +242,7 @@ def blend_plan(
     spans: Sequence[ChunkSpan],
     ratio: float,
     attention: np.ndarray | None = None,
+    order: np.ndarray | None = None,
 ) -> Plan:
     """How a prompt's context is blended, of which chunks are loaded.
 
@@ -250,23 +252,37 @@ def blend_plan(
       spans: chunks that are loaded, in order.
       ratio: share of their tokens that is computed anew.
       attention: f32 `[num_places]`, as of `plan_blend`.
+      order: as of `plan_blend`.
     """
-    kinds = np.full(num_places, TokenKind.NEW, np.int8)
-    kinds[:num_own] = TokenKind.EXACT
-    for span in spans:
-        kinds[span.start : span.stop] = TokenKind.STORED if span.start else TokenKind.EXACT
+    kinds = kinds_of(num_places, num_own, spans)
     is_exact = kinds == TokenKind.EXACT
     start = len(kinds) if is_exact.all() else int(np.argmin(is_exact))
     return plan_blend(
         num_layers=num_layers,
         start=start,
         kinds=kinds[start:],
-        chunk_starts=tuple(span.start for span in spans if span.start),
+        chunk_starts=tuple(span.start for span in spans if span.start >= start and not span.is_exact),
         ratio=ratio,
         check_layers=config.check_layers,
         selection=config.selection,
+        order=order,
         attention=None if attention is None else attention[start:],
     )
+
+
+def kinds_of(num_places: int, num_own: int, spans: Sequence[ChunkSpan]) -> np.ndarray:
+    """The `TokenKind` of each place of a context, i8 `[num_places]`; see `blend_plan`.
+
+    A prompt's first token takes much attention and says nothing (an attention sink). That of a chunk which was computed
+    behind others does not: where such a chunk begins the prompt, it is as good as new.
+    """
+    kinds = np.full(num_places, TokenKind.NEW, np.int8)
+    kinds[:num_own] = TokenKind.EXACT
+    for span in spans:
+        kinds[span.start : span.stop] = TokenKind.EXACT if span.is_exact else TokenKind.STORED
+        if not span.start and not span.is_exact:
+            kinds[: min(_SINK_TOKENS, span.stop)] = TokenKind.NEW
+    return kinds
 
 
 def num_asking(num_layers: int) -> int:

@@ -217,6 +217,8 @@ class Question:
 
     token_ids: Sequence[int]
     """At most as many as a pass may have."""
+    before: Plan
+    """What of the context is computed before it asks: tokens without KV."""
     plan: Callable[[np.ndarray], Plan]
     """How the context is blended, by the attention that its places received, f32 `[num_places]`: as many tokens in
     each layer whatever that is."""
@@ -299,7 +301,7 @@ class RecomputedHistory:
         """See `LayerSource`: as it is loaded, and drifted."""
         if self._question is not None:
             question, self._question = self._question, None
-            self._plans[-1] = question.plan(self._attention_of(question.token_ids))
+            self._plans[-1] = question.plan(self._attention_of(question))
         if layer < self._num_brought:
             return None
         kv, repair, put = self._source.layer(layer), self._repair, self._runner.to_device
@@ -309,17 +311,23 @@ class RecomputedHistory:
                 kv = add_drift(kv, drift, put(repair.num_plain, np.int32), put(stop, np.int32))
         return kv
 
-    def _attention_of(self, question: Sequence[int]) -> np.ndarray:
+    def _attention_of(self, question: Question) -> np.ndarray:
         """What places receive from a question in the first layers, over KV as it is stored, which stays in its pages.
 
-        f32 `[num_places]`, summed over layers, heads and tokens. Waits for the device.
+        Where nothing is stored it is computed. f32 `[num_places]`, summed over layers, heads and tokens. Waits for the
+        device.
         """
         runner, slot, num_places = self._runner, self._slot, len(self._token_ids)
-        runner.pool.make_room(slot, num_places + len(question), num_places)
-        step = runner.laid_out({slot: (num_places, question)})
+        runner.pool.make_room(slot, num_places + len(question.token_ids), num_places)
+        step = runner.laid_out({slot: (num_places, question.token_ids)})
         x, seen_by = runner.embed(step.tokens), list[jax.Array]()
+        has_new = question.before.num_new > 0
+        before = make_recomputer(runner, slot, question.before, self._token_ids, ()) if has_new else None
         for layer in range(num_asking(runner.config.num_layers)):
             runner.bring(self, slot, layer, num_places)
+            if before is not None and layer in runner.config.kv_layers:
+                source = runner.config.kv_number(layer)
+                runner.pool.buffers[source] = before.layer(layer, runner.pool.buffers[source])
             x, _, _, seen = runner.layer(layer, x, step, with_attention=True)
             seen_by.append(seen)
         self._num_brought = sum(each <= layer for each in runner.config.kv_layers)

@@ -203,7 +203,7 @@ async def delete_session(session_id: str, service: TheService, tenant: TheTenant
 async def precompute_chunks(
     body: NewChunks, request: fastapi.Request, service: TheService, tenant: TheTenant
 ) -> JSONResponse:
-    """Computes and stores the KV of text chunks, each alone, for `context` of chats to come."""
+    """Computes and stores the KV of text chunks, each by itself, for `context` of chats to come."""
     with service.admission.answering(tenant, 1):
         async with service.deadline(body.timeout_s):
             num_computed = await while_connected(request, service.precompute(tenant, body.chunks, body.tier))

@@ -40,7 +40,7 @@ from ca_jax.recompute.drift import Drift
 from ca_jax.recompute.plan import blend_plan
 from ca_jax.serving.adapters import LoadedAdapters
 from ca_jax.serving.batch import Batch
-from ca_jax.serving.prompts import TurnBuilder
+from ca_jax.serving.prompts import TurnBuilder, chunk_head
 from ca_jax.serving.scheduler import Scheduler
 from ca_jax.serving.truncator import Truncator
 from ca_jax.storage.records import Owner
@@ -123,7 +123,11 @@ class EngineCore:
         # KV of other weights, and of other rotary frequencies where those are the window's, is other KV.
         is_steady = window <= model.config.steady_positions
         weights = model.fingerprint if is_steady else f"{model.fingerprint} window {window}"
-        self.kv = SessionKV(layout, self.runner, runtime, fingerprint=weights, store_wrapper=store_wrapper)
+        blend = config.blend  # With other modes a chunk is a text like others, and its KV that of a prompt's beginning.
+        self._chunk_head = head = chunk_head(model, blend.chunk_head) if blend.reuses_chunks else []
+        self.kv = SessionKV(
+            layout, self.runner, runtime, fingerprint=weights, chunk_head=head, store_wrapper=store_wrapper
+        )
         self.truncator = Truncator(overflow, drift, self.kv, self.runner, self.metrics)
         self.adapters = LoadedAdapters(self.runner, processes)
         self.turns = TurnBuilder(model, config, window, self.kv, self.truncator, processes, self.adapters)
@@ -173,11 +177,14 @@ class EngineCore:
         for chunk_tokens in contexts if self._config.blend.reuses_chunks else ():
             num_tokens = sum(chunk_tokens)
             ratio = self.kv.histories.recompute_ratio(num_tokens, 0, _QUESTION_TOKENS)
-            starts = itertools.accumulate(chunk_tokens, initial=0)
-            spans = [ChunkSpan("", start, size) for start, size in zip(starts, chunk_tokens, strict=False)]
-            plan = blend_plan(self._config.blend, len(self.model.config.kv_layers), num_tokens, 0, spans, ratio)
+            starts = list(itertools.accumulate(chunk_tokens, initial=0))
+            exact = [not start and not self._chunk_head for start in starts]
+            spans = [ChunkSpan("", *each) for each in zip(starts, chunk_tokens, exact, strict=False)]
+            by = partial(blend_plan, self._config.blend, len(self.model.config.kv_layers), num_tokens, 0, spans)
+            plan = by(ratio)
             yield from recomputer.functions_of(shapes, plan)
             if self._config.blend.selection == "query" and plan.moves is not None:
+                yield from recomputer.functions_of(shapes, by(0.0))
                 yield from recomputer.asking_functions(shapes)
 
     def _measure_transfers(self) -> None:

@@ -99,7 +99,8 @@ class Prefilling:
         tokens = prefill.tokens[prefill.num_done : prefill.num_done + num_tokens]
         if self.saver is not None and error is None:
             self._kv.write_buffer.make_room(len(tokens))
-            self.saver.begin_pass(tokens, prefill.start)
+            num_head = 0 if job.chunk is None else len(job.prompt_ids) - job.chunk.num_tokens  # It is not stored.
+            self.saver.begin_pass(tokens, prefill.start - num_head)
         self._layer_since_s = time.perf_counter()
         is_last = len(tokens) == prefill.num_left and job.chunk is None
         behind = len(job.prompt_ids) + job.num_gone if is_last else None

@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
-from ca_jax.config import EngineConfig
+from ca_jax.config import ChunkHead, EngineConfig
 from ca_jax.device.processes import Processes, from_first
 from ca_jax.errors import ContextWindowError, EmptyMessageError, InvalidRequestError, check
 from ca_jax.kv import costs
@@ -40,6 +40,8 @@ from ca_jax.turns.text import (
     chunk_text,
     num_chars,
 )
+
+_MAX_HEAD_TOKENS = 64  # Each chunk is computed behind as many, once; 16 took a sink's part as well.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +155,24 @@ def chunk_ids(model: LoadedModel, chunk: str | Sequence[int]) -> list[int]:
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(f"a chunk must be text or token ids, got {reprlib.repr(chunk)}") from error
     return _checked(model, "a chunk", ids)
+
+
+def chunk_head(model: LoadedModel, kind: ChunkHead) -> list[int]:
+    """The token ids that a model's chunks are computed behind, see `ChunkHead`.
+
+    They are what its conversations begin with, up to the first message's text, at most 64; without a chat template a
+    token that begins a sequence, where the model has one, and "User: ". None where there is no tokenizer.
+    """
+    tokenizer = model.tokenizer
+    if kind == "none" or tokenizer is None:
+        return []
+    template = tokenizer.chat_template
+    try:
+        begun = None if template is None else template.before_message()
+    except InvalidRequestError:  # It writes messages in a way of its own.
+        begun = None
+    ids = tokenizer.encode(ChatTemplate.plain().before_message()) if begun is None else tokenizer.encode(begun, False)
+    return ids[:_MAX_HEAD_TOKENS]
 
 
 def prompt_ids(model: LoadedModel, prompt: str | Sequence[int]) -> list[int]:
@@ -347,8 +367,8 @@ class TurnBuilder:
         if self._config.blend.reuses_chunks and request.params.prompt_logprobs is None:  # Else they are computed.
             weights = job.adapter.fingerprint
             job.spans = tuple(
-                ChunkSpan(self._kv.chunks.key(ids, session.tenant, weights), len(held.token_ids) + start, len(ids))
-                for ids, (start, _) in zip(chunks, turn.chunks, strict=True)
+                self._kv.chunks.span(ids, len(held.token_ids) + start, num_tokens, session.tenant, weights)
+                for start, num_tokens in turn.chunks
             )
         return job
 
@@ -378,7 +398,7 @@ class TurnBuilder:
         for ids in chunks:
             span = ChunkSpan(kv.key(ids, tenant, adapter.fingerprint), 0, len(ids))
             if from_first(self._processes, "a chunk", not kv.is_kept(span) and kv.has_room(len(ids))):
-                job = self.job(ids, SamplingParams(), priority=priority)
+                job = self.job([*kv.head_of(len(ids)), *ids], SamplingParams(), priority=priority)
                 job.chunk, job.tenant, job.adapter = span, tenant, adapter
                 kv.coming(job)
                 jobs.append(job)

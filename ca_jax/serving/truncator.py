@@ -118,8 +118,8 @@ class Truncator:
             blend = blend_plan(config, num_layers, num_places, num_own, history.chunks, ratio)
             if config.selection == "query" and blend.moves is not None:
                 asked = job.prompt_ids[num_places:][-self._runner.chunk_tokens :]
-                by = partial(blend_plan, config, num_layers, num_places, num_own, history.chunks, ratio)
-                question = Question(asked, by)
+                by = partial(blend_plan, config, num_layers, num_places, num_own, history.chunks)
+                question = Question(asked, by(0.0), partial(by, ratio))
         if repair is None and blend is None:
             return None
         token_ids = job.prompt_ids[:num_places]

@@ -60,7 +60,7 @@ class EngineMetrics:
     blended_turns: int = 0
     """Turns whose context was made of stored chunks."""
     computed_chunks: int = 0
-    """Chunks that were computed alone, to be stored."""
+    """Chunks that were computed by themselves, to be stored."""
     loaded_chunks: int = 0
     """Chunks of contexts whose stored KV was loaded."""
     missed_chunks: int = 0

@@ -4,7 +4,7 @@ Templates and tokenizers take a millisecond for each few thousand characters, in
 more than that under the engine's lock is stopped by a `TextWork`: the caller does the work elsewhere, and asks again.
 By then what is asked for may be something else (a conversation has moved on): then that is work too.
 
-Chunks are reusable passages, whose KV is computed alone and used wherever in a prompt they come. Chunks of text are
+Chunks are reusable passages, whose KV is computed by itself and used wherever in a prompt they come. Chunks of text are
 tokenised each alone, so that one is the same tokens wherever it stands:
 
     tokens     h h h h | a a a a a a | b b b b | a a a a a a | q q q q        h template, a and b chunks, q question
@@ -185,6 +185,8 @@ class ChunkSpan:
     """Place of its first token in the prompt."""
     num_tokens: int
     """How many it has, at least 1."""
+    is_exact: bool = False
+    """Whether all that stands before it in the prompt is what its KV was computed behind."""
 
     def __post_init__(self) -> None:
         if self.start < 0 or self.num_tokens < 1:

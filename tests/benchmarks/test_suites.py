@@ -73,7 +73,7 @@ SMALL: dict[str, tuple[str, str, list[tuple[object, ...]]]] = {
             ("recompute", None, None, 0, None, None),
             ("prefix", "dram", None, 40, None, None),
             *(
-                ("blend" if ratio else "reuse", tier, ratio, 120, "hkvd", 1)
+                ("blend" if ratio else "reuse", tier, ratio, 120, "spread", 1)
                 for tier in ("dram", "ssd_warm", "ssd")
                 for ratio in (0.0, 0.6, 1.0)
             ),
@@ -83,7 +83,7 @@ SMALL: dict[str, tuple[str, str, list[tuple[object, ...]]]] = {
         "--stream_chunks=6 --context_chunks=3 --context_chunk_tokens=32 --stream_ratio=0.6 --dram_share=1.5 "
         "--ssd_shares=2.5 --concurrent_turns=2 --round_turns=3 --fill_turns=2 --context_answer_tokens=2",
         "mode turns dram_share ssd_share recompute_ratio selection",
-        [(mode, 3, 1.5, 2.5, *((0.6, "hkvd") if mode == "blend" else (None, None))) for mode in BLEND_MODES],
+        [(mode, 3, 1.5, 2.5, *((0.6, "spread") if mode == "blend" else (None, None))) for mode in BLEND_MODES],
     ),
     "throughput": (
         "--concurrent_sessions=3 --num_turns=3 --answer_tokens=4 --context_window=200 --norecompute_if_faster",

@@ -37,7 +37,8 @@ def stacked(kv, num_tokens: int) -> np.ndarray:
     return np.stack([np.asarray(layer)[:, :num_tokens] for layer in kv])
 
 
-def test_the_first_chunk_is_exact_unless_something_is_before_it():
+def test_the_first_chunk_is_exact_behind_what_it_was_computed_behind():
+    """Where it begins the prompt and was computed behind others, its first token is as good as new."""
     config = kit.tiny_model().config
     plan = plan_of(config, prompt(), ratio=3 / 72, selection="first")
     assert (plan.start, plan.num_tokens, plan.num_new) == (30, 72, 0)
@@ -45,19 +46,25 @@ def test_the_first_chunk_is_exact_unless_something_is_before_it():
     plan = plan_of(config, prompt((5,)), ratio=4 / 102, selection="first")
     assert (plan.start, plan.num_tokens, plan.num_new) == (0, 103, 1)
     assert plan.first_rows.tolist() == [0, 1, 31, 72, 73]
+    plan = plan_of(config, prompt(), head=(5,), ratio=4 / 101, selection="first")
+    assert (plan.start, plan.num_tokens, plan.num_new) == (0, 102, 1)
+    assert plan.first_rows.tolist() == [0, 1, 30, 71, 72]
+    plan = plan_of(config, prompt((5,)), head=(5,), ratio=3 / 72, selection="first")
+    assert (plan.start, plan.num_tokens, plan.num_new) == (0, 103, 1)
+    assert plan.first_rows.tolist() == [0, 31, 72, 73]
 
 
 def test_all_tokens_anew_are_full_recompute_and_none_full_reuse(contexts):
     """What is between is held by `test_fusion`."""
     head = (5,)
     ids = prompt(head).context_ids
-    stored = contexts.joined([contexts.alone(chunk) for chunk in CHUNKS], len(head))
+    stored = contexts.joined([contexts.stored(chunk) for chunk in CHUNKS], len(head))
     plan = plan_of(contexts.config, prompt(head), ratio=1.0, selection="random")
     np.testing.assert_allclose(stacked(contexts.fused(plan, ids, stored), len(ids)), kit.full_pass(ids)[1], atol=1e-4)
-    single, kv = dataclasses.replace(prompt(), chunks=CHUNKS[:1]), contexts.joined([contexts.alone(CHUNKS[0])], 0)
+    single, kv = dataclasses.replace(prompt(), chunks=CHUNKS[:1]), contexts.joined([contexts.stored(CHUNKS[0])], 0)
     fused = contexts.fused(plan_of(contexts.config, single, ratio=0.5), list(CHUNKS[0]), kv)
     np.testing.assert_array_equal(stacked(fused, 30), stacked(kv, 30))
-    stored = contexts.joined([contexts.alone(chunk) for chunk in CHUNKS], 0)
+    stored = contexts.joined([contexts.stored(chunk) for chunk in CHUNKS], 0)
     fused = contexts.fused(plan_of(contexts.config, prompt(), ratio=0.0), prompt().context_ids, stored)
     np.testing.assert_array_equal(stacked(fused, 102), stacked(stored, 102))
 

@@ -41,7 +41,8 @@ CHANGED = {
     "tensor_parallel_size=2 data_parallel_size=3 share_prefixes=False max_adapters=2 max_adapter_rank=8",
     OverflowConfig(): "method=tt truncation_ratio=0.75 keep_first_tokens=1 anchor_tokens=16 repair_ratio=0.15 "
     "repair=none drift=drift.npz whole_turns=True discarder=oldest",
-    BlendConfig(): "mode=prefix recompute_ratio=0.25 min_recompute_ratio=0.0 check_layers=4 selection=spread",
+    BlendConfig(): "mode=prefix recompute_ratio=0.25 min_recompute_ratio=0.0 check_layers=4 selection=hkvd "
+    "chunk_head=none",
     StoreConfig(): "dram_gib=1.5 dram_free_fraction=0.25 ssd_dir=/kv ssd_gib=3.0 ssd_free_floor_gib=0.0 "
     "ssd_driver=zarr3 ssd_url=memory://kv ssd_codec=codec.npz eviction_policy=fifo ttl_s=90.0 tenant_quota_gib=0.125 "
     "objects_url=memory://shared objects_write=idle objects_deadline_s=2.5 "

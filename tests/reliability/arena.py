@@ -232,12 +232,12 @@ class Arena:
         return [info.session_id for info in infos if info.key in wanted and info.residency is Residency.SSD]
 
     def check_books(self) -> None:
-        """Holds the store's books against the disk, and what it serves as chunks against chunks computed alone."""
+        """Holds the store's books against the disk, and what it serves as chunks against full passes."""
         workload.check_books(self.engine, self.directory)
         assert self.check_chunks() or self.ratio is None, "no chunk is stored"
 
     def check_chunks(self) -> int:
-        """Holds what the store serves as chunks against chunks computed alone; how many it serves."""
+        """Holds what the store serves as chunks against full passes; how many it serves."""
         if self.ratio is None:
             return 0
         return sum(workload.is_whole(self.engine, chunk) for chunk in workload.CHUNKS)
