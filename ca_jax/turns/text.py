@@ -185,6 +185,8 @@ class ChunkSpan:
     """Place of its first token in the prompt."""
     num_tokens: int
     """How many it has, at least 1."""
+    first: int | None = None
+    """Where in the session whose KV `key` names it begins; None: it was computed alone, and is all that is there."""
 
     def __post_init__(self) -> None:
         if self.start < 0 or self.num_tokens < 1:
