@@ -20,8 +20,9 @@ from ca_jax.recompute.plan import blend_plan
 from ca_jax.storage.records import Residency
 from ca_jax.testing import tiny
 from ca_jax.turns.text import ChunkSpan
+from tests import adapters_kit as ak
 from tests import engine_kit as kit
-from tests import overlap_kit
+from tests import overlap_kit, test_sliding_kv
 from tests.server_kit import assistant, user
 from tests.test_context import REUSE, SOME, WHOLE, answer_over
 from tests.test_context_faults import faulty
@@ -137,6 +138,30 @@ def test_an_edit_of_an_edited_history_uses_what_was_blended():
         assert again.usage.num_cached_tokens >= of_first.num_tokens
 
 
+def test_contexts_before_and_behind_the_edit_are_part_of_what_was_said():
+    contexts = {1: ["The sky is green."], 2: ["Grass is blue.", "The sea is far."]}
+    with kit.small_engine(blend=WHOLE) as engine:
+        source = engine.session()
+        for number, text in enumerate(SAID):
+            kit.drain(source.send(text, context=contexts.get(number), max_tokens=14))
+        assert source.conversation.lineage
+        said = source.messages
+        for shorter, again in (
+            (user("it is near"), True),
+            ({**said[2], "content": "it is near"}, True),
+            (said[2], False),
+        ):
+            behind = said[3:] if again else [said[3], {**said[4], "context": ["Grass is blue."]}, *said[5:]]
+            fork, new = fork_edited(engine, source, [*said[:2], shorter, *behind, user(ASKED)])
+            borrowed, grass = fork.conversation.borrowed, kit.tiny_model().tokenizer.encode("Grass is blue.")
+            part = source.token_ids[borrowed.first : borrowed.first + borrowed.num_tokens]
+            assert (bytes(grass) in bytes(part)) == again, "another context is another message"
+            kit.drain(fork.send(new, max_tokens=8))
+            kit.expect_right(fork)
+            text = engine.model.tokenizer.decode(fork.token_ids)
+            assert ("The sky is green." in text) == ("context" in shorter)
+
+
 def test_a_source_on_ssd_is_fetched_also_after_a_restart(tmp_path):
     store = kit.ssd_store(tmp_path)
     with kit.small_engine(blend=REUSE, store=store) as engine:
@@ -237,7 +262,7 @@ def test_another_tenant_is_never_served():
     with kit.small_engine(blend=REUSE) as engine:
         source = talked(engine, session_id="one", tenant="a")
         found = ask(engine, source)[0]
-        assert found.tenant == "a"
+        assert (found.tenant, found.usage.missed_chunks) == ("a", 0)
         stranger = engine.session(tenant="b")
         fork, new = fork_edited(engine, source, [*EDITS["edited"](source.messages), user(ASKED)])
         stranger.resume(fork.conversation)  # As if it had come to know what to ask for.
@@ -245,6 +270,23 @@ def test_another_tenant_is_never_served():
         assert stranger.usage.num_cached_tokens == 0
         assert stranger.usage.missed_chunks == 1
         kit.expect_right(stranger)
+
+
+def test_with_an_adapter_and_in_a_model_whose_layers_slide_it_is_exact_too():
+    with ak.engine_of(ak.FIRST, ak.SECOND, blend=WHOLE) as engine:
+        source = talked(engine, adapter="a")
+        fork, _, _ = ask(engine, source)
+        assert (fork.adapter, fork.usage.missed_chunks, engine.metrics.loaded_chunks) == ("a", 0, 1)
+        kit.expect_right(fork, model=ak.model_of(ak.FIRST))
+        stranger = engine.session(adapter="b")
+        told = [*EDITS["edited"](source.messages), user(ASKED)]
+        assert edited(engine.model, source.conversation, "one", told, source.conversation.first_chain) is not None
+        assert edited(engine.model, source.conversation, "one", told, stranger.conversation.first_chain) is None
+    model = test_sliding_kv.model((1,))  # The other layers slide.
+    with kit.small_engine(model, blend=WHOLE) as engine:
+        fork, _, _ = ask(engine, talked(engine))
+        assert engine.metrics.loaded_chunks == 1
+        kit.expect_right(fork, model=model)
 
 
 NUMBERED = tiny.CHATML_TEMPLATE.replace("message['role'] +", "loop.index|string + message['role'] +")
@@ -294,6 +336,32 @@ def test_when_nothing_can_be_used_all_is_new():
         kit.drain(fork.send(new, sampling=SamplingParams(max_tokens=4, prompt_logprobs=0)))
         kit.expect_right(fork)
         assert not fork.usage.num_cached_tokens
+
+
+def test_a_turn_that_is_not_as_the_template_writes_it_is_computed():
+    with kit.small_engine(blend=REUSE) as engine:
+        source = talked(engine)
+        told = [*EDITS["edited"](source.messages), user(ASKED)]
+        plain = edited(engine.model, source.conversation, "one", told, "")
+        (start, _), second = source.conversation.turn_starts[1], source.conversation.turn_starts[2][0]
+        ids = [*source.token_ids[: start + 5], 0x20, *source.token_ids[start + 6 :]]
+        found = edited(engine.model, dataclasses.replace(source.conversation, token_ids=ids), "one", told, "")
+        assert plain.borrowed.first < second < found.borrowed.first
+        assert found.token_ids[: found.borrowed.start] == plain.token_ids[: found.borrowed.start], "all are bytes here"
+
+
+def test_what_begins_like_an_edited_history_borrows_it_whole_or_not():
+    with kit.small_engine(blend=REUSE) as engine:
+        source = talked(engine)
+        fork, new = fork_edited(engine, source, [*EDITS["edited"](source.messages), user(ASKED)])
+        whole, part = engine.fork(fork), engine.fork(fork, len(fork.token_ids) - 40)
+        kit.drain(*(each.send(new, max_tokens=4) for each in (fork, whole)))
+        assert fork.token_ids == whole.token_ids
+        assert whole.usage.missed_chunks == 0
+        assert engine.metrics.loaded_chunks == 2
+        kit.check_turn(part, "and", 4)
+        noted = fork.conversation
+        assert type(noted).from_bytes(noted.to_bytes()).borrowed is None
 
 
 @pytest.mark.parametrize("mode", ["prefix", "recompute"])
