@@ -274,13 +274,19 @@ class ControlledStore:
 
     def prepare_load(self, *args: Any, **options: Any) -> Any:
         """As `AttentionStore.prepare_load`."""
-        ticket = self.store.prepare_load(*args, **options)
-        return ticket if ticket is None or self._loads is None else ControlledTicket(ticket, self._loads)
+        return self._controlled(self.store.prepare_load(*args, **options))
+
+    def hold_part(self, *args: Any, **options: Any) -> Any:
+        """As `AttentionStore.hold_part`."""
+        return self._controlled(self.store.hold_part(*args, **options))
 
     def prepare_save(self, *args: Any, **options: Any) -> Any:
         """As `AttentionStore.prepare_save`."""
         ticket = self.store.prepare_save(*args, **options)
         return ticket if ticket is None or self._saves is None else ControlledTicket(ticket, self._saves)
+
+    def _controlled(self, ticket: Any) -> Any:
+        return ticket if ticket is None or self._loads is None else ControlledTicket(ticket, self._loads)
 
     def complete_load(self, ticket: Any, **options: Any) -> None:
         """As `AttentionStore.complete_load`."""

@@ -130,7 +130,7 @@ def test_what_a_server_keeps_with_one_stays_with_it_and_no_fork_has_it():
 
 
 def test_every_field_is_among_the_bytes_and_one_that_is_missing_or_of_another_version_is_named():
-    others = {"stem", "responses", "kept"}  # Those of one that has these are held against themselves below.
+    others = {"stem", "borrowed", "responses", "kept"}  # Those of one that has these are held against themselves below.
     assert {field.name for field in dataclasses.fields(Conversation)} - others == ADAPTED.keys() - {"format"}
     adapted = Conversation.from_bytes(packed(ADAPTED))
     assert (adapted.adapter, adapted.adapter_weights) == ("pirate", "00ff")

@@ -26,6 +26,7 @@ FLOORS = (
     {"recompute"},
     {"serving"},
     {"engine"},
+    {"edits"},
     {""},
     {"simulate", "server"},
     {"cluster"},

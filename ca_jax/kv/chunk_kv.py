@@ -142,6 +142,8 @@ class ChunkKV:
 
     def hold(self, span: ChunkSpan, token_ids: list[int]) -> LoadTicket | None:
         """All of a chunk's KV, to be read; None where not all of it is stored."""
+        if span.first is not None:
+            return self._store.hold_part(span.key, token_ids, span.first)
         ticket = self._store.prepare_load(span.key, token_ids)
         if ticket is not None and ticket.num_tokens < span.num_tokens:
             self._store.abort_load(ticket, MissReason.MISMATCH)

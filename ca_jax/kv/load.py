@@ -255,7 +255,7 @@ class Histories:
             return False
         if not (self._snapshots.are_none or session.conversation.states):
             return False  # There is no turn's end to go on from.
-        has_first = len(job.params.cacheable(job.prompt_ids)) > 0
+        has_first = len(sharable(job)) > 0
         return has_first and (not job.context_tokens or self._config.blend.mode == "prefix")
 
     def _share_prefix(self, job: Job, session: Session) -> None:
@@ -263,12 +263,11 @@ class Histories:
 
         That is the one that its turn was announced with, or one that got further meanwhile: its turn may run still.
         """
-        shared, lineage = job.params.cacheable(job.prompt_ids), session.conversation.kv_lineage
+        shared, lineage = sharable(job), session.conversation.kv_lineage
         source = self._store.find_prefix(owner_of(session).domain, shared, in_dram=True)
         if source is not None:
             self._store.copy_prefix(source, session.key, shared, owner_of(session), num_dropped=lineage)
-            ids = packed_prompt(job)[: len(shared)]
-            self._snapshots.share(source, session.key, session.conversation, ids, owner_of(session))
+            self._snapshots.share(source, session.key, session.conversation, shared, owner_of(session))
 
     def _open(self, job: Job, session: Session) -> History:
         """Begins to load as much of what is stored of a prompt as is worth it: its first tokens, and chunks behind.
@@ -488,3 +487,9 @@ def packed_prompt(job: Job) -> np.ndarray:
     """A job's prompt, int32 `[T]`: only what is new in it is looked at one by one."""
     known = np.zeros(0, np.int32) if job.session is None else job.session.packed_ids
     return np.concatenate([known, np.fromiter(job.prompt_ids[len(known) :], np.int32)])
+
+
+def sharable(job: Job) -> np.ndarray:
+    """First tokens of a job's prompt that KV of a session which begins alike may serve: those before its chunks."""
+    token_ids = job.params.cacheable(packed_prompt(job))
+    return token_ids[: job.spans[0].start] if job.spans else token_ids

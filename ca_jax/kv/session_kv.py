@@ -28,7 +28,7 @@ from ca_jax.kv.costs import RateMeter
 from ca_jax.kv.kept_conversations import KeptConversations
 from ca_jax.kv.layer_loader import LayerLoader
 from ca_jax.kv.layout import kept_window, staging_bytes
-from ca_jax.kv.load import Histories, packed_prompt
+from ca_jax.kv.load import Histories, packed_prompt, sharable
 from ca_jax.kv.save import WriteBuffer, owner_of
 from ca_jax.kv.shared_sessions import SharedSessions
 from ca_jax.kv.snapshots import Snapshots, StateForm
@@ -152,7 +152,7 @@ class SessionKV:
         self._slide(session)
         cacheable = job.params.cacheable(packed_prompt(job))
         if self.histories.may_share(job, session):
-            source = self.store.find_prefix(owner_of(session).domain, cacheable) or source
+            source = self.store.find_prefix(owner_of(session).domain, sharable(job)) or source
         if self.shared is not None and session.is_kept:
             num_here = self.store.num_readable(source)
             self.shared.bring(session.key, owner_of(session), session.conversation, cacheable, num_here)

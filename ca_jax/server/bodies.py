@@ -251,6 +251,9 @@ class ChatRequest(Sampling):
     context: _Chunks | None = None
     """Chunks in front of the last message, whose KV is reused wherever they stand (CacheBlend). They are a part of it:
     a client that sends the whole history sends them again, as that message's own context."""
+    reuse_edited: bool | None = None
+    """True: where messages in the middle of a known history were changed, dropped or added, use what is stored of those
+    behind them too, some of it computed anew; that is not exact. By default all behind an edit is computed."""
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
     """Further variables of the chat template, `enable_thinking` say; vLLM's. With others a history is another one."""
     reasoning_effort: Annotated[str, Field(max_length=16)] | None = None
@@ -272,6 +275,8 @@ class ChatRequest(Sampling):
             raise invalid("session_state", "session_state must come with a session_id")
         if self.context is not None and self.messages[-1].context is not None:
             raise invalid("context", "context must be given once, got it with the last message and beside it")
+        if self.reuse_edited and self.session_id is not None:
+            raise invalid("reuse_edited", "reuse_edited must come without a session_id, with the whole history")
         if self.session_id is not None and self.num_choices > 1:
             raise invalid("n", f"n must be 1 with a session_id, got {self.n}")
         names = [tool.function.name for tool in self.tools or ()]

@@ -30,6 +30,7 @@ import itertools
 import uuid
 from collections.abc import Sequence
 
+from ca_jax.edits import edited
 from ca_jax.engine import Engine
 from ca_jax.errors import (
     InvalidRequestError,
@@ -149,6 +150,7 @@ class Router:
         *,
         may_drop: bool = True,
         name: str | None = None,
+        reuse_edited: bool = False,
     ) -> Found:
         """A conversation that stands where a history ends, and what of it is new: it is found, forked or begun.
 
@@ -159,6 +161,7 @@ class Router:
           adapter: the name of that it is held with; None: with none.
           may_drop: whether it may be one that tokens have left.
           name: of one that is begun, where no other has it and no replica shares conversations; None: one is made up.
+          reuse_edited: whether one that is begun may use what is stored of a history that was edited; see `edits`.
         """
         # Behind an earlier reply more than one turn would come at once: that begins anew, cut as a whole history is.
         replies = (number for number, each in enumerate(messages[:-1], 1) if each["role"] == "assistant")
@@ -173,7 +176,11 @@ class Router:
             return Found(session, list(messages[num_known:]), _BY_HISTORY if session.session_id == known else "")
         if name is not None and (self._engine.elsewhere is not None or self.look(tenant, name) is not None):
             name = None
-        return Found(self.begin(tenant, name, adapter=adapter), list(messages), "")
+        edit = self._edited(tenant, messages, texts, first) if reuse_edited and chain else None
+        begun = self.begin(tenant, name, adapter=adapter)
+        if edit is not None:
+            begun.resume(edit)
+        return Found(begun, list(messages[0 if edit is None else num_known :]), "")
 
     def by_place(self, tenant: str, session_id: str, chain: str, messages: Sequence[Message], texts: Texts) -> Found:
         """A conversation of a client's name at the end of the turn that a chain names: itself, or a fork.
@@ -328,12 +335,13 @@ class Router:
         """Notes where a conversation stands, if a history may find it there."""
         if self._tokens_at(conversation, conversation.chain) is None:
             return
-        self._states[tenant, conversation.chain] = session_id
         known = self._chains[tenant]
         chains = known.setdefault(session_id, [])
         known.move_to_end(session_id)
-        if not chains or chains[-1] != conversation.chain:
-            chains.append(conversation.chain)
+        for chain in (conversation.chain, _last_exchange(conversation.messages)):
+            self._states[tenant, chain] = session_id
+            if chain not in chains[-2:]:
+                chains.append(chain)
         while len(known) > self.max_known:
             self.forget(tenant, next(iter(known)))
 
@@ -362,6 +370,25 @@ class Router:
         session = self._engine.elsewhere.fork(manifest, num_tokens, engine_name(tenant, uuid.uuid4().hex))
         self.use(session)
         return session
+
+    def _edited(self, tenant: str, messages: Sequence[Message], texts: Texts, first: str) -> Conversation | None:
+        """A history up to its last reply that borrows from a conversation which ended with that; None: it cannot.
+
+        Another replica's is not looked for, and that conversation is not opened.
+        """
+        size = message_chars(messages) // _HASHED_CHARS + len(messages) * MESSAGE_CHARS
+        known = self._states.get((tenant, texts.get(size, _last_exchange, messages)))
+        if known is None:
+            return None
+        if (opened := self._engine.opened(known, tenant=tenant)) is not None:
+            source: Conversation | None = opened.conversation
+        else:
+            with contextlib.suppress(TenantError, CatalogLateError):
+                source = self._engine.stored.conversation(known, tenant=tenant)
+        if source is None:
+            return None
+        size = message_chars(messages) + len(messages) * MESSAGE_CHARS
+        return texts.get(size, edited, self._engine.model, source, known, messages, first)
 
     def _at(self, tenant: str, session_id: str, chain: str, may_drop: bool) -> Session | None:
         """A conversation at the end of one of its turns, itself or a fork; None if it cannot be had any more."""
@@ -440,6 +467,13 @@ def _chains_of(messages: Sequence[Message], texts: Texts, first: str = "") -> li
 
 def _chains(messages: Sequence[Message], first: str) -> list[str]:
     return list(itertools.accumulate(messages, lambda chain, message: chain_of([message], chain), initial=first))[1:]
+
+
+def _last_exchange(messages: Sequence[Message]) -> str:
+    """Names the last reply of a history and what was said since the one before it; no chain is named so."""
+    replies = (number for number, each in enumerate(messages, 1) if each["role"] == "assistant")
+    *_, start, stop = 0, 0, *replies
+    return f"exchange {chain_of(messages[start:stop])}"
 
 
 def unknown_session(session_id: str) -> UnknownSessionError:

@@ -241,8 +241,8 @@ class Service:
                 state = request.session_state
                 found = self.router.by_id(tenant.domain, request.session_id, messages, texts, state, adapter)
             else:
-                may_drop = request.truncation != "disabled"
-                found = self.router.by_history(tenant.domain, messages, texts, adapter, may_drop=may_drop, name=name)
+                asked = {"may_drop": request.truncation != "disabled", "reuse_edited": bool(request.reuse_edited)}
+                found = self.router.by_history(tenant.domain, messages, texts, adapter, name=name, **asked)
             begun = [] if found.reached else [found.session]
             if request.store is False:
                 sessions = [engine.fork(found.session, is_kept=False) for _ in range(request.num_choices)]

@@ -201,8 +201,10 @@ class Prefilling:
         has_others = bool(history.broken) and self._processes.count == 1
         broken = history.broken or {history.key}
         self._kv.histories.release(history)
-        for key in broken:
+        parts = {span.key for span in self.job.spans if span.first is not None}  # Of sessions that go on themselves.
+        for key in broken - parts:
             self._kv.drop(key)
+        self.job.spans = tuple(span for span in self.job.spans if span.key not in broken & parts)
         self._metrics.failed_loads += 1
         self._metrics.lost_chunks += len(broken - {history.key})
         self._history = self._mended = self._logprobs = None

@@ -89,7 +89,7 @@ def new_turn(
     contexts: dict[int, list[list[int]]] = {}
     replies: set[int] = set()
     for number, message in enumerate(as_messages(new)):
-        marked.append(_told(tokenizer, message))
+        marked.append(told(tokenizer, message))
         if "context" in message:
             if message["role"] == "assistant":
                 raise InvalidRequestError("context must be of a message to the assistant, got one of the assistant's")
@@ -98,7 +98,7 @@ def new_turn(
         elif finds_replies and message["role"] == "assistant" and "tool_calls" not in message:
             replies.add(number)
             marked[-1]["content"] += f"{mark}{number}."
-    before = [_told(tokenizer, message) for message in messages]
+    before = [told(tokenizer, message) for message in messages]
     template = tokenizer.chat_template or ChatTemplate.plain()
     text = template.next_turn(before, marked) if token_ids else template.first_turn([*before, *marked])
     first, *pieces = re.split(rf"{mark}(\d+)\.", text)
@@ -246,10 +246,9 @@ def _as_id(token: Any) -> Any:
     return int(token) if hasattr(token, "__index__") else token
 
 
-def _told(tokenizer: Tokenizer, message: Message) -> Message:
+def told(tokenizer: Tokenizer, message: Message) -> Message:
     """A message as a chat template takes it: its own text, without its context."""
-    told = with_arguments({name: value for name, value in message.items() if name != "context"})
-    return tokenizer.said(told)
+    return tokenizer.said(with_arguments({name: value for name, value in message.items() if name != "context"}))
 
 
 def _tokenizer(model: LoadedModel) -> Tokenizer:
@@ -332,7 +331,8 @@ class TurnBuilder:
             compiled = texts.get(LIGHT_CHARS + 1, self._grammars.compiled, grammar)
         said, given_ids = messages_or_ids(self._model, request.new, request.context)
         may_drop = request.truncation == "auto" and self._config.overflow is not None
-        begun, history = session.conversation, None
+        begun = session.conversation
+        history = begun if begun.borrowed else None  # Nothing of it is computed: the oldest would leave, as if told.
         turn = self._new_turn(begun, said, given_ids, request.context, texts)
         if may_drop and said and not begun.token_ids and len(turn.ids) >= self._window:
             history, said = self._told(begun, said, texts)  # As if it had been held here: the oldest of it leaves.
@@ -370,12 +370,15 @@ class TurnBuilder:
                 self._kv.chunks.span(ids, len(held.token_ids) + start, num_tokens, session.tenant, weights)
                 for start, num_tokens in turn.chunks
             )
+            if (part := held.borrowed) is not None:
+                key = self._kv.key(part.session_id, session.tenant, held.adapter_weights)
+                job.spans = (ChunkSpan(key, part.start, part.num_tokens, part.first), *job.spans)
         return job
 
     def missing_chunks(self, job: Job, session: Session) -> list[Job]:
         """The jobs that compute the chunks of a turn of which nothing is stored; none of one that keeps nothing."""
-        spans = job.spans if session.is_kept else ()
-        each = [job.prompt_ids[span.start : span.stop] for span in spans]
+        alone = [span for span in job.spans if span.first is None] if session.is_kept else []
+        each = [job.prompt_ids[span.start : span.stop] for span in alone]
         return self._chunk_jobs(each, session.tenant, job.priority, job.adapter)
 
     def chunks(self, chunks: Sequence[str | Sequence[int]], tenant: str, tier: costs.Tier | None) -> list[Job]:

@@ -371,6 +371,7 @@ class AttentionStore:
     complete_load = _done_by("_transfers", Transfers.complete_load)
     abort_load = _done_by("_transfers", Transfers.abort_load)
     copy_prefix = _done_by("_transfers", Transfers.copy_prefix)
+    hold_part = _done_by("_transfers", Transfers.hold_part)
     hold = _done_by("_transfers", Transfers.hold)
     let_go = _done_by("_transfers", Transfers.let_go)
 

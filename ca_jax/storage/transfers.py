@@ -14,7 +14,7 @@ from ca_jax.storage.records import MissReason, Owner, Residency
 from ca_jax.storage.sessions import Entry, StoreParts
 from ca_jax.storage.tickets import LoadTicket, SaveTicket, TicketState
 from ca_jax.storage.tiering import Placement
-from ca_jax.storage.tokens import Lineage, as_token_ids, num_common
+from ca_jax.storage.tokens import Lineage, TokenPlaces, as_token_ids, num_common
 from ca_jax.storage.truncation import Truncation
 
 
@@ -327,20 +327,10 @@ class Transfers:
         entry = entry or self._new_entry(key, owner)
         if entry.owner.domain != from_entry.owner.domain:
             raise ValueError(f"the source must be of domain {entry.owner.domain!r}, got another's")
-        num_tokens = from_entry.lineage.plain_tokens(num_common(from_entry.token_ids, token_ids))
-        num_shared, num_rows = divmod(num_tokens, self._layout.block_tokens)
-        entry.block_ids = from_entry.block_ids[:num_shared]
-        self._blocks.share(entry.block_ids)
-        with self._index.kept(from_entry):
-            if num_rows and self._placement.make_room(entry, 1) is not None:
-                num_tokens -= num_rows
-                num_rows = 0
+        wanted = from_entry.lineage.plain_tokens(num_common(from_entry.token_ids, token_ids))
+        num_tokens = self._share_blocks(entry, from_entry, 0, wanted)
         if not num_tokens:
             return 0
-        if num_rows:
-            (own,) = self._blocks.alloc(entry.owner.tenant, 1)
-            self._copy_rows(from_entry.block_ids[num_shared], own, num_rows)
-            entry.block_ids.append(own)
         entry.token_ids = from_entry.token_ids[:num_tokens].copy()
         entry.places, entry.lineage = from_entry.places.take(num_tokens), Lineage(num_dropped)
         entry.fetched, from_entry.fetched = from_entry.fetched, False
@@ -356,6 +346,43 @@ class Transfers:
         self._keep(entry)
         return num_tokens
 
+    def hold_part(self, source: str, token_ids: npt.ArrayLike, first_token: int) -> LoadTicket | None:
+        """Holds tokens in the middle of a session in DRAM for reading, until that is completed or aborted.
+
+        Blocks are shared as by `copy_prefix`: the session goes on, is cut or dropped as if nobody read. KV that has
+        seen dropped tokens is served too.
+
+        Args:
+          source: session id.
+          token_ids: `[T]`, T > 0, the tokens whose KV is wanted.
+          first_token: place of the first of them in the session.
+
+        Returns:
+          A ticket to read them all; None where they are not there, or for want of room (a counted miss).
+
+        Raises:
+          ValueError: `token_ids` is empty or not a list of int32.
+        """
+        self._placement.wanted(source)
+        token_ids = as_token_ids(token_ids)
+        entry, stop = self._index.get(source), first_token + len(token_ids)
+        is_there = entry is not None and np.array_equal(entry.token_ids[first_token:stop], token_ids)
+        if entry is None or not (is_there and entry.places.is_dense):
+            self._counters.misses[MissReason.ABSENT if entry is None else _miss_of(entry)] += 1
+            return None
+        self._placement.used(entry)
+        part, first_block = self._new_entry("", entry.owner), first_token // self._layout.block_tokens
+        if self._share_blocks(part, entry, first_block, stop) < stop:
+            self._blocks.free(part.owner.tenant, part.block_ids)
+            self._counters.misses[MissReason.NO_ROOM] += 1
+            return None
+        places = TokenPlaces.of(np.arange(first_token, stop) - first_block * self._layout.block_tokens)
+        ticket = LoadTicket(self._dram, source, places, np.array(part.block_ids), from_ssd=entry.fetched)
+        ticket.fetch_span_s = entry.fetch_span_s if entry.fetched else None
+        entry.fetched = False
+        self._open_loads[ticket] = part
+        return ticket
+
     def abort_all(self) -> None:
         """Gives up every open save and load, and waits for their copies."""
         for entry in tuple(self._index):
@@ -364,6 +391,24 @@ class Transfers:
             self.abort_load(ticket)
 
     # Entries and blocks.
+
+    def _share_blocks(self, entry: Entry, source: Entry, first_block: int, stop: int) -> int:
+        """Has an entry without blocks share those of another whose tokens are dense, up to a token of it.
+
+        Tokens in a last block that is not full are copied to one of its own; without room for that they are left out.
+        Returns up to which token it has them.
+        """
+        last, num_rows = divmod(stop, self._layout.block_tokens)
+        entry.block_ids = source.block_ids[first_block:last]
+        self._blocks.share(entry.block_ids)
+        with self._index.kept(source):
+            if num_rows and self._placement.make_room(entry, 1) is not None:
+                return stop - num_rows
+        if num_rows:
+            (own,) = self._blocks.alloc(entry.owner.tenant, 1)
+            self._copy_rows(source.block_ids[last], own, num_rows)
+            entry.block_ids.append(own)
+        return stop
 
     def _would_write_to_others(self, entry: Entry) -> bool:
         """Whether the next token goes to a block that others hold too: sessions, of one that was cut, or a flush."""
@@ -414,6 +459,9 @@ class Transfers:
                 f"the load must be an open one of this store, got one of {ticket.key!r} that is {ticket.state.value}"
             )
         ticket.close(state)
+        if not entry.num_open_loads:  # Of `hold_part`: it has its blocks for this load alone, and nobody finds it.
+            self._blocks.free(entry.owner.tenant, entry.block_ids)
+            return
         entry.num_open_loads -= 1
         if not entry.num_open_loads and entry.replaced_blocks:
             replaced, entry.replaced_blocks = entry.replaced_blocks, []

@@ -32,9 +32,23 @@ _CHAINED_FORMAT = 5  # The first whose chain names contexts too.
 # What was written before additions is one without any.
 _READABLE = (3, 4, 5, _FORMAT, _ADAPTED_FORMAT, _EXTENDED_FORMAT)
 _PACKED = {"token_ids": "<i4", "attention": "<f4"}  # Fields that are lists of numbers.
+_OF_PROCESS = ("stem", "borrowed")  # Fields that are not kept.
 _OF_ADAPTER = ("adapter", "adapter_weights")  # Fields that are left out where there is none.
 _GROWING = ("token_ids", "messages", "turn_starts", "states", "responses")  # Fields that a turn only adds to.
 _EXTRAS = ("tools", "template", "tool_calls", "tool_call_id", "name", "reasoning_content")  # Of messages, beside text.
+
+
+@dataclasses.dataclass(frozen=True)
+class Borrowed:
+    """Tokens of a conversation that another one of its tenant has too, behind other tokens."""
+
+    session_id: str
+    """The other one's name."""
+    first: int
+    """Where they begin there."""
+    start: int
+    """And where here."""
+    num_tokens: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,6 +95,8 @@ class Conversation:
     """Name of the adapter that it is held with, for good; empty: none."""
     adapter_weights: str = ""
     """That adapter's fingerprint."""
+    borrowed: Borrowed | None = dataclasses.field(default=None, compare=False, repr=False)
+    """What its next turn may blend of another's KV, where it has none of its own yet; of this process alone."""
 
     @classmethod
     def begin(cls, messages: Sequence[Message] = (), *, adapter: str = "", adapter_weights: str = "") -> Conversation:
@@ -137,6 +153,7 @@ class Conversation:
             chain=chain,
             states=[*self.states, (chain, len(token_ids))],
             responses=self.responses if note is None else [*self.responses, (note[0], chain, note[1])],
+            borrowed=None,
             generation=self.generation + 1,
         )
 
@@ -164,6 +181,7 @@ class Conversation:
             states=states,
             responses=[each for each in self.responses if each[1] in dict(states)],
             turn_starts=turn_starts,
+            borrowed=self.borrowed if num_tokens == len(self.token_ids) else None,
             attention=self.attention[:num_tokens],
             num_slid=min(self.num_slid, num_tokens),
             generation=self.generation + 1,
@@ -267,7 +285,8 @@ class Conversation:
 
     def _packed(self, num_before: dict[str, int]) -> bytes:
         """As JSON, without the first ones of the lists that grow."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "stem"}
+        names = (field.name for field in dataclasses.fields(self) if field.name not in _OF_PROCESS)
+        fields = {name: getattr(self, name) for name in names}
         fields |= {name: fields[name][num:] for name, num in num_before.items()}
         for name, dtype in _PACKED.items():
             fields[name] = base64.b64encode(np.array(fields[name], dtype).tobytes()).decode("ascii")

@@ -187,6 +187,8 @@ class ChunkSpan:
     """How many it has, at least 1."""
     is_exact: bool = False
     """Whether all that stands before it in the prompt is what its KV was computed behind."""
+    first: int | None = None
+    """Where in the session whose KV `key` names it begins; None: it was computed alone, and is all that is there."""
 
     def __post_init__(self) -> None:
         if self.start < 0 or self.num_tokens < 1:

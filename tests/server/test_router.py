@@ -202,7 +202,7 @@ def test_open_and_known_conversations_are_bounded_and_the_least_recently_used_le
         rig = Rig(engine, max_open_sessions=2)
         held = [rig.talk([f"number {number}"], tenant="few") for number in range(rig.router.max_known + 2)]
         assert len(engine.sessions) == 2
-        assert len(rig.router._states) == rig.router.max_known == 32
+        assert len(rig.router._states) == 2 * rig.router.max_known == 64, "each by its chain and its last exchange"
         rig.talk(["of another"], tenant="other")
         names = [answers[0].name for _, answers in held]
         for number, is_known in ((0, False), (5, True), (-1, True)):

@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from ca_jax.storage.catalog.catalog import CatalogReader
 from ca_jax.storage.records import FlushFailure, MissReason, Residency
+from ca_jax.storage.sessions import Entry
 from ca_jax.storage.tokens import PLAIN, TokenPlaces
 
 from . import store_helpers as kit
@@ -78,6 +79,7 @@ class WatchedStore(RuleBasedStateMachine):
         with pytest.MonkeyPatch.context() as patch:
             self.gates = kit.open_gated(patch)
             self.store = kit.make_store(NUM_BLOCKS, **self.options)
+        self.parts: list[tuple] = []  # Open loads of tokens in the middle of a session, and these.
         self.catalog: kit.Gate | None = None
 
     def entry(self, key):
@@ -99,7 +101,12 @@ class WatchedStore(RuleBasedStateMachine):
         """How often each block of DRAM is held."""
         moves = [] if self.store._ssd is None else self.store._ssd._tasks
         tables = [[*entry.block_ids, *entry.replaced_blocks] for entry in self.store._entries]
+        tables += [part.block_ids for part in self.parts_read()]
         return collections.Counter(itertools.chain(*tables, *(move.dram_blocks for move in moves)))
+
+    def parts_read(self) -> list[Entry]:
+        """What holds blocks of a session's middle for a load."""
+        return [part for part in self.store._transfers._open_loads.values() if not part.num_open_loads]
 
     def free_blocks(self) -> int:
         return self.store.stats().free_bytes // self.layout.block_bytes
@@ -420,6 +427,7 @@ class WatchedStore(RuleBasedStateMachine):
         moves = [] if self.store._ssd is None else list(self.store._ssd._tasks)
         tables = [(entry.owner.tenant, [*entry.block_ids, *entry.replaced_blocks]) for entry in self.store._entries]
         tables += [(move.tenant, move.dram_blocks) for move in moves]
+        tables += [(part.owner.tenant, part.block_ids) for part in self.parts_read()]
         num_held = check_books(self.store._blocks, tables)
         assert stats.used_bytes == num_held * self.layout.block_bytes
         assert stats.used_bytes + stats.free_bytes == stats.capacity_bytes == NUM_BLOCKS * self.layout.block_bytes

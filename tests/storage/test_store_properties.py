@@ -318,6 +318,29 @@ class StoreMachine(WatchedStore):
             kit.assert_same(staging, kv[1])
             (self.store.complete_load if completed else self.store.abort_load)(ticket)
 
+    @rule(key=KEYS, first=st.integers(0, 9), num_tokens=LENGTHS)
+    def begin_part(self, key, first, num_tokens):
+        reference = self.reference.get(key) or Reference()
+        if tokens := reference.tokens[first : first + num_tokens]:
+            has_room = (first + len(tokens)) % kit.BLOCK_TOKENS == 0 or self.free_blocks() + self.evictable_blocks(
+                key
+            ) > 0
+            ticket = self.store.hold_part(key, ids_of(tokens), first)
+            assert (ticket is not None) == (reference.places.is_dense and has_room)
+            self.may_evict = True
+            self.parts += [(ticket, tokens)] if ticket else []
+
+    @rule(which=WHICH, completed=st.booleans())
+    def end_part(self, which, completed):
+        """Whatever has become of the session meanwhile."""
+        if self.parts:
+            ticket, tokens = self.parts.pop(which % len(self.parts))
+            kv = kv_of(self.layout, tokens)
+            staging = np.zeros((2, len(tokens), *kv.shape[3:]), kv.dtype)
+            ticket.read(1, staging).result()
+            kit.assert_same(staging, kv[1])
+            (self.store.complete_load if completed else self.store.abort_load)(ticket)
+
     # Forgetting.
 
     @rule(key=KEYS, num_tokens=st.integers(0, 12))
