@@ -372,7 +372,7 @@ class TurnBuilder:
             )
             if (part := held.borrowed) is not None:
                 key = self._kv.key(part.session_id, session.tenant, held.adapter_weights)
-                job.spans = (ChunkSpan(key, part.start, part.num_tokens, part.first), *job.spans)
+                job.spans = (ChunkSpan(key, part.start, part.num_tokens, first=part.first), *job.spans)
         return job
 
     def missing_chunks(self, job: Job, session: Session) -> list[Job]:
