@@ -77,6 +77,19 @@ def edited(
         return None
 
 
+def last_exchange(messages: Sequence[Message]) -> str:
+    """Names the last reply of a history and what was said since the one before it; no chain is named so."""
+    replies = (number for number, each in enumerate(messages, 1) if each["role"] == "assistant")
+    *_, start, stop = 0, 0, *replies
+    return f"exchange {chain_of(messages[start:stop])}"
+
+
+def begins_alike(source: Conversation, messages: Sequence[Message]) -> bool:
+    """Whether a history begins with the first turn of a conversation."""
+    ends = [*(number for _, number in source.turn_starts), len(source.messages)]
+    return len(ends) > 1 and list(messages[: ends[1]]) == source.messages[: ends[1]]
+
+
 def _edited(
     model: LoadedModel, source: Conversation, session_id: str, messages: Sequence[Message]
 ) -> Conversation | None:

@@ -145,12 +145,8 @@ def test_contexts_before_and_behind_the_edit_are_part_of_what_was_said():
         for number, text in enumerate(SAID):
             kit.drain(source.send(text, context=contexts.get(number), max_tokens=14))
         assert source.conversation.lineage
-        said = source.messages
-        for shorter, again in (
-            (user("it is near"), True),
-            ({**said[2], "content": "it is near"}, True),
-            (said[2], False),
-        ):
+        said, near = source.messages, user("it is near")
+        for shorter, again in ((near, True), ({**said[2], **near}, True), (said[2], False)):
             behind = said[3:] if again else [said[3], {**said[4], "context": ["Grass is blue."]}, *said[5:]]
             fork, new = fork_edited(engine, source, [*said[:2], shorter, *behind, user(ASKED)])
             borrowed, grass = fork.conversation.borrowed, kit.tiny_model().tokenizer.encode("Grass is blue.")

@@ -253,7 +253,8 @@ class ChatRequest(Sampling):
     a client that sends the whole history sends them again, as that message's own context."""
     reuse_edited: bool | None = None
     """True: where messages in the middle of a known history were changed, dropped or added, use what is stored of those
-    behind them too, some of it computed anew; that is not exact. By default all behind an edit is computed."""
+    behind them too, some of it computed anew; that is not exact. By default all behind an edit is computed. The known
+    history is that of `session_state`, or has the same first turn and the same last exchange."""
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
     """Further variables of the chat template, `enable_thinking` say; vLLM's. With others a history is another one."""
     reasoning_effort: Annotated[str, Field(max_length=16)] | None = None
@@ -271,7 +272,7 @@ class ChatRequest(Sampling):
         super().check()
         if self.top_logprobs is not None and not self.logprobs:
             raise invalid("top_logprobs", "top_logprobs must come with logprobs=true")
-        if self.session_state is not None and self.session_id is None:
+        if self.session_state is not None and self.session_id is None and not self.reuse_edited:
             raise invalid("session_state", "session_state must come with a session_id")
         if self.context is not None and self.messages[-1].context is not None:
             raise invalid("context", "context must be given once, got it with the last message and beside it")

@@ -15,6 +15,7 @@ conversation has lost other tokens than the whole history would lose: the answer
 A request is answered from text that its own client has sent or named. Two clients may have said the same so far, and
 both know the name of one conversation: once it has gone on by its history, a request that names it must also say where
 it stands. A conversation that goes on by its name is forked for clients that send its history.
+KV behind an edit, where a request asks for it, has seen what was there before.
 
 Belongs to the engine's thread.
 
@@ -30,7 +31,7 @@ import itertools
 import uuid
 from collections.abc import Sequence
 
-from ca_jax.edits import edited
+from ca_jax.edits import begins_alike, edited, last_exchange
 from ca_jax.engine import Engine
 from ca_jax.errors import (
     InvalidRequestError,
@@ -151,6 +152,7 @@ class Router:
         may_drop: bool = True,
         name: str | None = None,
         reuse_edited: bool = False,
+        state: str | None = None,
     ) -> Found:
         """A conversation that stands where a history ends, and what of it is new: it is found, forked or begun.
 
@@ -162,6 +164,7 @@ class Router:
           may_drop: whether it may be one that tokens have left.
           name: of one that is begun, where no other has it and no replica shares conversations; None: one is made up.
           reuse_edited: whether one that is begun may use what is stored of a history that was edited; see `edits`.
+          state: the chain of that history before it was edited; None: it is found by its last exchange.
         """
         # Behind an earlier reply more than one turn would come at once: that begins anew, cut as a whole history is.
         replies = (number for number, each in enumerate(messages[:-1], 1) if each["role"] == "assistant")
@@ -176,7 +179,7 @@ class Router:
             return Found(session, list(messages[num_known:]), _BY_HISTORY if session.session_id == known else "")
         if name is not None and (self._engine.elsewhere is not None or self.look(tenant, name) is not None):
             name = None
-        edit = self._edited(tenant, messages, texts, first) if reuse_edited and chain else None
+        edit = self._edited(tenant, messages, texts, first, state) if reuse_edited and chain else None
         begun = self.begin(tenant, name, adapter=adapter)
         if edit is not None:
             begun.resume(edit)
@@ -338,7 +341,7 @@ class Router:
         known = self._chains[tenant]
         chains = known.setdefault(session_id, [])
         known.move_to_end(session_id)
-        for chain in (conversation.chain, _last_exchange(conversation.messages)):
+        for chain in (conversation.chain, last_exchange(conversation.messages)):
             self._states[tenant, chain] = session_id
             if chain not in chains[-2:]:
                 chains.append(chain)
@@ -371,13 +374,16 @@ class Router:
         self.use(session)
         return session
 
-    def _edited(self, tenant: str, messages: Sequence[Message], texts: Texts, first: str) -> Conversation | None:
+    def _edited(
+        self, tenant: str, messages: Sequence[Message], texts: Texts, first: str, state: str | None
+    ) -> Conversation | None:
         """A history up to its last reply that borrows from a conversation which ended with that; None: it cannot.
 
-        Another replica's is not looked for, and that conversation is not opened.
+        Another replica's is not looked for, and that conversation is not opened. Its KV has seen what was edited: one
+        that is found by what others may have said too must have begun with the same turn.
         """
         size = message_chars(messages) // _HASHED_CHARS + len(messages) * MESSAGE_CHARS
-        known = self._states.get((tenant, texts.get(size, _last_exchange, messages)))
+        known = self._states.get((tenant, state or texts.get(size, last_exchange, messages)))
         if known is None:
             return None
         if (opened := self._engine.opened(known, tenant=tenant)) is not None:
@@ -385,7 +391,7 @@ class Router:
         else:
             with contextlib.suppress(TenantError, CatalogLateError):
                 source = self._engine.stored.conversation(known, tenant=tenant)
-        if source is None:
+        if source is None or not (state or begins_alike(source, messages)):
             return None
         size = message_chars(messages) + len(messages) * MESSAGE_CHARS
         return texts.get(size, edited, self._engine.model, source, known, messages, first)
@@ -467,13 +473,6 @@ def _chains_of(messages: Sequence[Message], texts: Texts, first: str = "") -> li
 
 def _chains(messages: Sequence[Message], first: str) -> list[str]:
     return list(itertools.accumulate(messages, lambda chain, message: chain_of([message], chain), initial=first))[1:]
-
-
-def _last_exchange(messages: Sequence[Message]) -> str:
-    """Names the last reply of a history and what was said since the one before it; no chain is named so."""
-    replies = (number for number, each in enumerate(messages, 1) if each["role"] == "assistant")
-    *_, start, stop = 0, 0, *replies
-    return f"exchange {chain_of(messages[start:stop])}"
 
 
 def unknown_session(session_id: str) -> UnknownSessionError:

@@ -241,8 +241,16 @@ class Service:
                 state = request.session_state
                 found = self.router.by_id(tenant.domain, request.session_id, messages, texts, state, adapter)
             else:
-                asked = {"may_drop": request.truncation != "disabled", "reuse_edited": bool(request.reuse_edited)}
-                found = self.router.by_history(tenant.domain, messages, texts, adapter, name=name, **asked)
+                found = self.router.by_history(
+                    tenant.domain,
+                    messages,
+                    texts,
+                    adapter,
+                    may_drop=request.truncation != "disabled",
+                    name=name,
+                    reuse_edited=bool(request.reuse_edited),
+                    state=request.session_state,
+                )
             begun = [] if found.reached else [found.session]
             if request.store is False:
                 sessions = [engine.fork(found.session, is_kept=False) for _ in range(request.num_choices)]

@@ -27,11 +27,11 @@ USED = {"extra_body": {"reuse_edited": True}}
 class EditedRig(Rig):
     """A rig whose requests may ask for the reuse of what was edited."""
 
-    def edit(self, history, tenant="", reuse_edited=True, router=None):
-        """An edited history's conversation, what it borrows, its answer and the usage of that."""
-        messages = [*history[:2], user("it is near"), *history[3:], ASKED]
+    def edit(self, history, tenant="", reuse_edited=True, router=None, place=2, state=None):
+        """An edited history's conversation, what it borrows, and the job that has answered it."""
+        messages = [*history[:place], user("it is near"), *history[place + 1 :], ASKED]
         router = router or self.router
-        found = router.by_history(tenant, messages, Texts(), reuse_edited=reuse_edited)
+        found = router.by_history(tenant, messages, Texts(), reuse_edited=reuse_edited, state=state)
         borrowed = found.session.conversation.borrowed
         job = found.session.submit(found.messages, sampling=SamplingParams(max_tokens=8))
         while not job.done:
@@ -63,6 +63,20 @@ def test_only_who_asks_for_it_gets_what_was_stored_behind_an_edit(rig):
     assert rig.router.by_history("", followed, Texts(), reuse_edited=True).session is edited
     found = rig.router.by_history("", [*history, ASKED], Texts(), reuse_edited=True)
     assert found.session is answers[-1].session
+
+
+def test_who_edits_the_beginning_must_say_what_was_there(rig):
+    """Else a client of the tenant that said the same behind another beginning could be told of it."""
+    history, answers = rig.talk(SAID)
+    assert rig.edit(history, place=0)[1] is None
+    assert rig.edit(history, place=0, state="another")[1] is None
+    _, borrowed, job = rig.edit(history, place=0, state=answers[-1].state)
+    assert (borrowed.session_id, job.missed_chunks) == (answers[-1].name, 0)
+    assert rig.edit(history, tenant="b", place=0, state=answers[-1].state)[1] is None
+    other, _ = rig.talk(["another", *SAID[1:]])
+    assert other[-1] != history[-1]
+    found = rig.router.by_history("", [*other[:3], *history[3:], ASKED], Texts(), reuse_edited=True)
+    assert found.session.conversation.borrowed is None, "it ended so, and began otherwise"
 
 
 def test_the_same_history_of_another_tenant_is_never_used(rig):
@@ -153,6 +167,20 @@ def test_messages_as_anthropic_has_them(server, client):
         assert server.engine.metrics.loaded_chunks == loaded
         claude.messages.create(messages=edited, extra_body={"reuse_edited": True}, **asked)
         assert server.engine.metrics.loaded_chunks == loaded + 1
+
+
+def test_a_client_that_edits_the_beginning_names_the_state(server, client):
+    history = []
+    for said in ("a secret", *SAID[1:]):
+        history.append(user(said))
+        answer = sk.chat(client, history, 14)
+        history.append(assistant(sk.text_of(answer)))
+    server.engine.wait_for_saves()
+    loaded, told = server.engine.metrics.loaded_chunks, [user("nothing"), *history[1:], ASKED]
+    sk.chat(client, told, 4, **USED)
+    assert server.engine.metrics.loaded_chunks == loaded
+    sk.chat(client, told, 4, extra_body={**USED["extra_body"], "session_state": answer.session_state})
+    assert server.engine.metrics.loaded_chunks == loaded + 1
 
 
 def test_a_name_goes_without(client):
