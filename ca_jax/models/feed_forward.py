@@ -8,12 +8,14 @@ Not here: what is before a block and behind it (transformer).
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from ca_jax.models.config import ModelConfig
+from ca_jax.models.int8_weights import Int8Matrix
 from ca_jax.models.parts import INIT, Norm, adapted, packed_product, project
 from ca_jax.models.sharding import ModelSharding, by_device
 
@@ -111,9 +113,10 @@ class Experts(nn.Module):
         zeros, wide = nn.initializers.zeros, (c.num_experts, c.mlp_dim)
         biases = [self.param(f"b_{name}", zeros, wide) for name in ("gate", "up") if c.mlp_bias]
 
-        def sums(rows: jax.Array, weights: jax.Array, chosen: jax.Array, *matrices: jax.Array) -> jax.Array:
+        def sums(rows: jax.Array, weights: jax.Array, chosen: jax.Array, *matrices: Any) -> jax.Array:
             def apply(expert: jax.Array, rows: jax.Array) -> jax.Array:
-                gate, up, down, *of_wide = (jax.lax.dynamic_index_in_dim(w, expert, keepdims=False) for w in matrices)
+                own = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, expert, keepdims=False), matrices)
+                gate, up, down, *of_wide = own
                 hidden = [project(rows, gate), project(rows, up)]
                 if of_wide:
                     hidden = [each + bias for each, bias in zip(hidden, of_wide, strict=True)]
@@ -122,7 +125,12 @@ class Experts(nn.Module):
             return _through_experts(apply, rows, weights, chosen, c.num_experts)[None]
 
         of_rows = ("batch",) if x.shape[0] > 1 else ()  # One sequence is on all devices.
-        of_matrices = ((None, None, "mlp"), (None, None, "mlp"), (None, "mlp"), *[(None, "mlp")] * len(biases))
+        of_wide, of_down = ((None, None, "mlp"), (None, "mlp")), ((None, "mlp"), ())  # Of numbers, and of scales.
+        of_matrices = [
+            Int8Matrix(*axes) if isinstance(matrix, Int8Matrix) else axes[0]
+            for axes, matrix in zip((of_wide, of_wide, of_down), (w_gate, w_up, w_down), strict=True)
+        ]
+        of_matrices += [(None, "mlp")] * len(biases)
         is_divided = self.sharding is not None and c.mlp_dim % self.sharding.num_tensor == 0
         in_axes, out_axes = (of_rows, of_rows, of_rows, *of_matrices), ("mlp", *of_rows)
         given = by_device(sums, self.sharding if is_divided else None, in_axes, out_axes)

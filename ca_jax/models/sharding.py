@@ -102,7 +102,7 @@ class ModelSharding:
 
     def of_int8(self, slot: Slot) -> Int8Matrix:
         """Of a leaf that is held in 8 bits."""
-        return Int8Matrix(self.of_slot(slot), self.of(slot.axes[slot.num_inputs :], slot.shape[slot.num_inputs :]))
+        return Int8Matrix(self.of_slot(slot), self.of(slot.of_outputs(slot.axes), slot.of_outputs(slot.shape)))
 
     def of_params(self, config: ModelConfig, params: Mapping[str, Any]) -> Any:
         """Of all of a model's parameters: a tree like theirs."""
@@ -243,10 +243,9 @@ def by_device(
     if sharding is None:
         return function
 
-    def specs(axes: Any) -> Any:
-        is_axes = all(name is None or isinstance(name, str) for name in axes)
-        return sharding.spec(axes) if is_axes else tuple(specs(each) for each in axes)
+    def is_axes(axes: Any) -> bool:
+        return all(name is None or isinstance(name, str) for name in axes)
 
-    in_specs = tuple(specs(axes) for axes in in_axes)
+    in_specs, out_specs = jax.tree.map(sharding.spec, (in_axes, out_axes), is_leaf=is_axes)
     # Unchecked: loops here begin with constants, which are the same on all devices, and go on with what is not.
-    return jax.shard_map(function, mesh=sharding.mesh, in_specs=in_specs, out_specs=specs(out_axes), check_vma=False)
+    return jax.shard_map(function, mesh=sharding.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

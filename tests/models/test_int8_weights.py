@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import flax.traverse_util
 import gguf
 import jax
 import numpy as np
@@ -92,6 +91,12 @@ def test_another_kind_of_weights_is_refused(tmp_path):
 
 # In bfloat16, held in 8 bits.
 
+BLOCKS = {
+    **{"qwen2_moe": ("experts", "shared"), "gpt_oss": ("experts",), "gemma3": ("mlp",), "neox": ("mlp",)},
+    **{"deepseek_v3": ("mlp", "experts", "shared"), "kimi_linear": ("mlp", "experts", "shared"), "cohere2": ("mlp",)},
+}
+"""Feed-forward blocks that families have."""
+
 
 def leaf_of(params, slot):
     leaf = params["params"]
@@ -105,18 +110,7 @@ def in_float32(params):
     return jax.tree.map(lambda leaf: leaf if leaf.dtype == np.int8 else leaf.astype(np.float32), params)
 
 
-def spelled_out(params, config):
-    """All of it in float32, by numpy."""
-    leaves = {}
-    for slot in parameter_slots(config):
-        leaf = leaf_of(params, slot)
-        if isinstance(leaf, Int8Matrix):
-            leaf = np.asarray(leaf.numbers, np.float32) * np.asarray(leaf.scales)
-        leaves["params", *slot.path] = jax.numpy.asarray(leaf, np.float32)
-    return flax.traverse_util.unflatten_dict(leaves)
-
-
-@pytest.mark.parametrize("name", ["qwen2_moe", "gemma3", "neox", "deepseek_v3", "cohere2", "kimi_linear"])
+@pytest.mark.parametrize("name", BLOCKS)
 def test_what_is_held_in_8_bits_is_within_half_a_step_and_the_model_computes_with_it(tmp_path, name):
     families_kit.make(name, tmp_path)
     plain = load_checkpoint(str(tmp_path), dtype="bfloat16")
@@ -130,15 +124,17 @@ def test_what_is_held_in_8_bits_is_within_half_a_step_and_the_model_computes_wit
         held.add(slot.key)
         assert leaf.numbers.dtype == np.int8
         numbers, scales = np.asarray(leaf.numbers, np.float32), np.asarray(leaf.scales)
-        inputs = tuple(range(slot.num_inputs))
+        inputs = kit.inputs_of(slot)
         np.testing.assert_array_equal(np.abs(numbers).max(inputs), 127)
+        scales = np.expand_dims(scales, inputs)
         assert (np.abs(numbers * scales - before) <= scales / 2 + 1e-6).all()
-    assert held >= ({"shared.w_up"} if name in ("qwen2_moe", "deepseek_v3", "kimi_linear") else {"mlp.w_down"})
+    blocks = {f"{block}.w_{name}" for block in BLOCKS[name] for name in ("gate", "up", "down")}
+    assert {key for key in held if ".w_" in key} == blocks - ({"mlp.w_gate"} if name == "neox" else set())
     assert ("attn.wo" in held) == (name not in ("deepseek_v3", "kimi_linear")), "latents stay as they are"
     assert ("head.kernel" in held) == (not model.config.tie_embeddings)
     assert model.fingerprint != plain.fingerprint
     ids = families_kit.prompt(40)
-    expected = dataclasses.replace(model, params=spelled_out(model.params, model.config)).logits(ids)
+    expected = kit.spelled_out(model).logits(ids)
     found = dataclasses.replace(model, params=in_float32(model.params)).logits(ids)
     np.testing.assert_allclose(found, expected, rtol=0, atol=LOGITS_ATOL["float32"])
 
@@ -157,4 +153,23 @@ def test_an_engine_serves_what_is_held_in_8_bits(tmp_path):
         for seed in range(3):
             assert kit.say(session, kit.prompt(20, seed))
             kit.expect_right(session, model=small)
+        assert session.usage.num_cached_tokens > 0
+
+
+EXPERTS = {"num_experts": 5, "num_experts_per_token": 2}
+SERVED = {
+    "experts": EXPERTS,
+    "experts with biases": {**EXPERTS, "mlp": "swiglu_clipped", "mlp_bias": True, "router_bias": True},
+}
+
+
+@pytest.mark.parametrize("changes", SERVED.values(), ids=SERVED)
+def test_an_engine_with_it_answers_as_the_same_numbers_in_float32(changes):
+    small = kit.in_8_bits(kit.model_of(**changes))
+    wide = kit.spelled_out(small)
+    with kit.small_engine(small, weight_dtype="int8") as engine:
+        session = engine.session()
+        for seed, num_tokens in enumerate((90, 20, 7)):
+            assert kit.say(session, kit.prompt(num_tokens, seed))
+            kit.expect_right(session, model=wide)
         assert session.usage.num_cached_tokens > 0
