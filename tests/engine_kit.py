@@ -130,7 +130,9 @@ def spelled_out(model: LoadedModel) -> LoadedModel:
 
 
 def inputs_of(slot: Slot) -> tuple[int, ...]:
-    """Which axes of a matrix are its inputs."""
+    """Which axes of a matrix are its inputs; of a table those behind its rows."""
+    if slot.num_inputs is None:
+        return (1,)
     first = 0 if slot.num_stacked is None else 1
     return tuple(range(first, first + slot.num_inputs))
 

@@ -112,14 +112,16 @@ def test_every_family_on_a_mesh(name):
         assert num_divided >= 2 + 4 * model.config.num_layers  # Of one KV head keys and values are whole.
 
 
-@pytest.mark.parametrize("name", ["gpt_oss"])
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma4", "deepseek_v3"])
 def test_weights_in_8_bits_on_a_mesh(name):
     model = kit.in_8_bits(random_model(name))
     with engine_of(2, 2, model, weight_dtype="int8") as engine:
         expect_greedy(talk(engine, SHORT), kit.spelled_out(model), SHORT)
         assert engine.sessions[0].usage.num_cached_tokens > 0
-        mlp = engine.model.params["params"]["layer_0"]["mlp"]
-        divided = (*mlp["w_gate"], *mlp["w_up"], mlp["w_down"].numbers)
+        params = engine.model.params["params"]
+        mlp = params["layer_1"]["mlp"]
+        tables = params["embed"]["embedding"] if model.config.tie_embeddings else params["head"]["kernel"]
+        divided = (*mlp["w_gate"], *mlp["w_up"], mlp["w_down"].numbers, *tables)
         assert all(leaf.addressable_shards[0].data.size * 2 == leaf.size for leaf in divided)
         assert mlp["w_down"].scales.is_fully_replicated, "outputs of a sum are whole on each device"
 

@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from ca_jax.models.config import ModelConfig
-from ca_jax.models.int8_weights import Int8Matrix
 from ca_jax.models.parts import INIT, Norm, adapted, packed_product, project
-from ca_jax.models.sharding import ModelSharding, by_device
+from ca_jax.models.sharding import ModelSharding, by_device, held_axes
 
 EXPERT_BLOCK = 64
 """Most tokens that go through an expert at once."""
@@ -125,12 +124,8 @@ class Experts(nn.Module):
             return _through_experts(apply, rows, weights, chosen, c.num_experts)[None]
 
         of_rows = ("batch",) if x.shape[0] > 1 else ()  # One sequence is on all devices.
-        of_wide, of_down = ((None, None, "mlp"), (None, "mlp")), ((None, "mlp"), ())  # Of numbers, and of scales.
-        of_matrices = [
-            Int8Matrix(*axes) if isinstance(matrix, Int8Matrix) else axes[0]
-            for axes, matrix in zip((of_wide, of_wide, of_down), (w_gate, w_up, w_down), strict=True)
-        ]
-        of_matrices += [(None, "mlp")] * len(biases)
+        of_wide = [held_axes(each, (None, None, "mlp"), (None, "mlp")) for each in (w_gate, w_up)]
+        of_matrices = (*of_wide, held_axes(w_down, (None, "mlp"), ()), *[(None, "mlp")] * len(biases))
         is_divided = self.sharding is not None and c.mlp_dim % self.sharding.num_tensor == 0
         in_axes, out_axes = (of_rows, of_rows, of_rows, *of_matrices), ("mlp", *of_rows)
         given = by_device(sums, self.sharding if is_divided else None, in_axes, out_axes)

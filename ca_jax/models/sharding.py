@@ -223,6 +223,11 @@ def bytes_per_device(arrays: Any) -> int:
 # Within jitted functions.
 
 
+def held_axes(weights: jax.Array | Int8Matrix, axes: Axes, of_scales: Axes) -> Any:
+    """For `by_device`, of weights that may be held in 8 bits: names of axes, and of their scales' where they are."""
+    return Int8Matrix(axes, of_scales) if isinstance(weights, Int8Matrix) else axes
+
+
 def constrain(x: jax.Array, sharding: ModelSharding | None, axes: Axes = ()) -> jax.Array:
     """Has an array lie as the names of its axes say; no names: whole on each device. Without a mesh nothing is done."""
     return x if sharding is None else lax.with_sharding_constraint(x, sharding.of(axes, x.shape))

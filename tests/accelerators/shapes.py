@@ -165,7 +165,7 @@ class Shapes:
                 shape = held.numbers.sharding.shard_shape(slot.shape)
                 matrix = shape if slot.num_stacked is None else shape[1:]
                 num_inputs = math.prod(matrix[: slot.num_inputs])
-                found |= {shape, matrix, (num_inputs, math.prod(matrix) // num_inputs)}
+                found |= {shape, matrix, (num_inputs, math.prod(matrix) // num_inputs), matrix[::-1]}
         return found
 
     @cached_property

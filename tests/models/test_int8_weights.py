@@ -11,6 +11,7 @@ import ca_jax
 from benchmarks.main import model_loader
 from ca_jax.models import cpu_kernels
 from ca_jax.models.checkpoint import load_checkpoint
+from ca_jax.models.config import RopeConfig
 from ca_jax.models.int8_weights import Int8Matrix
 from ca_jax.models.weights import parameter_slots
 from ca_jax.testing import tiny
@@ -130,8 +131,12 @@ def test_what_is_held_in_8_bits_is_within_half_a_step_and_the_model_computes_wit
         assert (np.abs(numbers * scales - before) <= scales / 2 + 1e-6).all()
     blocks = {f"{block}.w_{name}" for block in BLOCKS[name] for name in ("gate", "up", "down")}
     assert {key for key in held if ".w_" in key} == blocks - ({"mlp.w_gate"} if name == "neox" else set())
-    assert ("attn.wo" in held) == (name not in ("deepseek_v3", "kimi_linear")), "latents stay as they are"
+    latents = {"deepseek_v3": {"wq_a", "wq", "wkv_a", "wo"}, "kimi_linear": {"wq", "wkv_a", "wo"}}.get(name)
+    if latents is not None:  # What makes each head's keys and values of them stays as it is.
+        assert {key.removeprefix("attn.") for key in held if key.startswith("attn.")} == latents
+    assert "attn.wo" in held
     assert ("head.kernel" in held) == (not model.config.tie_embeddings)
+    assert ("embed.embedding" in held) == model.config.tie_embeddings
     assert model.fingerprint != plain.fingerprint
     ids = families_kit.prompt(40)
     expected = kit.spelled_out(model).logits(ids)
@@ -157,7 +162,10 @@ def test_an_engine_serves_what_is_held_in_8_bits(tmp_path):
 
 
 EXPERTS = {"num_experts": 5, "num_experts_per_token": 2}
+LATENT = {"num_kv_heads": 1, "head_dim": 28, "latent_dim": 20, "nope_dim": 12, "value_dim": 10, "query_rank": 24}
 SERVED = {
+    "tied": {"tie_embeddings": True, "embed_scale": 3.0},
+    "latents": {**LATENT, "rope": RopeConfig(rotary_dim=8)},
     "experts": EXPERTS,
     "experts with biases": {**EXPERTS, "mlp": "swiglu_clipped", "mlp_bias": True, "router_bias": True},
 }
