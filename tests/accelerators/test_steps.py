@@ -92,7 +92,7 @@ def complaints(setup: Setup, step: Step, found: compiling.Figures) -> dict[str, 
     if found.kernel is not None and found.kernel.spilled_bytes:
         wrong["spilled"] = f"{found.kernel.spilled_bytes} bytes a thread, {found.kernel.registers} registers"
     if step.takes_everything:
-        taken = plan.parts["the weights"] + plan.parts["the pool of KV"]
+        taken = sum(plan.parts.get(name, 0) for name in ("the weights", "the pool of KV", "the states of rows"))
         if abs(found.argument_bytes - taken) > PLAN_TOLERANCE * taken:
             wrong["planned"] = f"{found.argument_bytes:,} bytes of arguments, {taken:,} are planned"
     if found.temp_bytes > plan.left_bytes:
