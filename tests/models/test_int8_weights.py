@@ -6,6 +6,7 @@ import gguf
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import ca_jax
 from benchmarks.main import model_loader
@@ -15,8 +16,10 @@ from ca_jax.models.config import RopeConfig
 from ca_jax.models.int8_weights import Int8Matrix
 from ca_jax.models.weights import parameter_slots
 from ca_jax.testing import tiny
+from tests import adapters_kit as ak
 from tests import engine_kit as kit
 from tests import families_kit
+from tests import overflow_kit as ok
 from tests.tolerances import LOGITS_ATOL
 
 Q8 = gguf.GGMLQuantizationType.Q8_0
@@ -181,3 +184,24 @@ def test_an_engine_with_it_answers_as_the_same_numbers_in_float32(changes):
             assert kit.say(session, kit.prompt(num_tokens, seed))
             kit.expect_right(session, model=wide)
         assert session.usage.num_cached_tokens > 0
+
+
+@pytest.mark.parametrize("lora", [ak.FIRST, ak.SECOND], ids=["a", "b"])
+def test_adapters_add_to_it_as_to_the_same_numbers_in_float32(tmp_path, lora):
+    """Held against the adapter merged into these numbers; the two differ by what they round, and by nothing else."""
+    small = kit.in_8_bits(ak.model_of(None))
+    base = tiny.hf_tensors(small.config, jax.tree.map(np.asarray, kit.spelled_out(small).params))
+    tiny.write_tiny_hf(tmp_path, small.config, ak.base_params())
+    safetensors.numpy.save_file(
+        ak.merged_tensors(lora, base), tmp_path / "model.safetensors", metadata={"format": "pt"}
+    )
+    merged = ca_jax.load_model(str(tmp_path), dtype="float32")
+    with kit.small_engine(small, weight_dtype="int8", max_adapters=3, max_adapter_rank=6) as engine:
+        for name, each in zip("ab", (ak.FIRST, ak.SECOND), strict=True):
+            engine.load_adapter(name, ak.written(each))
+        session, ids = engine.session(adapter="a" if lora is ak.FIRST else "b"), kit.prompt(40)
+        with ok.recorded_logits(engine) as logits:
+            answer = kit.say(session, ids, 6)
+        expected = merged.logits([*ids, *answer])[len(ids) - 1 : -1]
+        np.testing.assert_allclose(np.stack(logits), expected, rtol=0, atol=LOGITS_ATOL["float32"])
+        kit.expect_right(session, model=merged)
