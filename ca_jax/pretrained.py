@@ -23,7 +23,7 @@ from ca_jax.device.transfer import leaf_to_device, params_to_device, to_device, 
 from ca_jax.errors import InvalidRequestError, UnknownModelError, check
 from ca_jax.models.checkpoint import load_checkpoint
 from ca_jax.models.config import ModelConfig
-from ca_jax.models.int8_weights import Int8Matrix, as_int8, keeps_small, round_to_int8
+from ca_jax.models.int8_weights import Int8Matrix, as_int8, dtype_of, keeps_small, round_to_int8
 from ca_jax.models.presets import PRESETS
 from ca_jax.models.random_weights import random_fingerprint, random_params
 from ca_jax.models.sharding import ModelSharding
@@ -53,7 +53,7 @@ class LoadedModel(Checkpoint):
     @property
     def dtype(self) -> str:
         """Of the weights."""
-        return str(self.params["params"]["embed"]["embedding"].dtype)
+        return str(dtype_of(self.params))
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Logits of every token without any cache, f32 `[T, V]`. Compiles once per length.

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +22,9 @@ from ca_jax.config import EngineConfig
 from ca_jax.device.processes import Processes
 from ca_jax.device.transfer import params_to_device
 from ca_jax.engine import Engine
+from ca_jax.models.int8_weights import Int8Matrix, as_int8, keeps_small
 from ca_jax.models.transformer import Transformer
+from ca_jax.models.weights import Slot, parameter_slots
 from ca_jax.pretrained import LoadedModel
 from ca_jax.session import Session
 from ca_jax.storage.config import GIB, StoreConfig
@@ -102,6 +105,36 @@ def model_of(*, seed: int = 1, fingerprint: str = "", **changes: object) -> Load
     return LoadedModel(
         name="tiny", config=config, model=Transformer(config), params=params, tokenizer=None, fingerprint=fingerprint
     )
+
+
+def in_8_bits(model: LoadedModel) -> LoadedModel:
+    """The same model with its matrices held in 8 bits, all else in float32: so rounding decides no token."""
+    leaves = flax.traverse_util.flatten_dict(model.params)
+    for slot in parameter_slots(model.config):
+        if keeps_small(model.config, slot):
+            path = ("params", *slot.path)
+            leaves[path] = Int8Matrix(*map(jnp.asarray, as_int8(slot, np.asarray(leaves[path]))))
+    return dataclasses.replace(model, params=flax.traverse_util.unflatten_dict(leaves), weight_dtype="int8")
+
+
+def spelled_out(model: LoadedModel) -> LoadedModel:
+    """The same model with all that is held in 8 bits in float32, by numpy."""
+    leaves = flax.traverse_util.flatten_dict(model.params)
+    for slot in parameter_slots(model.config):
+        held = leaves["params", *slot.path]
+        if isinstance(held, Int8Matrix):
+            scales = np.expand_dims(np.asarray(held.scales), inputs_of(slot))
+            held = np.asarray(held.numbers, np.float32) * scales
+        leaves["params", *slot.path] = jnp.asarray(held, jnp.float32)
+    return dataclasses.replace(model, params=flax.traverse_util.unflatten_dict(leaves), weight_dtype="model")
+
+
+def inputs_of(slot: Slot) -> tuple[int, ...]:
+    """Which axes of a matrix are its inputs; of a table those behind its rows."""
+    if slot.num_inputs is None:
+        return (1,)
+    first = 0 if slot.num_stacked is None else 1
+    return tuple(range(first, first + slot.num_inputs))
 
 
 def small_engine(

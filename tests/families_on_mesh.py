@@ -14,6 +14,7 @@ from ca_jax.models.config import RopeConfig
 from ca_jax.models.recurrence import RecurrenceConfig
 from ca_jax.models.transformer import Transformer
 from ca_jax.models.weights import parameter_slots
+from tests import engine_kit as kit
 from tests.on_mesh import SHORT, config_of, engine_of, expect_greedy, model_of, talk
 
 BEHIND = {"norms_before": False, "norms_behind": True, "qk_norm": True, "qk_norm_is_whole": True}
@@ -102,6 +103,30 @@ HAVE_NOTHING_ELSE = (
     [pytest.param(name, marks=[pytest.mark.slow] if name in HAVE_NOTHING_ELSE else []) for name in FAMILIES],
 )
 def test_every_family_on_a_mesh(name):
+    model = random_model(name)
+    with engine_of(2, 2, model) as engine:
+        expect_greedy(talk(engine, SHORT), model, SHORT)
+        assert engine.sessions[0].usage.num_cached_tokens > 0
+        matrices = [leaf for leaf in jax.tree.leaves(engine.model.params) if leaf.ndim > 1]
+        num_divided = sum(leaf.addressable_shards[0].data.shape != leaf.shape for leaf in matrices)
+        assert num_divided >= 2 + 4 * model.config.num_layers  # Of one KV head keys and values are whole.
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma4", "deepseek_v3"])
+def test_weights_in_8_bits_on_a_mesh(name):
+    model = kit.in_8_bits(random_model(name))
+    with engine_of(2, 2, model, weight_dtype="int8") as engine:
+        expect_greedy(talk(engine, SHORT), kit.spelled_out(model), SHORT)
+        assert engine.sessions[0].usage.num_cached_tokens > 0
+        params = engine.model.params["params"]
+        mlp = params["layer_1"]["mlp"]
+        tables = params["embed"]["embedding"] if model.config.tie_embeddings else params["head"]["kernel"]
+        divided = (*mlp["w_gate"], *mlp["w_up"], mlp["w_down"].numbers, *tables)
+        assert all(leaf.addressable_shards[0].data.size * 2 == leaf.size for leaf in divided)
+        assert mlp["w_down"].scales.is_fully_replicated, "outputs of a sum are whole on each device"
+
+
+def random_model(name):
     config = config_of(**FAMILIES[name])
     rng, leaves = np.random.default_rng(0), {}
     for slot in parameter_slots(config):
@@ -111,10 +136,4 @@ def test_every_family_on_a_mesh(name):
         scale = 0.2 if is_norm or is_bias else 2 / np.sqrt(shape[-2] if len(shape) == 2 else 32)
         leaves["params", *slot.path] = np.float32(is_norm and 1 - config.norm_offset) + numbers * np.float32(scale)
     params = params_to_device(flax.traverse_util.unflatten_dict(leaves))
-    model = dataclasses.replace(model_of(), config=config, model=Transformer(config), params=params)
-    with engine_of(2, 2, model) as engine:
-        expect_greedy(talk(engine, SHORT), model, SHORT)
-        assert engine.sessions[0].usage.num_cached_tokens > 0
-        matrices = [leaf for leaf in jax.tree.leaves(engine.model.params) if leaf.ndim > 1]
-        num_divided = sum(leaf.addressable_shards[0].data.shape != leaf.shape for leaf in matrices)
-        assert num_divided >= 2 + 4 * config.num_layers  # Of one KV head keys and values are whole.
+    return dataclasses.replace(model_of(), config=config, model=Transformer(config), params=params)

@@ -30,6 +30,7 @@ from ca_jax.device.transfer import params_to_device, to_device, to_host
 from ca_jax.models.adapters import Adapter
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.cpu_kernels import pack_params
+from ca_jax.models.int8_weights import dtype_of
 from ca_jax.models.kv import SCALE_BYTES
 from ca_jax.models.sharding import ModelSharding, bytes_per_device, replicated
 from ca_jax.session import Job
@@ -61,7 +62,7 @@ class Runner:
         """Of the model."""
         if sharding is None:
             params = {**params, "packed": params_to_device(pack_params(config, params["params"]))}
-        self.dtype = str(params["params"]["embed"]["embedding"].dtype)
+        self.dtype = str(dtype_of(params))
         """Of KV as it is computed."""
         self.adapters = AdapterSlots(config, sizes.adapters, self.dtype, sizes.pool.num_rows, sharding)
         """Which adapters there are, and which each row has."""

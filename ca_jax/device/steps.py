@@ -30,9 +30,10 @@ from ca_jax.device.sampler import greedy
 from ca_jax.models import latent_attention, rope
 from ca_jax.models import paged_attention as paged
 from ca_jax.models.config import LayerKind, ModelConfig
+from ca_jax.models.int8_weights import Int8Matrix, dtype_of
 from ca_jax.models.kv import LayerKV, dequantize, quantize
 from ca_jax.models.parts import look_up
-from ca_jax.models.sharding import Axes, ModelSharding, by_device, constrain
+from ca_jax.models.sharding import Axes, ModelSharding, by_device, constrain, held_axes
 from ca_jax.models.transformer import Layer, Learned, Transformer, put_stream, scale_embedded, scale_queries
 
 Params = Any
@@ -137,14 +138,20 @@ def embed(config: ModelConfig, params: Params, tokens: jax.Array, sharding: Mode
     if sharding is None or config.vocab_size % sharding.num_tensor:
         return constrain(apply(Transformer(config), params, tokens, method=Transformer.embed), sharding, ROWS)
 
-    def own_rows(table: jax.Array, ids: jax.Array, tokens: jax.Array) -> jax.Array:
-        places = tokens - ids[0]
-        is_own = (places >= 0) & (places < len(table))
-        return jnp.where(is_own[..., None], look_up(table, jnp.clip(places, 0, len(table) - 1)), 0)[None]
+    dtype = dtype_of(params)
 
-    of_device = by_device(own_rows, sharding, (("vocab", None), ("vocab",), ROWS), ("vocab", *ROWS))
-    names, ids = ("embed", "inputs") if config.layer_input_dim else ("embed",), jnp.arange(config.vocab_size)
-    found, *rows = (of_device(params["params"][name]["embedding"], ids, tokens).sum(0) for name in names)
+    def own_rows(table: jax.Array | Int8Matrix, ids: jax.Array, tokens: jax.Array) -> jax.Array:
+        places = tokens - ids[0]
+        is_own = (places >= 0) & (places < len(ids))
+        return jnp.where(is_own[..., None], look_up(table, jnp.clip(places, 0, len(ids) - 1), dtype), 0)[None]
+
+    def rows_of(table: jax.Array | Int8Matrix) -> jax.Array:
+        in_axes = held_axes(table, ("vocab", None), ("vocab",)), ("vocab",), ROWS
+        of_device = by_device(own_rows, sharding, in_axes, ("vocab", *ROWS))
+        return of_device(table, jnp.arange(config.vocab_size), tokens).sum(0)
+
+    names = ("embed", "inputs") if config.layer_input_dim else ("embed",)
+    found, *rows = (rows_of(params["params"][name]["embedding"]) for name in names)
     x = scale_embedded(config, found)
     if rows:
         x = apply(Transformer(config), params, x, *rows, method=Transformer.with_inputs)

@@ -15,6 +15,7 @@ from ca_jax.device.transfer import device_memory_bytes, held_heads
 from ca_jax.errors import check
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import SCALE_BYTES
+from ca_jax.models.recurrent import CELLS
 from ca_jax.models.sharding import ModelSharding
 from ca_jax.models.weights import resolve_dtype
 from ca_jax.pretrained import LoadedModel
@@ -100,6 +101,18 @@ def pool_bytes(model: ModelConfig, dtype: str, size: PoolSize, sharding: ModelSh
         shape: tuple[int, ...] = (size.num_pages * size.num_parts, parts, num_kv, size.page_tokens, width)
         numbers += math.prod(shape if sharding is None else sharding.pages.shard_shape(shape))
     return numbers * resolve_dtype(dtype).itemsize
+
+
+def state_bytes(model: ModelConfig, dtype: str, size: PoolSize, sharding: ModelSharding | None) -> int:
+    """Bytes of the cells that states of a pool's rows are in, on each device: two of each row."""
+    if model.recurrence is None:
+        return 0
+    num_bytes = 0
+    for (shape, own), axes in zip(model.recurrence.state_shapes(model.embed_dim), CELLS, strict=False):
+        cells = (2 * size.num_rows, *shape)
+        held = cells if sharding is None else sharding.of(axes, cells).shard_shape(cells)
+        num_bytes += math.prod(held) * resolve_dtype(own or dtype).itemsize
+    return model.num_states * num_bytes
 
 
 def staging_bytes(layout: KVLayout, config: EngineConfig, max_tokens: int) -> int:

@@ -43,7 +43,8 @@ from ca_jax.storage.tickets import LoadTicket, SaveTicket, TicketState
 from ca_jax.storage.tiers.dram import host_array
 from ca_jax.turns.conversations import Conversation
 
-_NUM_KEPT = 2  # Turns' ends of a session: the last one, and the one that a rewind goes back to.
+NUM_KEPT = 2
+"""Turns' ends of a session: the last one, and the one that a rewind goes back to."""
 _MARK = -1  # The first id of a snapshot's tokens: no prompt has it.
 _NUM_IDS = 10  # The mark, how many tokens the state stands behind, and a SHA-256 of these.
 _NAME_DIGITS = 16  # Of the key, in the name that listings show.
@@ -202,12 +203,12 @@ class Snapshots:
 
     def keys(self, key: str) -> tuple[str, ...]:
         """The store's keys of what there may be of a session, by its own."""
-        return () if self.are_none else tuple(self._key(key, slot) for slot in range(_NUM_KEPT))
+        return () if self.are_none else tuple(self._key(key, slot) for slot in range(NUM_KEPT))
 
     def wanted(self, key: str, conversation: Conversation) -> tuple[str, ...]:
         """The key of the snapshot that a turn would begin with, if there may be one."""
         for index, _ in self._ends(conversation):
-            found = self._key(key, index % _NUM_KEPT)
+            found = self._key(key, index % NUM_KEPT)
             if self._write_buffer.is_unsaved(found) or self._store.residency(found) is not Residency.ABSENT:
                 return (found,)
         return ()
@@ -224,7 +225,7 @@ class Snapshots:
         for index, num_tokens in self._ends(conversation):
             if not 0 < num_tokens <= most:
                 continue
-            found = self._key(key, index % _NUM_KEPT)
+            found = self._key(key, index % NUM_KEPT)
             if self._store.residency(found) is not Residency.DRAM:
                 continue
             ticket = self._store.prepare_load(found, self._ids(prompt_ids[:num_tokens]))
@@ -241,7 +242,7 @@ class Snapshots:
     def share(self, source: str, key: str, conversation: Conversation, prompt_ids: np.ndarray, owner: Owner) -> None:
         """Has a session that goes on with what another one has, all of whose turns it had, share its snapshots too."""
         for index, num_tokens in self._ends(conversation):
-            at, own = self._key(source, index % _NUM_KEPT), self._key(key, index % _NUM_KEPT)
+            at, own = self._key(source, index % NUM_KEPT), self._key(key, index % NUM_KEPT)
             is_there = self._store.residency(at) is Residency.DRAM and self._store.residency(own) is Residency.ABSENT
             if is_there and 0 < num_tokens <= len(prompt_ids):
                 self._store.copy_prefix(at, own, self._ids(prompt_ids[:num_tokens]), self._owner(own, owner))
@@ -259,7 +260,7 @@ class Snapshots:
         state = states.state(job.slot, len(token_ids))
         if state is None:
             return
-        key = self._key(session.key, len(session.conversation.states) % _NUM_KEPT)
+        key = self._key(session.key, len(session.conversation.states) % NUM_KEPT)
         self._drop(key)
         of = Owner(tenant=session.tenant, ttl_s=session.ttl_s, variant=session.conversation.adapter_weights)
         ids = self._ids(token_ids)
@@ -279,7 +280,7 @@ class Snapshots:
     def _ends(self, conversation: Conversation) -> list[tuple[int, int]]:
         """Of the last turns that have ended, the last first, which it was and of how many tokens there was KV."""
         ends = [(index, num_tokens - 1) for index, (_, num_tokens) in enumerate(conversation.states)]
-        return [] if self.are_none else ends[: -_NUM_KEPT - 1 : -1]
+        return [] if self.are_none else ends[: -NUM_KEPT - 1 : -1]
 
     def _key(self, key: str, slot: int) -> str:
         return hashlib.sha256(self._salt + f"state {slot} {key}".encode()).hexdigest()

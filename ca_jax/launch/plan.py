@@ -21,7 +21,8 @@ from ca_jax.config import EngineConfig
 from ca_jax.device.adapters import array_bytes
 from ca_jax.device.buckets import history_buckets
 from ca_jax.errors import check
-from ca_jax.kv.layout import kept_window, pool_bytes, pool_size, rest_layout, wanted_bytes
+from ca_jax.kv.layout import kept_window, pool_bytes, pool_size, rest_layout, state_bytes, wanted_bytes
+from ca_jax.kv.snapshots import NUM_KEPT, StateForm
 from ca_jax.launch.flags import DTYPES, ConfigFlags, refuse
 from ca_jax.launch.script import make_table, note, run
 from ca_jax.models.config import ModelConfig
@@ -84,8 +85,12 @@ class Plan:
     """KV of one token in all layers, each counted once, as it is computed."""
     stored_token_bytes: int
     """The same as it is stored."""
+    state_bytes: int
+    """What a row holds of layers that keep a state, each counted once; 0 where none does."""
+    snapshot_bytes: int
+    """The same as it is stored behind a turn. A session has two: `kv.snapshots`."""
     parts: Mapping[str, int]
-    """What is taken of each device, by what it is for: see `kv.layout.wanted_bytes`."""
+    """What is taken of each device, by what it is for: see `kv.layout.wanted_bytes`; and the states of rows."""
     tiers: tuple[Tier, ...]
     """HBM (the pool of KV and what is left), DRAM and SSD."""
 
@@ -136,13 +141,15 @@ def make_plan(
     if kept is not None:
         stored_tokens = min(session_tokens, kept + layout.block_tokens - 2)
 
+    form = StateForm.of(config, dtype, layout)
+    snapshot_blocks = layout.num_blocks(form.num_tokens) if config.num_states else 0
     coded_bytes = layout.stored_block_bytes
     if engine.store.ssd_codec is not None:
         coded_bytes = KVCodec.load(engine.store.ssd_codec).stored_bytes(layout)
 
     def of_blocks(name: str, num_bytes: int, block_bytes: int) -> Tier:
         num_blocks = num_bytes // block_bytes
-        num_sessions = num_blocks // layout.num_blocks(stored_tokens)
+        num_sessions = num_blocks // (layout.num_blocks(stored_tokens) + NUM_KEPT * snapshot_blocks)
         return Tier(name, num_bytes, num_blocks * layout.block_tokens, num_sessions)
 
     return Plan(
@@ -153,6 +160,8 @@ def make_plan(
         total_weight_bytes=_weight_bytes(config, engine, dtype, None),
         token_bytes=token_bytes,
         stored_token_bytes=layout.token_bytes,
+        state_bytes=sum(math.prod(shape) * of.itemsize for shape, of in form.shapes),
+        snapshot_bytes=snapshot_blocks * layout.block_bytes,
         parts=wanted,
         tiers=(
             Tier("HBM", kv_bytes * num_data * num_kv, num_tokens, num_sessions),
@@ -171,15 +180,17 @@ def _wanted_bytes(
     config: ModelConfig, engine: EngineConfig, dtype: str, sharding: ModelSharding | None, window: int
 ) -> dict[str, int]:
     """What an accelerator of the mesh is asked for."""
-    sizes = adapter_sizes(engine)
-    return wanted_bytes(
+    sizes, size = adapter_sizes(engine), pool_size(config, dtype, engine, window)
+    wanted = wanted_bytes(
         engine,
         rest_layout(config, dtype, engine),
         max_tokens=history_buckets(window)[-1],
         num_parts=1 if sharding is None else sharding.num_kv,
         param_bytes=_weight_bytes(config, engine, dtype, sharding) + array_bytes(config, sizes, dtype, sharding),
-        pool_bytes=pool_bytes(config, dtype, pool_size(config, dtype, engine, window), sharding),
+        pool_bytes=pool_bytes(config, dtype, size, sharding),
     )
+    of_states = state_bytes(config, dtype, size, sharding)
+    return wanted | ({"the states of rows": of_states} if of_states else {})
 
 
 def _weight_bytes(config: ModelConfig, engine: EngineConfig, dtype: str, sharding: ModelSharding | None) -> int:
@@ -188,7 +199,7 @@ def _weight_bytes(config: ModelConfig, engine: EngineConfig, dtype: str, shardin
     for slot in parameter_slots(config):
         shape = slot.shape if sharding is None else sharding.of_slot(slot).shard_shape(slot.shape)
         if engine.weight_dtype == "int8" and dtype != "float32" and keeps_small(config, slot):
-            num_bytes += math.prod(shape) + SCALE_BYTES * math.prod(shape[slot.num_inputs :])
+            num_bytes += math.prod(shape) + SCALE_BYTES * math.prod(slot.of_outputs(shape))
         else:
             num_bytes += math.prod(shape) * itemsize
     return num_bytes
@@ -217,6 +228,12 @@ def print_plan(plan: Plan, title: str, console: rich.console.Console) -> None:
         f"{plan.device_bytes / GIB:.1f} GiB, {plan.device_bytes * plan.num_devices / 1e9:.0f} GB in all",
         None,
     )
+    if plan.state_bytes:
+        of_row, of_turn = (num_bytes / (1 << 20) for num_bytes in (plan.state_bytes, plan.snapshot_bytes))
+        said = (
+            f"{of_row:.2f} MiB of states a row; behind each of a session's last {NUM_KEPT} turns {of_turn:.2f} stored"
+        )
+        note(console, said, None)
     parts = {
         name.removeprefix("the ").removesuffix("_gib").replace("_", " "): size for name, size in plan.parts.items()
     }

@@ -34,7 +34,7 @@ from ca_jax import backend
 from ca_jax.config import EngineConfig
 from ca_jax.device.buckets import history_buckets
 from ca_jax.engine import Engine
-from ca_jax.kv.layout import pool_bytes, pool_size, rest_layout, wanted_bytes
+from ca_jax.kv.layout import pool_bytes, pool_size, rest_layout, state_bytes, wanted_bytes
 from ca_jax.launch.flags import ConfigFlags, define_model
 from ca_jax.launch.script import note, run
 from ca_jax.launch.sizes import SIZES, sized, sizes_to_find
@@ -119,7 +119,7 @@ def make_sized(model: str, config: EngineConfig, auto: Sequence[str], progress: 
             max_tokens=history_buckets(window)[-1],
             num_parts=1,
             param_bytes=0,  # They are there.
-            pool_bytes=pool_bytes(loaded.config, loaded.dtype, size, None),
+            pool_bytes=sum(of(loaded.config, loaded.dtype, size, None) for of in (pool_bytes, state_bytes)),
         )
         needed_bytes = sum(wanted.values())
     store = sized(config.store, auto, needed_bytes, weights=loaded.fingerprint)

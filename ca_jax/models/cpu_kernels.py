@@ -170,8 +170,8 @@ def pack_params(config: ModelConfig, params: Mapping[str, Any]) -> dict[str, Any
       What cannot be packed is not there; nothing is on another backend, in another dtype, on a mesh, or where weights
       are held in 8 bits already.
     """
-    embedding, is_float = params["embed"]["embedding"], {jnp.dtype(jnp.float32)}
-    is_plain = len(embedding.sharding.device_set) == 1 and {leaf.dtype for leaf in jax.tree.leaves(params)} <= is_float
+    leaves, is_float = jax.tree.leaves(params), {jnp.dtype(jnp.float32)}
+    is_plain = len(leaves[0].sharding.device_set) == 1 and {leaf.dtype for leaf in leaves} <= is_float
     if not is_plain or backend.here().kernel != "cpu" or library() is None:
         return {}
     host = np.asarray
@@ -187,7 +187,7 @@ def pack_params(config: ModelConfig, params: Mapping[str, Any]) -> dict[str, Any
             wide = [name for name in ("w_gate", "w_up") if name in mlp]
             wanted[f"layer_{i}", "mlp", "wide"] = [host(mlp[name]) for name in wide]
             wanted[f"layer_{i}", "mlp", "down"] = [host(mlp["w_down"])]
-    head = host(embedding).T if config.tie_embeddings else host(params["head"]["kernel"])
+    head = host(params["embed"]["embedding"]).T if config.tie_embeddings else host(params["head"]["kernel"])
     wanted[("unembed",)] = [head]
     found: dict[str, Any] = {}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -8,6 +8,7 @@ Not here: what is before a block and behind it (transformer).
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.parts import INIT, Norm, adapted, packed_product, project
-from ca_jax.models.sharding import ModelSharding, by_device
+from ca_jax.models.sharding import ModelSharding, by_device, held_axes
 
 EXPERT_BLOCK = 64
 """Most tokens that go through an expert at once."""
@@ -111,9 +112,10 @@ class Experts(nn.Module):
         zeros, wide = nn.initializers.zeros, (c.num_experts, c.mlp_dim)
         biases = [self.param(f"b_{name}", zeros, wide) for name in ("gate", "up") if c.mlp_bias]
 
-        def sums(rows: jax.Array, weights: jax.Array, chosen: jax.Array, *matrices: jax.Array) -> jax.Array:
+        def sums(rows: jax.Array, weights: jax.Array, chosen: jax.Array, *matrices: Any) -> jax.Array:
             def apply(expert: jax.Array, rows: jax.Array) -> jax.Array:
-                gate, up, down, *of_wide = (jax.lax.dynamic_index_in_dim(w, expert, keepdims=False) for w in matrices)
+                own = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, expert, keepdims=False), matrices)
+                gate, up, down, *of_wide = own
                 hidden = [project(rows, gate), project(rows, up)]
                 if of_wide:
                     hidden = [each + bias for each, bias in zip(hidden, of_wide, strict=True)]
@@ -122,7 +124,8 @@ class Experts(nn.Module):
             return _through_experts(apply, rows, weights, chosen, c.num_experts)[None]
 
         of_rows = ("batch",) if x.shape[0] > 1 else ()  # One sequence is on all devices.
-        of_matrices = ((None, None, "mlp"), (None, None, "mlp"), (None, "mlp"), *[(None, "mlp")] * len(biases))
+        of_wide = [held_axes(each, (None, None, "mlp"), (None, "mlp")) for each in (w_gate, w_up)]
+        of_matrices = (*of_wide, held_axes(w_down, (None, "mlp"), ()), *[(None, "mlp")] * len(biases))
         is_divided = self.sharding is not None and c.mlp_dim % self.sharding.num_tensor == 0
         in_axes, out_axes = (of_rows, of_rows, of_rows, *of_matrices), ("mlp", *of_rows)
         given = by_device(sums, self.sharding if is_divided else None, in_axes, out_axes)

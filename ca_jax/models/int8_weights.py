@@ -26,15 +26,15 @@ _CHUNK_INPUTS = 256  # Inputs, likewise.
 _MOST = 127  # Of what is rounded to.
 SCALE_BYTES = 4
 """Of an output's scale, where weights are held in 8 bits."""
-_KEPT_SMALL = ("attn.wq", "attn.wk", "attn.wv", "attn.wg", "attn.wo", "head.kernel")
-_BLOCKS = ("mlp.w_", "shared.w_")  # Feed-forward blocks that all tokens go through.
+_KEPT_SMALL = ("attn.wq", "attn.wk", "attn.wv", "attn.wg", "attn.wo", "attn.wq_a", "attn.wkv_a", "head.kernel")
+_BLOCKS = ("mlp.w_", "shared.w_", "experts.w_")  # Matrices of feed-forward blocks.
 
 
 class Int8Matrix(NamedTuple):
     """A matrix in 8 bits, where the parameter tree holds it."""
 
     numbers: Any
-    """i8, in the shape of the leaf: inputs first."""
+    """i8, in the shape of the leaf: inputs first, behind experts; of a table rows first."""
     scales: Any
     """f32, of each output; in the shape of the leaf's other axes."""
 
@@ -42,13 +42,19 @@ class Int8Matrix(NamedTuple):
 def keeps_small(config: ModelConfig, slot: Slot) -> bool:
     """Whether a leaf is held in 8 bits on the device, of a model in bfloat16 or float16.
 
-    Those that are contracted by `parts.project` or give logits are: not experts, latents, what layers with states have,
-    routers, and tables that are looked up.
+    Those that are contracted by `parts.project` or give logits are: not what makes keys and values of latents, what
+    layers with states have, routers, and tables that are only looked up.
     """
-    if config.latent_dim and slot.key.startswith("attn."):
-        return False
+    if slot.key == "embed.embedding":
+        return config.tie_embeddings
     is_block = slot.key.startswith(_BLOCKS) and not slot.key.endswith("w_share")
     return slot.num_inputs is not None and (is_block or slot.key in _KEPT_SMALL)
+
+
+def dtype_of(params: Any) -> np.dtype:
+    """In which a model computes, of its parameters or those outside of layers: what is never held in 8 bits has it."""
+    found: np.dtype = params["params"]["final_norm"]["scale"].dtype
+    return found
 
 
 def as_int8(slot: Slot, leaf: np.ndarray) -> Int8Matrix:
@@ -58,15 +64,21 @@ def as_int8(slot: Slot, leaf: np.ndarray) -> Int8Matrix:
       slot: of the leaf, of which `keeps_small` is true.
       leaf: in the layout of the tree, any float.
     """
-    num_inputs = math.prod(leaf.shape[: slot.num_inputs])
-    matrix = leaf.reshape(num_inputs, -1)
-    parts = [matrix[start : start + _CHUNK_INPUTS] for start in range(0, num_inputs, _CHUNK_INPUTS)]
-    most = np.max([np.abs(part.astype(np.float32)).max(0) for part in parts], axis=0)
-    scales = np.where(most > 0, most / _MOST, 1).astype(np.float32)
-    numbers = np.empty(matrix.shape, np.int8)
-    for start, part in zip(range(0, num_inputs, _CHUNK_INPUTS), parts, strict=True):
-        numbers[start : start + _CHUNK_INPUTS] = np.rint(part.astype(np.float32) / scales)
-    return Int8Matrix(numbers.reshape(leaf.shape), scales.reshape(leaf.shape[slot.num_inputs :]))
+    num_inputs, numbers = slot.stored_shape[-1], np.empty(leaf.shape, np.int8)
+    both = leaf, numbers
+    if slot.num_inputs is None:
+        matrices, out = (each.T[None] for each in both)
+    else:
+        matrices, out = (each.reshape(slot.num_stacked or 1, num_inputs, -1) for each in both)
+    scales = np.empty((len(matrices), matrices.shape[-1]), np.float32)
+    for matrix, rounded, scale in zip(matrices, out, scales, strict=True):
+        starts = range(0, num_inputs, _CHUNK_INPUTS)
+        parts = [matrix[start : start + _CHUNK_INPUTS] for start in starts]
+        most = np.max([np.abs(part.astype(np.float32)).max(0) for part in parts], axis=0)
+        scale[:] = np.where(most > 0, most / _MOST, 1)
+        for start, part in zip(starts, parts, strict=True):
+            rounded[start : start + _CHUNK_INPUTS] = np.rint(part.astype(np.float32) / scale)
+    return Int8Matrix(numbers, scales.reshape(slot.of_outputs(leaf.shape)))
 
 
 def round_to_int8(config: ModelConfig, slot: Slot, leaf: np.ndarray) -> np.ndarray:

@@ -29,6 +29,7 @@ from ca_jax.models import weights
 from ca_jax.models.chat_template import ChatTemplate
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.families import FAMILIES, require_served
+from ca_jax.models.int8_weights import dtype_of
 from ca_jax.models.stored import StoredTensor
 from ca_jax.models.tokenizer import Tokenizer, read_backend
 
@@ -67,7 +68,7 @@ def save_checkpoint(
             "format": _FORMAT,
             "name": checkpoint.name,
             "config": checkpoint.config.described(),
-            "dtype": checkpoint.params["params"]["embed"]["embedding"].dtype.name,
+            "dtype": dtype_of(checkpoint.params).name,
             "fingerprint": checkpoint.fingerprint,
             "params_sha256": _hash_params(directory),
             "stop_token_ids": list(checkpoint.stop_token_ids),

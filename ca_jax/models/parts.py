@@ -8,6 +8,7 @@ Not here: attention and layers (transformer), feed-forward blocks (feed_forward)
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -23,23 +24,29 @@ from ca_jax.models.tpu_attention import LANES
 
 INIT = nn.initializers.normal(0.02)
 """Of matrices, where parameters are made by linen."""
+_STEP_ROWS = 128  # Most tokens of a step that decodes, drafts too.
 _FEW_ROWS = 16  # Cut out one by one; a function with so many cuts compiles in seconds.
 
 
-def look_up(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """Rows of a table `[V, F]`, by their numbers: i32 `[B, T]` below V to `[B, T, F]`.
+def look_up(table: jax.Array | Int8Matrix, ids: jax.Array, dtype: Any) -> jax.Array:
+    """Rows of a table `[V, F]`, by their numbers: i32 `[B, T]` below V to `[B, T, F]` in that dtype, the model's.
 
     On a TPU a table lies with V on the lanes where F does not fill them, and XLA would lay out all of it anew, at each
-    step, to gather from it. There few rows are cut out, and many come of a product, which may have it as it is.
+    step, to gather from it. There few rows are cut out, and many come of a product, which may have it as it is. So do
+    those of a step that decodes from a table in 8 bits of any width, which is also that of logits.
     """
-    if backend.here().kernel != "mosaic" or table.shape[1] % LANES == 0:
+    if isinstance(table, Int8Matrix):
+        rows = look_up(table.numbers, ids, dtype).astype(jnp.float32)
+        return (rows * jnp.take(table.scales, ids)[..., None]).astype(dtype)
+    flat, fills_lanes = ids.reshape(-1), table.shape[1] % LANES == 0
+    is_product = table.dtype == jnp.int8 and len(flat) <= _STEP_ROWS
+    if backend.here().kernel != "mosaic" or (fills_lanes and not is_product):
         return jnp.take(table, ids, axis=0)
-    flat = ids.reshape(-1)
-    if len(flat) <= _FEW_ROWS:
+    if len(flat) <= _FEW_ROWS and not fills_lanes:
         rows = jnp.concatenate([lax.dynamic_slice_in_dim(table, number, 1) for number in flat])
     else:
-        chosen = jax.nn.one_hot(flat, len(table), dtype=table.dtype)
-        rows = jnp.dot(chosen, table, precision=matmul_precision(table))
+        chosen = jax.nn.one_hot(flat, len(table), dtype=dtype)
+        rows = jnp.dot(chosen, table.astype(dtype), precision=matmul_precision(chosen))
     return rows.reshape(*ids.shape, -1)
 
 

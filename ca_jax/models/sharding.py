@@ -102,7 +102,7 @@ class ModelSharding:
 
     def of_int8(self, slot: Slot) -> Int8Matrix:
         """Of a leaf that is held in 8 bits."""
-        return Int8Matrix(self.of_slot(slot), self.of(slot.axes[slot.num_inputs :], slot.shape[slot.num_inputs :]))
+        return Int8Matrix(self.of_slot(slot), self.of(slot.of_outputs(slot.axes), slot.of_outputs(slot.shape)))
 
     def of_params(self, config: ModelConfig, params: Mapping[str, Any]) -> Any:
         """Of all of a model's parameters: a tree like theirs."""
@@ -223,6 +223,11 @@ def bytes_per_device(arrays: Any) -> int:
 # Within jitted functions.
 
 
+def held_axes(weights: jax.Array | Int8Matrix, axes: Axes, of_scales: Axes) -> Any:
+    """For `by_device`, of weights that may be held in 8 bits: names of axes, and of their scales' where they are."""
+    return Int8Matrix(axes, of_scales) if isinstance(weights, Int8Matrix) else axes
+
+
 def constrain(x: jax.Array, sharding: ModelSharding | None, axes: Axes = ()) -> jax.Array:
     """Has an array lie as the names of its axes say; no names: whole on each device. Without a mesh nothing is done."""
     return x if sharding is None else lax.with_sharding_constraint(x, sharding.of(axes, x.shape))
@@ -243,10 +248,9 @@ def by_device(
     if sharding is None:
         return function
 
-    def specs(axes: Any) -> Any:
-        is_axes = all(name is None or isinstance(name, str) for name in axes)
-        return sharding.spec(axes) if is_axes else tuple(specs(each) for each in axes)
+    def is_axes(axes: Any) -> bool:
+        return all(name is None or isinstance(name, str) for name in axes)
 
-    in_specs = tuple(specs(axes) for axes in in_axes)
+    in_specs, out_specs = jax.tree.map(sharding.spec, (in_axes, out_axes), is_leaf=is_axes)
     # Unchecked: loops here begin with constants, which are the same on all devices, and go on with what is not.
-    return jax.shard_map(function, mesh=sharding.mesh, in_specs=in_specs, out_specs=specs(out_axes), check_vma=False)
+    return jax.shard_map(function, mesh=sharding.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

@@ -24,7 +24,7 @@ from ca_jax.models import latent_attention, rope
 from ca_jax.models.attention import attend, matmul_precision
 from ca_jax.models.config import LayerKind, ModelConfig
 from ca_jax.models.feed_forward import MLP, Experts, activated
-from ca_jax.models.int8_weights import Int8Matrix
+from ca_jax.models.int8_weights import Int8Matrix, dtype_of
 from ca_jax.models.kv import KVCache, LayerKV, State, no_states
 from ca_jax.models.parts import INIT, Norm, Scale, adapted, look_up, norm_of, packed_product, project
 from ca_jax.models.recurrent import RowStates, mixer_of
@@ -322,10 +322,11 @@ class Transformer(nn.Module):
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """i32 `[B, T]` to `[B, T, F]` in the dtype of the parameters, and behind it what layers are given."""
-        x = scale_embedded(self.config, look_up(self.embedder.embedding, tokens))
+        dtype = dtype_of(self.variables)
+        x = scale_embedded(self.config, look_up(self.embedder.embedding, tokens, dtype))
         if not self.config.layer_input_dim:
             return x
-        return self.with_inputs(x, look_up(self.inputs.embedding, tokens))
+        return self.with_inputs(x, look_up(self.inputs.embedding, tokens, dtype))
 
     def with_inputs(self, x: jax.Array, rows: jax.Array) -> jax.Array:
         """As `LayerInputs`."""

@@ -92,6 +92,16 @@ class Slot:
     num_inputs: int | None = None
     """Of a linear layer: how many of its axes, the first ones behind those stacked, are inputs; None: it is none."""
 
+    def of_outputs(self, parts: tuple[_Result, ...]) -> tuple[_Result, ...]:
+        """Of what a matrix has for each axis, as `shape` and `axes`: those stacked, and those of outputs.
+
+        Rows of a table are its outputs.
+        """
+        if self.num_inputs is None:
+            return parts[:1]
+        first = int(self.num_stacked is not None)
+        return parts[:first] + parts[first + self.num_inputs :]
+
 
 def resolve_dtype(dtype: str) -> np.dtype:
     """The numpy dtype of that name; ValueError unless float32, bfloat16 or float16."""

@@ -45,6 +45,7 @@ _INSTRUCTION = re.compile(r"^\s*(ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9-]*)\(")
 _ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 _NAME = re.compile(r"%([\w.-]+)")
 _IS_NO_KERNEL = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call")
+_IN_CACHE = "S(1)"  # A TPU's memory beside its cores, in the layout of what lies there.
 _LAUNCH = re.compile(r"k(?:Custom)?Kernel|kGemm|kCublasLt\w*|kCudnn|kConvolution|kMemset\w*|kCopy\w*|kMemcpy\w*")
 
 
@@ -89,6 +90,13 @@ class Instruction(NamedTuple):
         shapes = [list(map(int, dims.split(","))) for _, dims in self._arrays if dims]
         sizes = {(size, pages[0]) for pages in layers for size in (math.prod(pages), math.prod(pages) // pages[1])}
         return any(math.prod(shape) == size and count in shape for shape in shapes for size, count in sizes)
+
+    def widens(self, shapes: Collection[tuple[int, ...]]) -> bool:
+        """Whether it writes an array of one of these shapes, in two bytes a number or more, and not to a cache."""
+        if self.is_fused or self.opcode in _IS_NO_KERNEL or _IN_CACHE in self.shape:
+            return False
+        found = [(_width(kind), tuple(map(int, dims.split(",")))) for kind, dims in self._arrays if dims]
+        return any(width > 1 and sizes in shapes for width, sizes in found)
 
     @property
     def _arrays(self) -> list[tuple[str, str]]:
@@ -161,6 +169,8 @@ class Figures:
     """Of these."""
     largest_copy: str | None
     """The line of the largest."""
+    widened: str | None
+    """The line of the first that writes a matrix which is held in 8 bits, in more."""
     collectives: dict[str, Sent]
     """By kind."""
     num_kernels: int
@@ -231,6 +241,7 @@ def figures(setup: Setup, step: Step) -> Figures:
         num_copies=len(copies),
         copied_bytes=sum(each.num_bytes for each in copies),
         largest_copy=str(max(copies, key=lambda each: each.num_bytes)) if copies else None,
+        widened=next((str(each) for each in instructions if each.widens(setup.small_shapes)), None),
         collectives={kind: Sent.of(each) for kind, each in sent.items()},
         num_kernels=sum(each.opcode == "custom-call" and f"/{KERNEL}/" in each.source for each in instructions),
         kernel=kernel,

@@ -34,6 +34,14 @@ _DESCRIBED: dict[str, dict[str, Any]] = {
         **{"num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128, "rms_norm_eps": 1e-5},
         **{"max_position_embeddings": 131072, "rope_theta": 150000.0, "hidden_act": "silu"},
     },
+    "qwen3-moe, 4 layers": {
+        "model_type": "qwen3_moe",
+        **{"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 4},
+        **{"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "hidden_act": "silu"},
+        **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
+        **{"decoder_sparse_step": 1, "mlp_only_layers": [], "max_position_embeddings": 40960, "rms_norm_eps": 1e-6},
+        **{"rope_theta": 1e6, "tie_word_embeddings": False},
+    },
     "deepseek-v2-lite, 4 layers": {
         "model_type": "deepseek_v2",
         **{"vocab_size": 102400, "hidden_size": 2048, "intermediate_size": 10944, "num_hidden_layers": 4},

@@ -8,6 +8,7 @@ Not here: the steps themselves (serving).
 from __future__ import annotations
 
 import dataclasses
+import math
 from functools import cached_property, partial
 from typing import Any
 
@@ -151,9 +152,21 @@ class Shapes:
             dtype = jnp.int8 if is_small else resolve_dtype(DTYPE)
             leaves[path] = self.shape(*slot.shape, dtype=dtype, axes=slot.axes)
             if is_small:
-                shape, axes = slot.shape[slot.num_inputs :], slot.axes[slot.num_inputs :]
+                shape, axes = slot.of_outputs(slot.shape), slot.of_outputs(slot.axes)
                 leaves[path] = Int8Matrix(leaves[path], self.shape(*shape, dtype=jnp.float32, axes=axes))
         return flax.traverse_util.unflatten_dict(leaves)
+
+    @cached_property
+    def small_shapes(self) -> set[tuple[int, ...]]:
+        """Of what is held in 8 bits on each device, as it is and as a plain matrix; of experts, all of them and one."""
+        leaves, found = flax.traverse_util.flatten_dict(self.params["params"]), set()
+        for slot in parameter_slots(self.model):
+            if isinstance(held := leaves[slot.path], Int8Matrix):
+                shape = held.numbers.sharding.shard_shape(slot.shape)
+                matrix = shape if slot.num_stacked is None else shape[1:]
+                num_inputs = math.prod(matrix[: slot.num_inputs])
+                found |= {shape, matrix, (num_inputs, math.prod(matrix) // num_inputs), matrix[::-1]}
+        return found
 
     @cached_property
     def variables(self) -> steps.Params:

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from ca_jax.config import EngineConfig
@@ -10,8 +12,12 @@ from ca_jax.device.passes import RunnerSizes
 from ca_jax.device.runner import Runner
 from ca_jax.device.transfer import params_to_device
 from ca_jax.kv.layout import pool_size, staging_bytes
+from ca_jax.kv.snapshots import NUM_KEPT
 from ca_jax.launch.plan import make_plan
+from ca_jax.models.config import RopeConfig
+from ca_jax.models.int8_weights import Int8Matrix
 from ca_jax.models.presets import PRESETS
+from ca_jax.models.recurrence import RecurrenceConfig
 from ca_jax.models.sharding import bytes_per_device
 from ca_jax.pretrained import load_model
 from ca_jax.serving.core import adapter_sizes
@@ -20,6 +26,7 @@ from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.tiers.dram import DramTier
 from ca_jax.storage.tiers.formats import FORMATS
 from ca_jax.testing import tiny
+from tests import engine_kit as kit
 
 A100 = 80 * 10**9
 NO_BUFFERS = {"read_buffer_gib": 0.0, "write_buffer_gib": 0.0, "overflow": None}
@@ -51,6 +58,26 @@ def test_int8_is_what_dram_and_ssd_hold_and_not_the_pool():
     assert int8.parts["the read buffer"] * 256 == plain.parts["the read buffer"] * 130
     for before, after in zip(plain.tiers[1:], int8.tiers[1:], strict=True):
         assert after.num_tokens == pytest.approx(before.num_tokens * 256 / 130, rel=0.01)
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_token": 2, "tie_embeddings": True}
+LATENT = {"num_kv_heads": 1, "head_dim": 28, "latent_dim": 20, "nope_dim": 12, "value_dim": 10, "query_rank": 24}
+
+
+@pytest.mark.parametrize(
+    "changes", [EXPERTS, {**LATENT, "rope": RopeConfig(rotary_dim=8)}], ids=["experts, tied", "latents"]
+)
+def test_weights_in_8_bits_count_as_they_are_held_of_every_kind(changes):
+    model = kit.in_8_bits(kit.model_of(**changes))
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if leaf.dtype == jnp.float32 else leaf, model.params)
+    engine = EngineConfig(overflow=None, weight_dtype="int8", context_window=256)
+    planned = make_plan(model.config, engine, dtype="bfloat16", device_bytes=A100)
+    num_scales = sum(leaf.scales.size for leaf in jax.tree.leaves(params, is_leaf=is_int8) if is_int8(leaf))
+    assert planned.total_weight_bytes == bytes_per_device(params) + 2 * num_scales  # These are float32.
+
+
+def is_int8(leaf):
+    return isinstance(leaf, Int8Matrix)
 
 
 def test_weights_in_8_bits_count_as_a_model_that_was_loaded_with_them_takes(tmp_path):
@@ -145,3 +172,46 @@ def test_the_window_is_the_engines():
     assert plan("llama2-70b", tensor_parallel_size=2).left_bytes > 0
     assert (plan("qwen3-8b").window, plan("llama-7b").window) == (4096, 2048)
     assert plan("qwen3-8b", context_window=1024).session_tokens == 1024
+
+
+SHORT_CONV = RecurrenceConfig(kind="short_conv", layers=(0, 1), conv_width=3)
+DELTA = {"conv_width": 4, "num_key_heads": 2, "num_value_heads": 4, "key_dim": 6, "value_dim": 10}
+
+
+@pytest.mark.parametrize(
+    "recurrence", [SHORT_CONV, RecurrenceConfig(kind="gated_delta", layers=(0, 2), **DELTA)], ids=["lfm2", "qwen3_next"]
+)
+def test_states_count_as_an_engine_has_and_stores_them(recurrence):
+    model = kit.model_of(num_layers=4, recurrence=recurrence)
+    with kit.small_engine(model, overflow=None) as engine:
+        planned = make_plan(model.config, engine.config, dtype="float32", device_bytes=A100)
+        states, session = engine._runner.states, engine.session()
+        for seed in range(3):
+            kit.say(session, kit.prompt(30, seed))
+        engine.wait_for_saves()
+        snapshots = [info for info in engine.stored.list() if info.session_id.startswith("state-")]
+        stored = [info.num_bytes for info in snapshots]
+        one = sum(part.nbytes // len(part) for part in jax.tree.leaves(states.buffers))
+    assert planned.parts["the states of rows"] == states.num_bytes
+    assert planned.state_bytes == one
+    assert stored == [planned.snapshot_bytes] * NUM_KEPT
+
+
+def test_states_count_on_each_device_and_in_each_tier():
+    config = dataclasses.replace(
+        tiny.tiny_config(num_heads=8, num_kv_heads=4, num_layers=4),
+        recurrence=RecurrenceConfig(kind="gated_delta", layers=(0, 2), **DELTA),
+    )
+    engine = EngineConfig(overflow=None, max_batch_size=4, context_window=256)
+    one, mesh = (
+        make_plan(config, dataclasses.replace(engine, **sizes), dtype="bfloat16", device_bytes=A100)
+        for sizes in ({}, {"tensor_parallel_size": 2, "data_parallel_size": 2})
+    )
+    assert one.parts["the states of rows"] == 2 * 4 * one.state_bytes
+    assert mesh.parts["the states of rows"] * 4 == one.parts["the states of rows"], "by rows, and by heads and channels"
+    plain = make_plan(dataclasses.replace(config, recurrence=None), engine, dtype="bfloat16", device_bytes=A100)
+    assert "the states of rows" not in plain.parts
+    assert (plain.state_bytes, plain.snapshot_bytes) == (0, 0)
+    block = one.tiers[1].num_bytes // (one.tiers[1].num_tokens // 128)
+    of_session = 2 * block + 2 * one.snapshot_bytes
+    assert one.tiers[1].num_sessions == one.tiers[1].num_bytes // of_session

@@ -2,21 +2,24 @@
 
 import dataclasses
 
-import flax.traverse_util
 import gguf
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import ca_jax
 from benchmarks.main import model_loader
 from ca_jax.models import cpu_kernels
 from ca_jax.models.checkpoint import load_checkpoint
+from ca_jax.models.config import RopeConfig
 from ca_jax.models.int8_weights import Int8Matrix
 from ca_jax.models.weights import parameter_slots
 from ca_jax.testing import tiny
+from tests import adapters_kit as ak
 from tests import engine_kit as kit
 from tests import families_kit
+from tests import overflow_kit as ok
 from tests.tolerances import LOGITS_ATOL
 
 Q8 = gguf.GGMLQuantizationType.Q8_0
@@ -92,6 +95,12 @@ def test_another_kind_of_weights_is_refused(tmp_path):
 
 # In bfloat16, held in 8 bits.
 
+BLOCKS = {
+    **{"qwen2_moe": ("experts", "shared"), "gpt_oss": ("experts",), "gemma3": ("mlp",), "neox": ("mlp",)},
+    **{"deepseek_v3": ("mlp", "experts", "shared"), "kimi_linear": ("mlp", "experts", "shared"), "cohere2": ("mlp",)},
+}
+"""Feed-forward blocks that families have."""
+
 
 def leaf_of(params, slot):
     leaf = params["params"]
@@ -105,18 +114,7 @@ def in_float32(params):
     return jax.tree.map(lambda leaf: leaf if leaf.dtype == np.int8 else leaf.astype(np.float32), params)
 
 
-def spelled_out(params, config):
-    """All of it in float32, by numpy."""
-    leaves = {}
-    for slot in parameter_slots(config):
-        leaf = leaf_of(params, slot)
-        if isinstance(leaf, Int8Matrix):
-            leaf = np.asarray(leaf.numbers, np.float32) * np.asarray(leaf.scales)
-        leaves["params", *slot.path] = jax.numpy.asarray(leaf, np.float32)
-    return flax.traverse_util.unflatten_dict(leaves)
-
-
-@pytest.mark.parametrize("name", ["qwen2_moe", "gemma3", "neox", "deepseek_v3", "cohere2", "kimi_linear"])
+@pytest.mark.parametrize("name", BLOCKS)
 def test_what_is_held_in_8_bits_is_within_half_a_step_and_the_model_computes_with_it(tmp_path, name):
     families_kit.make(name, tmp_path)
     plain = load_checkpoint(str(tmp_path), dtype="bfloat16")
@@ -130,15 +128,21 @@ def test_what_is_held_in_8_bits_is_within_half_a_step_and_the_model_computes_wit
         held.add(slot.key)
         assert leaf.numbers.dtype == np.int8
         numbers, scales = np.asarray(leaf.numbers, np.float32), np.asarray(leaf.scales)
-        inputs = tuple(range(slot.num_inputs))
+        inputs = kit.inputs_of(slot)
         np.testing.assert_array_equal(np.abs(numbers).max(inputs), 127)
+        scales = np.expand_dims(scales, inputs)
         assert (np.abs(numbers * scales - before) <= scales / 2 + 1e-6).all()
-    assert held >= ({"shared.w_up"} if name in ("qwen2_moe", "deepseek_v3", "kimi_linear") else {"mlp.w_down"})
-    assert ("attn.wo" in held) == (name not in ("deepseek_v3", "kimi_linear")), "latents stay as they are"
+    blocks = {f"{block}.w_{name}" for block in BLOCKS[name] for name in ("gate", "up", "down")}
+    assert {key for key in held if ".w_" in key} == blocks - ({"mlp.w_gate"} if name == "neox" else set())
+    latents = {"deepseek_v3": {"wq_a", "wq", "wkv_a", "wo"}, "kimi_linear": {"wq", "wkv_a", "wo"}}.get(name)
+    if latents is not None:  # What makes each head's keys and values of them stays as it is.
+        assert {key.removeprefix("attn.") for key in held if key.startswith("attn.")} == latents
+    assert "attn.wo" in held
     assert ("head.kernel" in held) == (not model.config.tie_embeddings)
+    assert ("embed.embedding" in held) == model.config.tie_embeddings
     assert model.fingerprint != plain.fingerprint
     ids = families_kit.prompt(40)
-    expected = dataclasses.replace(model, params=spelled_out(model.params, model.config)).logits(ids)
+    expected = kit.spelled_out(model).logits(ids)
     found = dataclasses.replace(model, params=in_float32(model.params)).logits(ids)
     np.testing.assert_allclose(found, expected, rtol=0, atol=LOGITS_ATOL["float32"])
 
@@ -158,3 +162,46 @@ def test_an_engine_serves_what_is_held_in_8_bits(tmp_path):
             assert kit.say(session, kit.prompt(20, seed))
             kit.expect_right(session, model=small)
         assert session.usage.num_cached_tokens > 0
+
+
+EXPERTS = {"num_experts": 5, "num_experts_per_token": 2}
+LATENT = {"num_kv_heads": 1, "head_dim": 28, "latent_dim": 20, "nope_dim": 12, "value_dim": 10, "query_rank": 24}
+SERVED = {
+    "tied": {"tie_embeddings": True, "embed_scale": 3.0},
+    "latents": {**LATENT, "rope": RopeConfig(rotary_dim=8)},
+    "experts": EXPERTS,
+    "experts with biases": {**EXPERTS, "mlp": "swiglu_clipped", "mlp_bias": True, "router_bias": True},
+}
+
+
+@pytest.mark.parametrize("changes", SERVED.values(), ids=SERVED)
+def test_an_engine_with_it_answers_as_the_same_numbers_in_float32(changes):
+    small = kit.in_8_bits(kit.model_of(**changes))
+    wide = kit.spelled_out(small)
+    with kit.small_engine(small, weight_dtype="int8") as engine:
+        session = engine.session()
+        for seed, num_tokens in enumerate((90, 20, 7)):
+            assert kit.say(session, kit.prompt(num_tokens, seed))
+            kit.expect_right(session, model=wide)
+        assert session.usage.num_cached_tokens > 0
+
+
+@pytest.mark.parametrize("lora", [ak.FIRST, ak.SECOND], ids=["a", "b"])
+def test_adapters_add_to_it_as_to_the_same_numbers_in_float32(tmp_path, lora):
+    """Held against the adapter merged into these numbers; the two differ by what they round, and by nothing else."""
+    small = kit.in_8_bits(ak.model_of(None))
+    base = tiny.hf_tensors(small.config, jax.tree.map(np.asarray, kit.spelled_out(small).params))
+    tiny.write_tiny_hf(tmp_path, small.config, ak.base_params())
+    safetensors.numpy.save_file(
+        ak.merged_tensors(lora, base), tmp_path / "model.safetensors", metadata={"format": "pt"}
+    )
+    merged = ca_jax.load_model(str(tmp_path), dtype="float32")
+    with kit.small_engine(small, weight_dtype="int8", max_adapters=3, max_adapter_rank=6) as engine:
+        for name, each in zip("ab", (ak.FIRST, ak.SECOND), strict=True):
+            engine.load_adapter(name, ak.written(each))
+        session, ids = engine.session(adapter="a" if lora is ak.FIRST else "b"), kit.prompt(40)
+        with ok.recorded_logits(engine) as logits:
+            answer = kit.say(session, ids, 6)
+        expected = merged.logits([*ids, *answer])[len(ids) - 1 : -1]
+        np.testing.assert_allclose(np.stack(logits), expected, rtol=0, atol=LOGITS_ATOL["float32"])
+        kit.expect_right(session, model=merged)

@@ -10,6 +10,7 @@ import pytest
 
 from ca_jax import backend
 from ca_jax.models import paged_attention, tpu_attention
+from ca_jax.models.int8_weights import Int8Matrix
 from ca_jax.models.kv import LayerKV
 from ca_jax.models.paged_attention import read_places, write_places, write_rows
 from ca_jax.models.parts import look_up
@@ -152,6 +153,21 @@ def test_rows_of_a_table_are_found_without_laying_it_out_anew(width, count, gath
     table = jnp.asarray(rng.standard_normal((33, width)), dtype)
     ids = jnp.asarray(rng.integers(33, size=(2, count)), jnp.int32)
     with backend.assumed(backend.TPU):
-        found = jax.jit(look_up)(table, ids)
-        assert ("gather" in str(jax.make_jaxpr(look_up)(table, ids))) == gathers
+        of_rows = functools.partial(look_up, dtype=dtype)
+        found = jax.jit(of_rows)(table, ids)
+        assert ("gather" in str(jax.make_jaxpr(of_rows)(table, ids))) == gathers
     np.testing.assert_array_equal(found, np.asarray(table)[ids])
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("count", [3, 40, 200])
+def test_rows_of_a_table_in_8_bits_are_numbers_times_scales(width, count):
+    rng = np.random.default_rng(0)
+    numbers, scales = rng.integers(-127, 128, size=(33, width), dtype=np.int8), rng.random(33, np.float32)
+    ids = rng.integers(33, size=(2, count))
+    with backend.assumed(backend.TPU):
+        held = Int8Matrix(jnp.asarray(numbers), jnp.asarray(scales))
+        found = jax.jit(functools.partial(look_up, dtype=jnp.bfloat16))(held, jnp.asarray(ids, jnp.int32))
+    assert found.dtype == jnp.bfloat16
+    expected = jnp.asarray(numbers.astype(np.float32) * scales[:, None], jnp.bfloat16)
+    np.testing.assert_array_equal(found, np.asarray(expected)[ids])
