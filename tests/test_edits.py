@@ -17,13 +17,15 @@ from ca_jax.edits import edited, fork_edited
 from ca_jax.models.chat_template import ChatTemplate
 from ca_jax.models.tokenizer import Tokenizer
 from ca_jax.recompute.plan import blend_plan
+from ca_jax.serving.prompts import new_turn
 from ca_jax.storage.records import Residency
 from ca_jax.testing import tiny
+from ca_jax.turns.conversations import Conversation, chain_of
 from ca_jax.turns.text import ChunkSpan
 from tests import adapters_kit as ak
 from tests import engine_kit as kit
 from tests import overlap_kit, test_sliding_kv
-from tests.server_kit import assistant, user
+from tests.server_kit import assistant, system, user
 from tests.test_context import REUSE, SOME, WHOLE, answer_over
 from tests.test_context_faults import faulty
 from tests.threads_kit import ThreadProcesses, run_together
@@ -334,6 +336,28 @@ def test_when_nothing_can_be_used_all_is_new():
         assert not fork.usage.num_cached_tokens
 
 
+@pytest.mark.parametrize(("before", "after"), [("", ""), ("A", "A"), ("A", "B")])
+def test_what_was_generated_stays_what_it_was_and_nothing_comes_twice(before, after):
+    """Replies that are all the same, and whose tokens are not what their text would be; behind system messages."""
+    model, reply, generated = kit.tiny_model(), "Noted. " * 6, "noted, " * 6
+    source = Conversation.begin([system(text) for text in before])
+    for text in ("one", "two", "three", "four"):
+        ids = source.token_ids + new_turn(model, source.token_ids[-1:], source.messages, [user(text)]).ids
+        source = source.with_turn([*ids, *generated.encode(), tiny.IM_END_ID], [user(text)], reply)
+    said = source.messages[len(before) :]
+    for rest in ([*said[:2], *said[4:]], [*said[:2], user("else"), *said[3:]], [user("else"), *said[1:]], said[4:]):
+        told = [*map(system, after), *rest]
+        found = edited(model, source, "one", [*told, user(ASKED)], "")
+        text = model.tokenizer.decode(found.token_ids, skip_special_tokens=False)
+        expected = model.tokenizer.chat_template.first_turn([*told, user("")])
+        spelled = text.replace(reply, generated)
+        assert expected.replace(reply, generated).startswith(f"{spelled}\n<|im_start|>user\n<|im_end|>")
+        assert (reply in text) == (before != after and rest[2] == user("else")), "said anew behind another beginning"
+        assert found.chain == chain_of(told)
+        ends = [*found.turn_starts[1:], (len(found.token_ids), len(told))]
+        assert found.states == [(chain_of(told[:number]), tokens) for tokens, number in ends]
+
+
 def test_a_turn_that_is_not_as_the_template_writes_it_is_computed():
     with kit.small_engine(blend=REUSE) as engine:
         source = talked(engine)
@@ -355,7 +379,8 @@ def test_what_begins_like_an_edited_history_borrows_it_whole_or_not():
         assert fork.token_ids == whole.token_ids
         assert whole.usage.missed_chunks == 0
         assert engine.metrics.loaded_chunks == 2
-        kit.check_turn(part, "and", 4)
+        assert not part.conversation.borrowed
+        assert kit.check_turn(part, "and", 4).missed_chunks == 0
         noted = fork.conversation
         assert type(noted).from_bytes(noted.to_bytes()).borrowed is None
 
