@@ -175,7 +175,7 @@ def test_conversations_outlive_the_server_and_looking_at_them_does_not_open_them
         assert answers[-1].usage.completion_tokens == 200
     assert num_known < len(said)
     with sk.running(store=ssd_store(tmp_path), server=few) as server, server.client() as client:
-        assert len(server.service.router._states) <= num_known
+        assert len(server.service.router._states) <= 2 * num_known, "each by its chain and its last exchange"
         listed = client.get("/sessions", cast_to=object, options={"params": {"limit": 100}})["data"]
         assert {each["id"] for each in listed} == {answer.session_id for answer in answers}, "chunks are no sessions"
         for answer in answers[:3]:
