@@ -48,7 +48,7 @@ class PreloadConfig(harness.ServingConfig):
     where the engine has rates, `auto` too.
     """
 
-    settled: ClassVar = ("max_batch_size", "recompute_if_faster", "read_buffer")
+    settled: ClassVar = ("max_batch_size", "recompute_if_faster", "read_buffer", "queue_order")
     may_be_zero: ClassVar = frozenset({"seed", "preload_read_buffers", "read_buffers"})
     may_be_empty: ClassVar = frozenset({"preload_history_tokens", "load_ratios"})
 
@@ -261,7 +261,9 @@ class _Bench:
         longest = max(num_tokens, config.ahead_tokens) + 1
         stored = [num_tokens, config.ahead_tokens, _WARM_UP_TOKENS]
         sized = engine_for(config.engine, model, stored, context_window=longest)
-        sized = dataclasses.replace(sized, read_buffer=read_buffer, recompute_if_faster=False)
+        # By arrival: the turn waits for the job before it, however long that takes.
+        options: dict[str, Any] = {"recompute_if_faster": False, "queue_order": "arrival"}
+        sized = dataclasses.replace(sized, read_buffer=read_buffer, **options)
         return stack.enter_context(make_engine(model, sized, loads=link))
 
     def _store_history(self, engines: Mapping[str, Engine], num_history: int) -> dict[str, _Way]:

@@ -60,7 +60,9 @@ def stored(request, tmp_path_factory):
     if request.param == "ssd":
         directory = str(tmp_path_factory.mktemp("ssd"))
         store = dataclasses.replace(store, ssd_dir=directory, ssd_gib=0.1, ssd_free_floor_gib=0.0)
-    with kit.small_engine(store=store) as engine, pytest.MonkeyPatch.context() as patch:
+    # By arrival: else those go on that are in DRAM, before they leave it.
+    sized = {"store": store, "queue_order": "arrival"}
+    with kit.small_engine(**sized) as engine, pytest.MonkeyPatch.context() as patch:
         patch.setattr(serving, "SAMPLE_S", 0.0)  # SSD has what has ended before another step: so DRAM can let go of it.
         return request.param, serve(engine, CROWD, on_sample=lambda _: engine.wait_for_saves())
 
