@@ -57,7 +57,7 @@ _FILLS = 0.97  # Of a block's room, in the mean.
 _LEAST_EIGENVALUE = 1e-6  # Of the largest.
 _RIDGE = 0.02  # Of the variance of each number that predicts, added to it.
 _MOST_STEPS = 24  # That are tried.
-_NEAR = 0.002  # Of the bits asked for, within which what blocks take is near enough.
+_NEAR = 0.005  # Of the bits asked for, within which what blocks take is near enough.
 _ROUNDING = 1 / 12  # The variance of what rounding adds, square steps.
 _APART = 4  # One window in so many says how far numbers spread and what blocks take, and nothing else of numbers.
 _MOST_WIDTH = 512  # Numbers of a bundle: a matrix is as wide, and coding a token takes as many operations a number.
@@ -256,40 +256,51 @@ def _basis(moments: _Moments, num_slopes: int, sample: np.ndarray) -> _Basis:
 
 
 def _predicting(basis: _Basis, step: float) -> GroupCodec:
-    """The codec of a group with that step, whose layers predict others; what is left of each is diagonalised again."""
+    """The codec of a group with that step, whose layers predict others; what is left of each is diagonalised again.
+
+    A layer of which other text has no less left is not predicted.
+    """
     num_layers, most, num_bundles, width = basis.products.shape[:4]
-    forward = basis.codec.forward.astype(np.float64) / step
     products = basis.products / step**2
     sample = basis.sample / np.float32(step)
     earlier = np.zeros((num_layers, most - 1, num_bundles, width, width))
-    spread = np.empty(basis.codec.spread.shape)
-    turns = np.broadcast_to(np.eye(width), forward.shape).copy()
-    for layer in range(num_layers):
-        lags = range(1, min(layer, most - 1) + 1)
-        if lags:
-            # [R, lags * D, D] of what predicts with the layer, and [R, lags * D, lags * D] of it with itself.
-            with_layer = np.concatenate([products[layer, back] for back in lags], axis=-2)
-            among = np.block([[_product(products, layer - a, layer - b) for b in lags] for a in lags])
-            variances = np.diagonal(among, axis1=-2, axis2=-1)
-            noise = (_ROUNDING + _RIDGE * variances)[..., None] * np.eye(variances.shape[-1])
-            matrix = np.linalg.solve(among + noise, with_layer)
-            known = np.swapaxes(with_layer, -1, -2) @ matrix
-            left = products[layer, 0] - known - np.swapaxes(known, -1, -2)
-            left += np.swapaxes(matrix, -1, -2) @ (among + noise) @ matrix
-            turns[layer] = np.linalg.eigh(left)[1]
-            for back, each in zip(lags, np.split(matrix, len(lags), axis=-2), strict=True):
-                earlier[layer, back - 1] = np.swapaxes(turns[layer - back], -1, -2) @ each @ turns[layer]
-        sample[layer] = np.swapaxes(turns[layer], -1, -2) @ sample[layer]
-        rest = sample[layer].copy()
-        for back in lags:
-            rest -= np.swapaxes(earlier[layer, back - 1], -1, -2) @ np.rint(sample[layer - back])
-        spread[layer] = np.sqrt(np.square(rest).mean(-1))
+    turns = np.broadcast_to(np.eye(width), (num_layers, num_bundles, width, width)).copy()
+    spread = np.sqrt(np.square(sample).mean(-1))
+    for layer in range(1, num_layers if most > 1 else 0):
+        matrices, turn = _least_squares(products, layer, min(layer, most - 1))
+        matrices = [np.swapaxes(turns[layer - 1 - i], -1, -2) @ each @ turn for i, each in enumerate(matrices)]
+        turned = np.swapaxes(turn, -1, -2) @ sample[layer]
+        left = turned.copy()
+        for each, before in zip(matrices, sample[:layer][::-1], strict=False):
+            left -= np.swapaxes(each, -1, -2) @ np.rint(before)
+        found = np.sqrt(np.square(left).mean(-1))
+        if np.log(np.square(found) + _ROUNDING).sum() < np.log(np.square(spread[layer]) + _ROUNDING).sum():
+            earlier[layer, : len(matrices)] = matrices
+            turns[layer], sample[layer], spread[layer] = turn, turned, found
     return GroupCodec(
         means=basis.codec.means,
-        forward=forward @ turns,
+        forward=basis.codec.forward.astype(np.float64) / step @ turns,
         spread=np.maximum(spread, _LEAST_EIGENVALUE * spread.max()),
         earlier=earlier,
     )
+
+
+def _least_squares(products: np.ndarray, layer: int, num_earlier: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """What a layer's numbers are by those of each layer before, nearest first, `[R, D, D]`, and the basis of the rest.
+
+    Args:
+      products: f64 `[l, 1 + J, R, D, D]`, covariances in steps.
+      layer: which.
+      num_earlier: layers before that predict it, one at least.
+    """
+    lags = range(1, num_earlier + 1)
+    with_layer = np.concatenate([products[layer, back] for back in lags], axis=-2)  # [R, lags * D, D]
+    among = np.block([[_product(products, layer - a, layer - b) for b in lags] for a in lags])
+    variances = np.diagonal(among, axis1=-2, axis2=-1)
+    among += (_ROUNDING + _RIDGE * variances)[..., None] * np.eye(variances.shape[-1])
+    matrix = np.linalg.solve(among, with_layer)
+    left = products[layer, 0] - np.swapaxes(with_layer, -1, -2) @ matrix
+    return np.split(matrix, num_earlier, axis=-2), np.linalg.eigh(left)[1]
 
 
 def _product(products: np.ndarray, a: int, b: int) -> np.ndarray:
