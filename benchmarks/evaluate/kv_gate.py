@@ -132,8 +132,9 @@ def run_kv_gate(model: LoadedModel, config: KvGateConfig, progress: Progress) ->
         for name, coder in coders.items():
             back = kv.KVCache(coder(history.layers), history.lengths)
             logits = _predict(model.model, model.params, back, behind)
-            compared = [float(to_host(each)) for each in _compared(exact, logits, behind)]
-            found[name].append(_Window(*compared, int(_num_same(model.model, model.params, back, answer))))
+            loss, kl, same = (float(to_host(each)) for each in _compared(exact, logits, behind))
+            num_same = int(to_host(_num_same(model.model, model.params, back, answer)))
+            found[name].append(_Window(loss, kl, same, num_same))
         progress("windows", number + 1, len(windows))
     rows = [_row(name, coders[name], each, losses, config) for name, each in found.items()]
     items = [{name: dataclasses.asdict(each[i]) for name, each in found.items()} for i in range(len(windows))]
