@@ -35,7 +35,7 @@ FLOORS = (
 )
 # The same within storage.
 STORAGE_FLOORS = (
-    {"layout", "records"},
+    {"layout", "records", "transform"},
     {"tokens"},
     {"placement", "catalog", "objects"},
     {"codec"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +22,14 @@ def codec() -> KVCodec:
     return made(6.0)[0]
 
 
-def made(*bits: float) -> tuple[KVCodec, ...]:
-    return fit_codecs(kit.tiny_model(), TEXT, bits=bits, block_tokens=kit.BLOCK_TOKENS, history_tokens=32)
+def made(*bits: float, text: Sequence[int] = TEXT, **options: int) -> tuple[KVCodec, ...]:
+    options |= {"block_tokens": kit.BLOCK_TOKENS, "history_tokens": 32}
+    return fit_codecs(kit.tiny_model(), text, bits=bits, **options)
+
+
+def fineness(codec: KVCodec) -> float:
+    """How many steps numbers are, log2, mean: what layers that predict others leave as it is."""
+    return float(np.mean([np.linalg.slogdet(each.forward)[1] / each.width for each in codec.groups]) / np.log(2))
 
 
 @pytest.fixture
@@ -64,6 +71,22 @@ def test_it_is_of_the_model_and_takes_the_bits_that_were_asked_for(codec):
     same, finer = made(6.0, 10.0)
     assert same.name == codec.name != finer.name
     assert (np.concatenate([g.spread.ravel() for g in finer.groups])).mean() > 2 * codec.groups[0].spread.mean()
+
+
+def test_layers_that_predict_others_leave_room_for_finer_steps(codec):
+    """Where blocks of text that no matrix was made from take the same bytes."""
+    assert fineness(codec) > fineness(made(6.0, num_earlier=0)[0]) + 0.1
+    assert [each.earlier.shape[1] for each in codec.groups] == [2]
+
+
+@pytest.mark.parametrize("num_windows", [2, 3])
+def test_a_codec_of_very_little_text_is_no_worse_than_one_that_predicts_nothing(num_windows):
+    text = TEXT[: 64 * num_windows]
+    found, plain = (made(6.0, text=text, num_earlier=number)[0] for number in (2, 0))
+    assert fineness(found) > fineness(plain) - 0.02
+    kv = kit.full_pass(kit.prompt(kit.BLOCK_TOKENS * 2, 90), kit.tiny_model())[1][:, :, kit.BLOCK_TOKENS :]
+    gap = found.groups[0].coded(round_trip(found, kv)) - found.groups[0].coded(kv)
+    assert np.abs(gap).max() < 4  # Rounded more coarsely, since other text takes more.
 
 
 def test_an_error_costs_less_than_by_rounding_all_alike(codec):

@@ -54,16 +54,18 @@ class KvGateConfig:
     """That are coded, of each window."""
     behind_tokens: int = 256
     """That are predicted behind them."""
+    greedy_tokens: int = 32
+    """Of an answer that is held against the one over exact KV, each token the likeliest; it begins as the text does."""
     max_tokens: int = 65_536
     """Of `data`."""
     max_loss: float = 0.001
     """Most by which perplexity may rise, a share, at the upper end of its interval."""
 
     def __post_init__(self) -> None:
-        if min(self.history_tokens, self.behind_tokens) < 1 or self.history_tokens % BLOCK_TOKENS:
+        if min(self.history_tokens, self.behind_tokens, self.greedy_tokens) < 1 or self.history_tokens % BLOCK_TOKENS:
             raise ValueError(
-                f"history_tokens must be a multiple of {BLOCK_TOKENS}, and behind_tokens above 0; "
-                f"got {self.history_tokens} and {self.behind_tokens}"
+                f"history_tokens must be a multiple of {BLOCK_TOKENS}, behind_tokens and greedy_tokens above 0; "
+                f"got {self.history_tokens}, {self.behind_tokens} and {self.greedy_tokens}"
             )
         if not self.max_loss > 0:
             raise ValueError(f"max_loss must be above 0, got {self.max_loss}")
@@ -97,6 +99,10 @@ class KvGateRow:
     kl_interval: Interval
     same_top1: float
     """Share of places with the same likeliest token."""
+    same_greedy_tokens: float
+    """With how many tokens an answer begins as the one over exact KV does, mean."""
+    same_greedy: float
+    """Share of answers that are the same to the end."""
     encode_gb_s: float | None
     """KV as it is computed, a second, on one thread; None of int8, which the device does."""
     decode_gb_s: float | None
@@ -121,11 +127,14 @@ def run_kv_gate(model: LoadedModel, config: KvGateConfig, progress: Progress) ->
         first, behind = to_device(ids[None, : config.history_tokens]), to_device(ids[None, config.history_tokens :])
         history = _prefill(model.model, model.params, first)
         exact = _predict(model.model, model.params, history, behind)
+        answer = _answer(model.model, model.params, history, behind[0, 0], config.greedy_tokens)
         losses.append(float(_loss(exact, behind)))
         for name, coder in coders.items():
             back = kv.KVCache(coder(history.layers), history.lengths)
             logits = _predict(model.model, model.params, back, behind)
-            found[name].append(_Window(*(float(to_host(each)) for each in _compared(exact, logits, behind))))
+            loss, kl, same = (float(to_host(each)) for each in _compared(exact, logits, behind))
+            num_same = int(to_host(_num_same(model.model, model.params, back, answer)))
+            found[name].append(_Window(loss, kl, same, num_same))
         progress("windows", number + 1, len(windows))
     rows = [_row(name, coders[name], each, losses, config) for name, each in found.items()]
     items = [{name: dataclasses.asdict(each[i]) for name, each in found.items()} for i in range(len(windows))]
@@ -138,6 +147,7 @@ class _Window:
     """Above that over exact KV, nats a token, mean."""
     kl: float
     same_top1: float
+    same_greedy_tokens: int
 
 
 def _row(
@@ -159,6 +169,8 @@ def _row(
         mean_kl=float(np.mean([each.kl for each in windows])),
         kl_interval=interval("kl"),
         same_top1=float(np.mean([each.same_top1 for each in windows])),
+        same_greedy_tokens=float(np.mean([each.same_greedy_tokens for each in windows])),
+        same_greedy=float(np.mean([each.same_greedy_tokens == config.greedy_tokens for each in windows])),
         encode_gb_s=coder.encode_gb_s,
         decode_gb_s=coder.decode_gb_s,
         passes=high <= config.max_loss,
@@ -285,6 +297,25 @@ def _predict(model: nn.Module, params: Params, history: kv.KVCache, tokens: jax.
     positions = history.capacity + jnp.arange(tokens.shape[1])[None]
     logits = model.apply(params, tokens, positions, history)[0][0]
     return jax.nn.log_softmax(logits.astype(jnp.float32))
+
+
+@partial(jax.jit, static_argnames=("model", "num_tokens"))
+def _answer(model: nn.Module, params: Params, history: kv.KVCache, first: jax.Array, num_tokens: int) -> jax.Array:
+    """i32 `[1 + num_tokens]`: a token, and those behind it that are likeliest each."""
+
+    def add(place: jax.Array, tokens: jax.Array) -> jax.Array:
+        likeliest = _predict(model, params, history, tokens[None, :-1])[place].argmax()
+        return tokens.at[place + 1].set(likeliest.astype(tokens.dtype))
+
+    tokens = jnp.zeros(1 + num_tokens, jnp.int32).at[0].set(first)
+    return jax.lax.fori_loop(0, num_tokens, add, tokens)
+
+
+@partial(jax.jit, static_argnames=("model",))
+def _num_same(model: nn.Module, params: Params, history: kv.KVCache, answer: jax.Array) -> jax.Array:
+    """With how many tokens the answer over this history begins as that one: up to there both have seen the same."""
+    same = _predict(model, params, history, answer[None, :-1]).argmax(-1) == answer[1:]
+    return jnp.cumprod(same.astype(jnp.int32)).sum()
 
 
 @jax.jit

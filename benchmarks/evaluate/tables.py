@@ -301,6 +301,8 @@ COLUMNS: dict[str, Columns] = {
         ("KL, nats", "mean_kl", ".5f"),
         ("95 %", "kl_interval", "to.5f"),
         ("same likeliest\nnext token", "same_top1", "%.2f"),
+        ("same greedy\ntokens", "same_greedy_tokens", ".1f"),
+        ("same greedy\nanswers", "same_greedy", "%.0f"),
         ("coded,\nGB/s", "encode_gb_s", ".2f"),
         ("decoded,\nGB/s", "decode_gb_s", ".2f"),
         ("passes", lambda row: "yes" if row["passes"] else "no"),

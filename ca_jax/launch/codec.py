@@ -22,7 +22,7 @@ from ca_jax.launch.script import note, run
 from ca_jax.launch.terminal import progress_bars
 from ca_jax.launch.texts import read_ids
 from ca_jax.pretrained import load_model
-from ca_jax.recompute.codec_fit import fit_codecs
+from ca_jax.recompute.codec_fit import NUM_EARLIER, fit_codecs
 from ca_jax.serving.core import enable_compile_cache
 
 FLAGS = flags.FLAGS
@@ -36,6 +36,10 @@ def _define_flags() -> None:
     define_dtype()
     flags.DEFINE_float("bits", 3.2, "Most that a number takes on SSD, bits; bfloat16 has 16.", lower_bound=0.1)
     flags.DEFINE_integer("max_tokens", 40_000, "Most tokens of the text.")
+    text = (
+        "Layers before one that predict it: with more, fewer bytes for the same loss, and more time to code and decode."
+    )
+    flags.DEFINE_integer("earlier_layers", NUM_EARLIER, text, lower_bound=0)
 
 
 def main(_: Sequence[str]) -> None:
@@ -51,7 +55,7 @@ def main(_: Sequence[str]) -> None:
             num_done += num_tokens
             progress("tokens", num_done, len(token_ids))
 
-        (codec,) = fit_codecs(model, token_ids, bits=[FLAGS.bits], on_step=tell)
+        (codec,) = fit_codecs(model, token_ids, bits=[FLAGS.bits], num_earlier=FLAGS.earlier_layers, on_step=tell)
     codec.save(FLAGS.out)
     told = f"codec of {model.name}, {codec.bits:g} bits a number, {16 / codec.bits:.1f} times less than bfloat16."
     note(rich.console.Console(), f"{told} Written to {FLAGS.out}", None)

@@ -215,6 +215,8 @@ def test_a_gate_of_coded_kv_says_which_is_good_enough_or_that_none_is(evaluate):
     int8, fine, coarse = report["rows"]
     assert 0 <= int8["mean_kl"] < coarse["mean_kl"] > fine["mean_kl"]
     assert coarse["bits"] < fine["bits"] < int8["bits"]
+    assert 0 <= coarse["same_greedy_tokens"] <= fine["same_greedy_tokens"] <= 32
+    assert 0 <= coarse["same_greedy"] <= fine["same_greedy"] <= 1
     assert [row["passes"] for row in report["rows"]] == [row["loss_interval"][1] <= 1 for row in report["rows"]]
     none = {**report, "rows": [{**row, "passes": False} for row in report["rows"]]}
     assert tables.kv_verdict(none) == "no: " + (

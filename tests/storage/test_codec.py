@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import closing
 
 import numpy as np
 import pytest
 import tensorstore as ts
 
-from ca_jax.storage.codec import CodecError, GroupCodec, KVCodec
+from ca_jax.storage.codec import CodecError, KVCodec
 from ca_jax.storage.inspector import StoreInspector, verify
 from ca_jax.storage.layout import KVLayout, LayerGroup
 from ca_jax.storage.records import BlockIoError, Residency
 from ca_jax.storage.tiers.formats import RawTier, Zarr3Tier
+from ca_jax.storage.transform import GroupCodec
 
 from .store_helpers import (
     NAMESPACE,
@@ -29,6 +31,8 @@ from .store_helpers import (
 
 BLOCK_TOKENS = 32
 LAYOUT = make_layout(block_tokens=BLOCK_TOKENS, num_layers=3, num_kv_heads=2, head_dim=8)
+DEEP = make_layout(block_tokens=4 * BLOCK_TOKENS, num_layers=12, num_kv_heads=4, head_dim=8)
+NAME_OF_VERSION_1 = "67b0bf444448b5fe014185f69d677309156584b0a6aa0f30c890ecbb9bfc5828"
 TWO_SHAPES = KVLayout(
     groups=(
         LayerGroup(layers=(0, 2), num_kv_heads=2, head_dim=8),
@@ -39,8 +43,8 @@ TWO_SHAPES = KVLayout(
 )
 
 
-def make_codec(layout: KVLayout, bits: float = 8.0, seed: int = 0, step: float = 0.05) -> KVCodec:
-    """Of any matrices, with numbers of `make_numbers` in mind."""
+def make_codec(layout: KVLayout, bits: float = 8.0, seed: int = 0, step: float = 0.05, **fields: int) -> KVCodec:
+    """Of any matrices, with numbers of `make_numbers` in mind. Nothing is predicted."""
     rng, groups = np.random.default_rng(seed), []
     for group in layout.groups:
         shape = (len(group.layers), group.num_parts, group.num_kv_heads, group.head_dim)
@@ -49,7 +53,50 @@ def make_codec(layout: KVLayout, bits: float = 8.0, seed: int = 0, step: float =
         forward = rng.normal(size=(len(group.layers), num_bundles, width, width)) / step / np.sqrt(width)
         spread = np.sqrt(np.square(forward).sum(-2))
         groups.append(GroupCodec(means=rng.normal(size=shape), forward=forward, spread=spread))
-    return KVCodec(groups=tuple(groups), fingerprint=NAMESPACE.weights, bits=bits)
+    return KVCodec(groups=tuple(groups), fingerprint=NAMESPACE.weights, bits=bits, **fields)
+
+
+def make_predicting(layout: KVLayout, bits: float = 8.0, left: float = 1.5) -> KVCodec:
+    """The same, whose layers are predicted by two before, all but numbers that spread by `left` steps."""
+    rng, groups = np.random.default_rng(5), []
+    for group in make_codec(layout).groups:
+        num_layers, num_bundles, width = group.spread.shape
+        turns = np.linalg.qr(rng.normal(size=(num_layers, 2, num_bundles, width, width)))[0]
+        gains = np.array([1.0, 0.5])[:, None, None, None]
+        spread = np.where(np.arange(num_layers)[:, None, None] == 0, 10 * left, left * np.ones(group.spread.shape))
+        groups.append(dataclasses.replace(group, spread=spread, earlier=turns * gains))
+    return dataclasses.replace(make_codec(layout, bits), groups=tuple(groups))
+
+
+def make_correlated(codec: KVCodec, layout: KVLayout, seed: int = 0, outliers: float = 0.0) -> np.ndarray:
+    """A block of numbers of which each layer is what those before say, and what nothing says beside."""
+    block = np.zeros(layout.block_shape, layout.numpy_dtype)
+    rng = np.random.default_rng(seed)
+    for group, part in zip(codec.groups, layout.by_group(block), strict=True):
+        num_layers, num_bundles, width = group.spread.shape
+        _, num_parts, num_heads, head_dim = group.shape
+        steps: list[np.ndarray] = []  # [R, T, D]
+        for layer in range(num_layers):
+            found = rng.normal(size=(num_bundles, layout.block_tokens, width)) * group.spread[layer][:, None]
+            is_far = rng.random(found.shape) < outliers * (layer > 0)
+            found = np.where(is_far, -24 * group.spread[layer][:, None], found)
+            for matrix, each in zip(group.earlier[layer], steps[::-1], strict=False):
+                found += each @ matrix
+            steps.append(found)
+            numbers = found @ np.linalg.inv(group.forward[layer])
+            for head in range(num_heads):
+                bundle, place = divmod(head, num_heads // num_bundles)
+                for which in range(num_parts):
+                    at = (place * num_parts + which) * head_dim
+                    part[layer, which, :, head] = (
+                        numbers[bundle][:, at : at + head_dim] + group.means[layer, which, head]
+                    )
+    return block
+
+
+def unit_of(codec: KVCodec, layout: KVLayout, block: np.ndarray) -> float:
+    """To how many steps' multiples a block was rounded."""
+    return 2.0 ** (float(codec.unpacked(codec.encode(block, layout)[0], layout)[1]) / 4)
 
 
 def make_numbers(codec: KVCodec, layout: KVLayout, seed: int = 0) -> np.ndarray:
@@ -103,15 +150,83 @@ def test_each_number_comes_back_within_half_a_step(layout, slack):
     assert len(codec.encode(block, layout)[0]) < block.nbytes * (0.5 if layout is LAYOUT else 1)
 
 
+@pytest.mark.parametrize(
+    ("layout", "bits", "slack"), [(DEEP, 8, 0.002), (DEEP, 2.5, 0.002), (DEEP, 1.5, 0.002), (TWO_SHAPES, 8, 0.3)]
+)
+def test_errors_of_layers_that_predict_others_do_not_add_up(layout, bits, slack):
+    """Half a unit in each layer, in steps, where numbers are rounded more coarsely as well."""
+    codec = make_predicting(layout, bits)
+    block = make_correlated(codec, layout)
+    unit = unit_of(codec, layout, block)
+    assert (unit > 1) == (bits < 8)
+    assert 0.4 < most_steps(codec, layout, coded(codec, layout, block), block) / unit < 0.5 + slack
+
+
+def test_what_other_layers_predict_takes_fewer_bytes():
+    codec = make_predicting(DEEP)
+    block = make_correlated(codec, DEEP)
+    groups = []
+    for group in codec.groups:
+        spread = in_steps(group, DEEP.by_group(block)[0] - group.means[:, :, None]).std(-2).reshape(group.spread.shape)
+        groups.append(dataclasses.replace(group, earlier=np.zeros(0), spread=spread))
+    alone = dataclasses.replace(codec, groups=tuple(groups))
+    assert len(codec.encode(block, DEEP)[0]) < 0.75 * len(alone.encode(block, DEEP)[0])
+    assert most_steps(alone, DEEP, coded(alone, DEEP, block), block) < 0.501
+
+
+def test_numbers_that_share_a_byte_may_be_larger_than_half_of_one():
+    codec = make_predicting(DEEP, left=0.5)
+    block = make_correlated(codec, DEEP, outliers=0.0001)
+    assert most_steps(codec, DEEP, coded(codec, DEEP, block), block) < 0.501
+    payload = codec.unpacked(codec.encode(block, DEEP)[0], DEEP)
+    codes = codec._unpack(codec._parts_of(payload, DEEP)[5:])
+    assert np.abs(codes[len(codes) // DEEP.num_layers :]).max() > 8
+
+
+def test_numbers_that_are_left_out_do_not_spoil_what_they_predict():
+    """The coder must predict from zeros, as the decoder does, even where such a number is far off."""
+    codec = make_predicting(DEEP)
+    (group,) = codec.groups
+    spread = np.where(np.arange(group.width) % 2, group.spread, 0.1)
+    codec = dataclasses.replace(codec, groups=(dataclasses.replace(group, spread=spread, earlier=0.3 * group.earlier),))
+    block = make_correlated(codec, DEEP, outliers=0.0001)
+    gap = np.abs(in_steps(group, block - coded(codec, DEEP, block)))  # [l * R, T, D]
+    is_kept = spread.reshape(len(gap), 1, -1) > 0.2
+    assert (gap * is_kept).max() < 0.502
+    assert gap.max() > 1.5
+
+
+def test_a_file_of_version_1_is_read_as_one_that_predicts_nothing(tmp_path):
+    """Its name, and so the blocks on disk that are of it, are those that they were."""
+    codec = make_codec(LAYOUT, version=1)
+    codec.save(tmp_path / "codec")
+    assert "earlier_0" not in np.load(tmp_path / "codec").files
+    found = KVCodec.load(tmp_path / "codec")
+    assert found.name == codec.name == NAME_OF_VERSION_1
+    assert found.name != make_codec(LAYOUT).name
+    block = make_numbers(codec, LAYOUT)
+    data, sums = found.encode(block, LAYOUT)
+    assert found.unpacked(data, LAYOUT)[0] == 1
+    small = [make_codec(LAYOUT, step=1.5, version=version).payload_bytes(LAYOUT) for version in (1, 2)]
+    assert small[0] < small[1]  # A byte a number, where now two share one and have room for more elsewhere.
+    assert most_steps(codec, LAYOUT, coded(found, LAYOUT, block), block) < 0.501
+    with pytest.raises(CodecError, match="must begin with 2, got 1"):
+        make_codec(LAYOUT).decode(data, LAYOUT, np.empty_like(block), sums)
+    np.savez(tmp_path / "later.npz", version=3)
+    with pytest.raises(ValueError, match="version must be 1 or 2, got 3"):
+        KVCodec.load(tmp_path / "later.npz")
+
+
 def test_what_came_back_once_comes_back_the_same():
     codec = make_codec(LAYOUT)
     once = coded(codec, LAYOUT, make_numbers(codec, LAYOUT))
     np.testing.assert_allclose(coded(codec, LAYOUT, once), once, atol=1e-5)
 
 
-def test_tokens_unlike_the_others_are_kept_apart_and_nans_come_back():
-    codec = make_codec(LAYOUT)
-    block = make_numbers(codec, LAYOUT)
+@pytest.mark.parametrize("predicts", [False, True])
+def test_tokens_unlike_the_others_are_kept_apart_and_nans_come_back(predicts):
+    codec = make_predicting(LAYOUT) if predicts else make_codec(LAYOUT)
+    block = (make_correlated if predicts else make_numbers)(codec, LAYOUT)
     expected = coded(codec, LAYOUT, block)
     block[:, :, 5] *= 100
     block[1, 0, 9, 1, 3] = np.nan
@@ -193,6 +308,13 @@ def test_kv_of_another_model_is_refused():
         codec.check(make_layout("int8", num_layers=3, num_kv_heads=2, head_dim=8), NAMESPACE.weights)
     with pytest.raises(ValueError, match="must have an inverse"):
         GroupCodec(means=np.zeros((1, 2, 1, 4)), forward=np.ones((1, 1, 8, 8)), spread=np.ones((1, 1, 8)))
+    with pytest.raises(ValueError, match=r"\[l, J, R, D, D\], got .*\[1, 8, 8\]"):
+        GroupCodec(
+            means=np.zeros((1, 2, 1, 4)),
+            forward=np.eye(8)[None, None],
+            spread=np.ones((1, 1, 8)),
+            earlier=np.ones((1, 8, 8)),
+        )
     with pytest.raises(ValueError, match="must have spread"):
         GroupCodec(means=np.zeros((1, 2, 1, 4)), forward=np.ones((1, 1, 8, 8)), spread=np.ones((1, 2, 4)))
 

@@ -1,0 +1,142 @@
+"""KV in other numbers: what a token keeps in a layer as steps that are worth as much each, predicted by layers before.
+
+    coding       numbers ── less their mean, by `forward` ──  steps ── less what is predicted ── rounded ── codes
+    decoding     numbers ── plus their mean, by `inverse` ──  decoded steps = what is predicted + codes
+                                                                │                    │
+                                                                └─ by `earlier` ─────┘ of the layers behind
+
+A layer's keys and values come from a stream that changes little from layer to layer, so that what is left when layers
+before have predicted a layer is smaller, and takes fewer bits. The coder predicts from what the decoder will have, and
+what a number loses is what its own rounding takes: errors do not add up from layer to layer. Bundles of heads are
+predicted from the same bundle of other layers. With matrices of D = 384 a layer's product takes nearly all the time of
+decoding, and each layer that predicts it takes as much again.
+
+Not here: how codes are packed (storage.codec), how matrices are found (`ca_jax.recompute.codec_fit`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+LEAST_SPREAD = 0.2
+"""Steps. What spreads less is 0 but for one number in a hundred, and is left out."""
+ARRAYS = ("means", "forward", "spread", "earlier")
+"""Of a group, as a file has them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class GroupCodec:
+    """Of a group of layers `l` that keep P parts of K heads of H numbers.
+
+    KV heads go together in R bundles, with all their parts: D numbers of a bundle, head by head and part by part.
+
+    Raises:
+      ValueError: arrays of other shapes, or that are no numbers; a matrix without an inverse.
+    """
+
+    means: np.ndarray
+    """f32 `[l, P, K, H]`."""
+    forward: np.ndarray
+    """f32 `[l, R, D, D]`: numbers, less their means, times this are in steps."""
+    spread: np.ndarray
+    """f32 `[l, R, D]`, the standard deviation of what is rounded of each of those, steps."""
+    earlier: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.float32))
+    """f32 `[l, J, R, D, D]`: decoded steps of layers 1 to J before, times these, predict a layer's. Empty: J is 0."""
+    inverse: np.ndarray = dataclasses.field(init=False)
+    """f32 `[l, R, D, D]`."""
+    offset: np.ndarray = dataclasses.field(init=False)
+    """f32 `[l, R, D, 1]`, what the means become."""
+
+    def __post_init__(self) -> None:
+        if np.size(self.earlier) == 0:
+            object.__setattr__(self, "earlier", np.zeros((len(self.means), 0, *self.forward.shape[1:]), np.float32))
+        for name in ARRAYS:
+            found = np.ascontiguousarray(getattr(self, name), np.float32)
+            if not np.isfinite(found).all():
+                raise ValueError(f"{name} of a codec must be numbers, got others")
+            object.__setattr__(self, name, found)
+        fits = self.means.ndim == 4 and self.spread.ndim == 3 and self.spread.size == self.means.size
+        fits = fits and len(self.spread) == len(self.means) and self.forward.shape == (*self.spread.shape, self.width)
+        fits = fits and (len(self.means), *self.forward.shape[1:]) == (*self.earlier.shape[:1], *self.earlier.shape[2:])
+        if not fits or self.shape[2] % self.spread.shape[1]:
+            raise ValueError(
+                f"a codec of means {list(self.means.shape)} must have spread [l, R, D], matrices [l, R, D, D] and "
+                f"[l, J, R, D, D], got {', '.join(str(list(getattr(self, name).shape)) for name in ARRAYS[1:])}"
+            )
+        try:
+            inverse = np.linalg.inv(self.forward.astype(np.float64)).astype(np.float32)
+        except np.linalg.LinAlgError as error:
+            raise ValueError("each matrix of a codec must have an inverse, got one without") from error
+        object.__setattr__(self, "inverse", inverse)
+        means = self.bundled(self.means[:, :, None])[..., 0]
+        object.__setattr__(self, "offset", np.einsum("lrd,lrdj->lrj", means, self.forward)[..., None])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`(l, P, K, H)`."""
+        return np.shape(self.means)
+
+    @property
+    def width(self) -> int:
+        """D."""
+        return int(self.spread.shape[-1])
+
+    def bundled(self, part: np.ndarray) -> np.ndarray:
+        """`[l, P, T, K, H]` as bundles `[l, R, D, T]`."""
+        num_layers, _, num_tokens = part.shape[:3]
+        return part.transpose(0, 3, 1, 4, 2).reshape(num_layers, -1, self.width, num_tokens)
+
+    def coded(self, part: np.ndarray) -> np.ndarray:
+        """`[l, P, T, K, H]` in steps, `[l, R, D, T]`."""
+        found = np.matmul(np.swapaxes(self.forward, -1, -2), self.bundled(part))
+        found -= self.offset
+        return found
+
+    def rounded(self, steps: np.ndarray, unit: float) -> tuple[np.ndarray, np.ndarray]:
+        """What is left of numbers in steps where those of earlier layers, as they come back, have predicted them.
+
+        Args:
+          steps: `[l, R, D, T]`.
+          unit: to whose multiples it is rounded, steps.
+
+        Returns:
+          Multiples, whole f32 `[l, R, D, T]`; and how far each token is from what is expected, f64 `[T]`: the sum of
+          its squares in units of the spread.
+        """
+        codes, decoded = np.empty_like(steps), np.empty_like(steps)
+        far, scale = np.zeros(steps.shape[-1]), (1 / np.maximum(self.spread, LEAST_SPREAD))[..., None]
+        is_kept = (self.spread > LEAST_SPREAD)[..., None]
+        for layer, wanted in enumerate(steps):
+            predicted = self._predicted(decoded, layer)
+            left = wanted - predicted
+            scaled = left * scale[layer]
+            far += np.einsum("rdt,rdt->t", scaled, scaled)
+            left /= np.float32(unit)
+            np.rint(left, out=codes[layer])
+            codes[layer] *= is_kept[layer]
+            np.multiply(codes[layer], np.float32(unit), out=decoded[layer])
+            decoded[layer] += predicted
+        return codes, far
+
+    def decode(self, codes: np.ndarray, unit: float, into: np.ndarray) -> None:
+        """Writes what was `[l, R, D, T]` in multiples of a unit into `[l, P, T, K, H]`."""
+        num_layers, num_parts, num_heads, width = self.shape
+        num_bundles = self.spread.shape[1]
+        by_bundle = (num_parts, -1, num_bundles, num_heads // num_bundles, width)
+        decoded = np.empty(codes.shape, np.float32)
+        for layer in range(num_layers):
+            np.multiply(codes[layer], np.float32(unit), out=decoded[layer])
+            decoded[layer] += self._predicted(decoded, layer)
+            found = np.matmul(np.swapaxes(decoded[layer], -1, -2), self.inverse[layer])  # [R, T, D]
+            found = found.reshape(num_bundles, found.shape[1], -1, num_parts, width).transpose(3, 1, 0, 2, 4)
+            means = self.means[layer][:, None].reshape(by_bundle)
+            np.add(found, means, out=into[layer].reshape(by_bundle, copy=False), casting="unsafe")
+
+    def _predicted(self, decoded: np.ndarray, layer: int) -> np.ndarray | np.float32:
+        """A layer's steps by those of layers before that are decoded, `[R, D, T]`; 0 of the first."""
+        found: np.ndarray | np.float32 = np.float32(0)
+        for back in range(1, min(layer, self.earlier.shape[1]) + 1):
+            found = found + np.matmul(np.swapaxes(self.earlier[layer, back - 1], -1, -2), decoded[layer - back])
+        return found
