@@ -105,7 +105,9 @@ class Arena:
     def open(self) -> None:
         """Starts an engine."""
         blend = BlendConfig(recompute_ratio=self.ratio)
-        config = dataclasses.replace(kit.SMALL, store=self._config, blend=blend, share_prefixes=self.ratio is None)
+        # By arrival, so that no load which was begun early is given up for a shorter turn, and counted.
+        options = {"share_prefixes": self.ratio is None, "queue_order": "arrival"}
+        config = dataclasses.replace(kit.SMALL, store=self._config, blend=blend, **options)
         self.engine = Engine(kit.tiny_model(), config)
         self._counted.clear()
 
