@@ -244,6 +244,18 @@ def test_tokens_unlike_the_others_are_kept_apart_and_nans_come_back(predicts):
     assert np.isnan(coded(codec, LAYOUT, np.full_like(block, np.nan))).all()
 
 
+@pytest.mark.parametrize("left", [1.5, 0.15])
+def test_which_tokens_are_kept_apart_does_not_depend_on_the_step(left):
+    """Even where most numbers are left out."""
+    codec = make_predicting(DEEP, left=left)
+    block = make_correlated(codec, DEEP)
+    means = codec.groups[0].means
+    block[:, :, 5] = means + 2.5 * (block[:, :, 5] - means)
+    payload = codec.unpacked(codec.encode(block, DEEP)[0], DEEP)
+    assert payload[2:4].tolist() == [1, 0]
+    assert codec._parts_of(payload, DEEP)[2][0] == 5
+
+
 @pytest.mark.parametrize("bits", [0.5, 1.0, 2.0, 4.0, 8.0])
 def test_a_block_takes_no_more_than_its_room_however_it_is(bits):
     codec = make_codec(LAYOUT, bits)
