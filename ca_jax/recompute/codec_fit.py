@@ -43,7 +43,7 @@ from ca_jax.models.config import ModelConfig
 from ca_jax.pretrained import LoadedModel, check_token_ids
 from ca_jax.storage.codec import KVCodec
 from ca_jax.storage.layout import KVLayout, LayerGroup
-from ca_jax.storage.transform import GroupCodec
+from ca_jax.storage.transform import LEAST_SPREAD, GroupCodec
 
 HISTORY_TOKENS = 512
 """Of half a window, by default."""
@@ -266,22 +266,28 @@ def _predicting(basis: _Basis, step: float) -> GroupCodec:
     earlier = np.zeros((num_layers, most - 1, num_bundles, width, width))
     turns = np.broadcast_to(np.eye(width), (num_layers, num_bundles, width, width)).copy()
     spread = np.sqrt(np.square(sample).mean(-1))
+    decoded = [np.rint(sample[0]) * (spread[0] > LEAST_SPREAD)[..., None]]
     for layer in range(1, num_layers if most > 1 else 0):
         matrices, turn = _least_squares(products, layer, min(layer, most - 1))
         matrices = [np.swapaxes(turns[layer - 1 - i], -1, -2) @ each @ turn for i, each in enumerate(matrices)]
-        turned = np.swapaxes(turn, -1, -2) @ sample[layer]
-        left = turned.copy()
-        for each, before in zip(matrices, sample[:layer][::-1], strict=False):
-            left -= np.swapaxes(each, -1, -2) @ np.rint(before)
+        left = np.swapaxes(turn, -1, -2) @ sample[layer]
+        for each, before in zip(matrices, decoded[::-1], strict=False):
+            left -= np.swapaxes(each, -1, -2) @ before
         found = np.sqrt(np.square(left).mean(-1))
         if np.log(np.square(found) + _ROUNDING).sum() < np.log(np.square(spread[layer]) + _ROUNDING).sum():
             earlier[layer, : len(matrices)] = matrices
-            turns[layer], sample[layer], spread[layer] = turn, turned, found
+            turns[layer], spread[layer] = turn, found
+        else:
+            left = sample[layer]
+        # What rounding takes, and all of numbers that are left out: with them what is left grows from layer to layer.
+        lost = left - np.rint(left) * (spread[layer] > LEAST_SPREAD)[..., None]
+        decoded.append(np.swapaxes(turns[layer], -1, -2) @ sample[layer] - lost)
     return GroupCodec(
         means=basis.codec.means,
         forward=basis.codec.forward.astype(np.float64) / step @ turns,
         spread=np.maximum(spread, _LEAST_EIGENVALUE * spread.max()),
         earlier=earlier,
+        energy=np.trace(products[:, 0], axis1=-2, axis2=-1),
     )
 
 

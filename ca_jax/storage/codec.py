@@ -48,7 +48,7 @@ _MOST = 127  # Of a whole number that is a byte.
 _MOST_WIDE = 32_000  # Of one that is two.
 _WIDE_SPREAD = 10.0  # Steps, from which it is.
 _NARROW_SPREAD = 0.9  # Steps, up to which two share a byte; what is beyond 4 bits lies elsewhere.
-_UNLIKE = 5.0  # Times the mean square of what is left of a token, in units of its spread, from which it is kept apart.
+_UNLIKE = 3.5  # Times the energy of other tokens from which one is kept apart.
 _COARSER = 2.0 ** (1 / 4)
 _MOST_COARSER = 80  # A factor of a million.
 _TOKENS_APART = 16  # One in so many may be kept apart.
@@ -209,10 +209,9 @@ class KVCodec:
         most_bytes, coarser, apart = self.stored_bytes(layout), 0, None
         while coarser < _MOST_COARSER:
             with np.errstate(invalid="ignore", over="ignore"):
-                found = [g.rounded(each, _COARSER**coarser) for g, each in zip(self.groups, steps, strict=True)]
-            codes = [each for each, _ in found]
+                codes = [g.rounded(each, _COARSER**coarser) for g, each in zip(self.groups, steps, strict=True)]
             if apart is None:
-                apart = self._unlike(codes, np.sum([far for _, far in found], axis=0), self._most_apart(layout))
+                apart = self._unlike(steps, codes, self._most_apart(layout))
                 tokens[: len(apart)] = apart
                 for index, token in enumerate(apart):
                     scales[index], rows[index] = _rows_of([part[:, :, token] for part in parts])
@@ -286,9 +285,11 @@ class KVCodec:
             raise CodecError(f"tokens kept apart must be of the block, got {tokens[:num_apart]}")
         return payload
 
-    def _unlike(self, codes: list[np.ndarray], far: np.ndarray, most: int) -> np.ndarray:
-        """Tokens to keep apart, whose codes are large or far from all others, int64 `[E]`."""
-        far = far / self._num_numbers
+    def _unlike(self, steps: list[np.ndarray], codes: list[np.ndarray], most: int) -> np.ndarray:
+        """Tokens to keep apart, whose codes are large or that are far from all others, int64 `[E]`."""
+        with np.errstate(over="ignore"):
+            each_far = [group.distance(each) for group, each in zip(self.groups, steps, strict=True)]
+        far = np.average(each_far, axis=0, weights=[len(group.means) for group in self.groups])
         for each, limit in zip(codes, self._most, strict=True):
             far += np.where((np.abs(each) > limit[..., None]).any((0, 1, 2)), _UNLIKE, 0)
         worst = np.argsort(-far, kind="stable")[:most]

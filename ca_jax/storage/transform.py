@@ -22,7 +22,7 @@ import numpy as np
 
 LEAST_SPREAD = 0.2
 """Steps. What spreads less is 0 but for one number in a hundred, and is left out."""
-ARRAYS = ("means", "forward", "spread", "earlier")
+ARRAYS = ("means", "forward", "spread", "earlier", "energy")
 """Of a group, as a file has them."""
 
 
@@ -44,6 +44,8 @@ class GroupCodec:
     """f32 `[l, R, D]`, the standard deviation of what is rounded of each of those, steps."""
     earlier: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.float32))
     """f32 `[l, J, R, D, D]`: decoded steps of layers 1 to J before, times these, predict a layer's. Empty: J is 0."""
+    energy: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.float32))
+    """f32 `[l, R]`, the sum of a token's squared steps, mean. Empty: what spread says where nothing is predicted."""
     inverse: np.ndarray = dataclasses.field(init=False)
     """f32 `[l, R, D, D]`."""
     offset: np.ndarray = dataclasses.field(init=False)
@@ -52,6 +54,8 @@ class GroupCodec:
     def __post_init__(self) -> None:
         if np.size(self.earlier) == 0:
             object.__setattr__(self, "earlier", np.zeros((len(self.means), 0, *self.forward.shape[1:]), np.float32))
+        if np.size(self.energy) == 0:
+            object.__setattr__(self, "energy", np.square(self.spread).sum(-1))
         for name in ARRAYS:
             found = np.ascontiguousarray(getattr(self, name), np.float32)
             if not np.isfinite(found).all():
@@ -60,10 +64,12 @@ class GroupCodec:
         fits = self.means.ndim == 4 and self.spread.ndim == 3 and self.spread.size == self.means.size
         fits = fits and len(self.spread) == len(self.means) and self.forward.shape == (*self.spread.shape, self.width)
         fits = fits and (len(self.means), *self.forward.shape[1:]) == (*self.earlier.shape[:1], *self.earlier.shape[2:])
+        fits = fits and self.energy.shape == self.spread.shape[:2]
         if not fits or self.shape[2] % self.spread.shape[1]:
+            found = ", ".join(str(list(getattr(self, name).shape)) for name in ARRAYS[1:])
             raise ValueError(
-                f"a codec of means {list(self.means.shape)} must have spread [l, R, D], matrices [l, R, D, D] and "
-                f"[l, J, R, D, D], got {', '.join(str(list(getattr(self, name).shape)) for name in ARRAYS[1:])}"
+                f"a codec of means {list(self.means.shape)} must have matrices [l, R, D, D], spread [l, R, D], "
+                f"matrices [l, J, R, D, D] and energy [l, R], got {found}"
             )
         try:
             inverse = np.linalg.inv(self.forward.astype(np.float64)).astype(np.float32)
@@ -94,7 +100,14 @@ class GroupCodec:
         found -= self.offset
         return found
 
-    def rounded(self, steps: np.ndarray, unit: float) -> tuple[np.ndarray, np.ndarray]:
+    def distance(self, steps: np.ndarray) -> np.ndarray:
+        """How far tokens `[l, R, D, T]` are from what is usual: times the energy of other tokens, mean, f64 `[T]`."""
+        found = (
+            np.einsum("lrdt,lrdt->lrt", steps, steps) / np.maximum(self.energy, np.finfo(np.float32).tiny)[..., None]
+        )
+        return found.mean((0, 1), dtype=np.float64)
+
+    def rounded(self, steps: np.ndarray, unit: float) -> np.ndarray:
         """What is left of numbers in steps where those of earlier layers, as they come back, have predicted them.
 
         Args:
@@ -102,23 +115,19 @@ class GroupCodec:
           unit: to whose multiples it is rounded, steps.
 
         Returns:
-          Multiples, whole f32 `[l, R, D, T]`; and how far each token is from what is expected, f64 `[T]`: the sum of
-          its squares in units of the spread.
+          Multiples, whole f32 `[l, R, D, T]`.
         """
         codes, decoded = np.empty_like(steps), np.empty_like(steps)
-        far, scale = np.zeros(steps.shape[-1]), (1 / np.maximum(self.spread, LEAST_SPREAD))[..., None]
         is_kept = (self.spread > LEAST_SPREAD)[..., None]
         for layer, wanted in enumerate(steps):
             predicted = self._predicted(decoded, layer)
-            left = wanted - predicted
-            scaled = left * scale[layer]
-            far += np.einsum("rdt,rdt->t", scaled, scaled)
-            left /= np.float32(unit)
-            np.rint(left, out=codes[layer])
+            np.subtract(wanted, predicted, out=codes[layer])
+            codes[layer] /= np.float32(unit)
+            np.rint(codes[layer], out=codes[layer])
             codes[layer] *= is_kept[layer]
             np.multiply(codes[layer], np.float32(unit), out=decoded[layer])
             decoded[layer] += predicted
-        return codes, far
+        return codes
 
     def decode(self, codes: np.ndarray, unit: float, into: np.ndarray) -> None:
         """Writes what was `[l, R, D, T]` in multiples of a unit into `[l, P, T, K, H]`."""
