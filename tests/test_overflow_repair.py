@@ -168,7 +168,7 @@ def test_a_repair_is_alone_in_its_pass_also_where_the_prompt_before_it_breaks(dr
         pair.turns(60)
         pair.discard(np.arange(68) % 3 == 1)
         next(going_on := beside.send_ids(kit.prompt(20), max_tokens=40))
-        broken = first.send_ids(kit.prompt(10), max_tokens=4)
+        broken = first.send_ids(kit.prompt(10), max_tokens=4, priority=-1)
         repaired = pair.session.send_ids(kit.prompt(10), max_tokens=8)
 
         def begin(load: LayerLoad, original=LayerLoad.begin) -> None:
