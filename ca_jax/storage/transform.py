@@ -66,10 +66,10 @@ class GroupCodec:
         fits = fits and (len(self.means), *self.forward.shape[1:]) == (*self.earlier.shape[:1], *self.earlier.shape[2:])
         fits = fits and self.energy.shape == self.spread.shape[:2]
         if not fits or self.shape[2] % self.spread.shape[1]:
-            found = ", ".join(str(list(getattr(self, name).shape)) for name in ARRAYS[1:])
+            shapes = ", ".join(str(list(getattr(self, name).shape)) for name in ARRAYS[1:])
             raise ValueError(
                 f"a codec of means {list(self.means.shape)} must have matrices [l, R, D, D], spread [l, R, D], "
-                f"matrices [l, J, R, D, D] and energy [l, R], got {found}"
+                f"matrices [l, J, R, D, D] and energy [l, R], got {shapes}"
             )
         try:
             inverse = np.linalg.inv(self.forward.astype(np.float64)).astype(np.float32)
