@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,11 +10,16 @@ import numpy as np
 from ca_jax.serving.prompts import chunk_head
 from tests import engine_kit as kit
 
-HEAD = chunk_head(kit.tiny_model(), "template")
+
+@functools.cache
+def tiny_head() -> tuple[int, ...]:
+    """What the tiny model's chunks are computed behind. No constant: processes fork before anything is computed."""
+    return tuple(chunk_head(kit.tiny_model(), "template"))
 
 
-def stored(chunk: Sequence[int], head: Sequence[int] = HEAD) -> np.ndarray:
+def stored(chunk: Sequence[int], head: Sequence[int] | None = None) -> np.ndarray:
     """A chunk's KV as it is stored, `[L, 2, T, K, H]`: computed behind a head, which is left out."""
+    head = tiny_head() if head is None else head
     return kit.full_pass([*head, *chunk])[1][:, :, len(head) :]
 
 

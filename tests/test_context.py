@@ -23,10 +23,11 @@ from ca_jax.storage.records import Residency
 from tests import engine_kit as kit
 from tests import overflow_kit as ok
 from tests import overlap_kit
-from tests.chunk_kit import HEAD, reused, stored
+from tests.chunk_kit import reused, stored, tiny_head
 
 A, B, C = kit.prompt(70, 1), kit.prompt(33, 2), kit.prompt(48, 3)
 ONE = kit.prompt(1, 4)
+HEAD = list(tiny_head())
 QUESTION = kit.prompt(20, 5)
 WHOLE, REUSE = (BlendConfig(recompute_ratio=ratio) for ratio in (1.0, 0.0))
 SOME = BlendConfig(recompute_ratio=0.15, selection="hkvd")
