@@ -70,8 +70,8 @@ class BlendConfig:
     selection: Selection = "spread"
     """Which tokens are computed anew, a `Selection`: what answered most (`docs/design/blending.md`)."""
     chunk_head: ChunkHead = "template"
-    """What a chunk's KV is computed behind, a `ChunkHead`. A text's first token takes much attention and says nothing;
-    behind a head it is none of the chunk's."""
+    """What a chunk's KV is computed behind, a `ChunkHead`. A text's first token takes much attention and says nothing:
+    behind a head no chunk has such a token."""
 
     def __post_init__(self) -> None:
         ratio, least = self.recompute_ratio, self.min_recompute_ratio

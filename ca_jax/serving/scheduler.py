@@ -121,8 +121,8 @@ class Scheduler:
             queue, for which it is to be brought. Asked in order, as far as needed, and only if there is a slot.
           admits: whether there is room for what prefilling a job makes. Asked of one job, which is ready.
           has_room: whether another prompt may be begun; None: where none is being prefilled.
-          work: how much a job takes up to its first token. Of the first few of the same priority that are ready that
-            with the least is the first then; None: whoever came first.
+          work: how much a job takes up to its first token. Of the first few ready jobs of one priority the one with
+            the least is taken; None: the one that came first.
         """
         decode, taken = tuple(job for job in self.running if job not in self._prefilling), None
         if (not self._prefilling if has_room is None else has_room) and self._free_slots:
