@@ -17,7 +17,10 @@ from jax.experimental.pallas import tpu as pltpu
 from ca_jax.errors import ProcessesError
 from ca_jax.private import gguf_reader
 from ca_jax.private.key_values import KeyValues
+from ca_jax.storage.config import StoreConfig
 from ca_jax.testing import tiny
+from ca_jax.turns.requests import SamplingParams
+from tests import engine_kit as kit
 from tests import gguf_kit, private_kit
 from tests.test_imports import imports_of
 from tests.test_two_processes import free_address
@@ -75,6 +78,26 @@ def say_what_key_values_do(address: str) -> None:
 def test_key_values():
     code = "import sys; from tests.test_private import say_what_key_values_do as run; run(sys.argv[1])"
     subprocess.run([sys.executable, "-c", code, free_address()], cwd=REPOSITORY, check=True, timeout=120)
+
+
+# The interpreter's end.
+
+
+def leave_an_engine_open(directory: str) -> None:
+    """In a process of its own, which ends behind it."""
+    engine = kit.small_engine(store=StoreConfig(dram_gib=0.01, ssd_dir=directory, ssd_gib=0.1))
+    globals()["left"] = engine  # It lives until the interpreter ends.
+    session = engine.session(session_id="left open")
+    list(session.send_ids([1, 2, 3] * 10, sampling=SamplingParams(max_tokens=4, ignore_eos=True)))
+
+
+def test_an_engine_that_is_left_open_keeps_its_sessions(tmp_path):
+    code = "import sys; from tests.test_private import leave_an_engine_open as run; run(sys.argv[1])"
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=240)
+    assert "Traceback" not in ended.stderr
+    with kit.small_engine(store=StoreConfig(dram_gib=0.01, ssd_dir=str(tmp_path), ssd_gib=0.1)) as engine:
+        assert engine.stored.find("left open").ssd_tokens == 33
 
 
 # The reader of GGUF files.

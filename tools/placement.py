@@ -71,7 +71,12 @@ WORKLOADS = {"agents": of_agents, "mooncake": of_mooncake, "sharegpt": of_shareg
 
 
 def config(
-    name: str, seed: int, trace: str | None = None, num_devices: int = 8, queue_order: str = "arrival"
+    name: str,
+    seed: int,
+    trace: str | None = None,
+    num_devices: int = 8,
+    queue_order: str = "arrival",
+    resume_error: float | None = None,
 ) -> SimulateConfig:
     """Who serves a workload, and how its sessions come: agents one a minute, conversations one a second."""
     came: dict[str, dict[str, Any]] = {
@@ -80,7 +85,7 @@ def config(
         "sharegpt": {"num_sessions": 1000, "think_time_s": 60.0},
     }
     node = {"device": "h100", "num_devices": num_devices, "flops_share": 0.5, "model": "llama3-8b"}
-    asked = {"seed": seed, "trace": trace, "queue_order": queue_order}
+    asked = {"seed": seed, "trace": trace, "queue_order": queue_order, "resume_error": resume_error}
     return SimulateConfig(**asked, **node, **came[name])  # type: ignore[arg-type]
 
 
@@ -113,6 +118,7 @@ def serve(
                     "seed": asked.seed,
                     "half": half,
                     "queue_order": asked.queue_order,
+                    "resume_error": asked.resume_error,
                     "policy": "everything" if share == _EVERYTHING else result.policy,
                     "capacity_share": share,
                     "capacity_gb": store.dram_bytes / 1e9,
@@ -133,16 +139,17 @@ def serve(
 def summary(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Of each workload, share and policy: means over seeds, of the difference to recency the least and largest too."""
 
-    def kind(row: dict[str, Any]) -> tuple[str, str, float, str]:
-        return row["workload"], row["queue_order"], row["capacity_share"], row["policy"]
+    def kind(row: dict[str, Any]) -> tuple[str, str, str, float, str]:
+        return row["workload"], row["queue_order"], _said(row), row["capacity_share"], row["policy"]
 
     of_kind = {key: list(group) for key, group in itertools.groupby(sorted(rows, key=kind), kind)}
-    for (name, order, share, policy), group in of_kind.items():
-        recency = {row["seed"]: row["saved_of_possible"] for row in of_kind.get((name, order, share, "lru"), ())}
+    for (name, order, said, share, policy), group in of_kind.items():
+        recency = {row["seed"]: row["saved_of_possible"] for row in of_kind.get((name, order, said, share, "lru"), ())}
         gains = [100 * (row["saved_of_possible"] - recency[row["seed"]]) for row in group if row["seed"] in recency]
         yield {
             "workload": name,
             "queue_order": order,
+            "resume_error": said,
             "capacity_share": share,
             "policy": policy,
             **{
@@ -154,8 +161,15 @@ def summary(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
                 for name in group[0]["ttft_percentiles_s"]
             },
             "gain_points": [statistics.mean(gains), min(gains), max(gains)] if gains else None,
-            "room_of_recency": _room([row for row in rows if row["queue_order"] == order], name, policy, share),
+            "room_of_recency": _room(
+                [row for row in rows if (row["queue_order"], _said(row)) == (order, said)], name, policy, share
+            ),
         }
+
+
+def _said(row: dict[str, Any]) -> str:
+    """Whether clients say when they will be back, and how far off."""
+    return "none" if row["resume_error"] is None else f"{row['resume_error']:g}"
 
 
 def _room(rows: Sequence[dict[str, Any]], name: str, policy: str, share: float) -> float | None:
@@ -184,8 +198,9 @@ def main(_: Sequence[str]) -> None:
     shares, rows = [float(each) for each in FLAGS.shares], []
     for seed, name in itertools.product(range(FLAGS.seeds), FLAGS.workloads):
         trace = {"agents": FLAGS.agents, "mooncake": FLAGS.mooncake}.get(name)
-        for order in FLAGS.queue_orders:
-            asked = config(name, seed, trace, FLAGS.num_devices, order)
+        for order, said in itertools.product(FLAGS.queue_orders, FLAGS.resume_errors):
+            error = None if said == "none" else float(said)
+            asked = config(name, seed, trace, FLAGS.num_devices, order, error)
             rows += serve(name, asked, FLAGS.half, shares, FLAGS.policies, FLAGS.ssd_share)
         script.note(console, f"{name}, seed {seed}: done")
     found = list(summary(rows))
@@ -204,15 +219,16 @@ def main(_: Sequence[str]) -> None:
 def _table(found: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Lines of Markdown."""
     yield (
-        "| workload | order | room | policy | saved of what can be | less recency's, points | room of recency's | "
-        "TTFT, s: mean, p50, p99 | device, s |"
+        "| workload | order | said | room | policy | saved of what can be | less recency's, points | "
+        "room of recency's | TTFT, s: mean, p50, p99 | device, s |"
     )
-    yield "|---|---|---:|---|---:|---:|---:|---:|---:|"
+    yield "|---|---|---|---:|---|---:|---:|---:|---:|---:|"
     for row in found:
         gain, room = row["gain_points"], row["room_of_recency"]
         told = [
             row["workload"],
             row["queue_order"],
+            row["resume_error"],
             f"{100 * row['capacity_share']:g} %",
             row["policy"],
             f"{100 * row['saved_of_possible']:.1f} %",
@@ -235,6 +251,7 @@ if __name__ == "__main__":
     flags.DEFINE_float("ssd_share", 0.0, "Room on SSD below, as a share of all sessions' KV.", lower_bound=0)
     flags.DEFINE_integer("num_devices", 8, "H100 that share the model.", lower_bound=1)
     flags.DEFINE_list("queue_orders", ["arrival"], "Who of those that wait goes first: arrival, shortest.")
+    flags.DEFINE_list("resume_errors", ["none"], "Of what clients say of their next turn: none, 0 (exact), 0.5, ...")
     flags.DEFINE_list("policies", list(POLICIES), "Who is evicted.")
     flags.DEFINE_list("workloads", list(WORKLOADS), "What is served.")
     flags.DEFINE_string("json_out", None, "File to write all rows to.")

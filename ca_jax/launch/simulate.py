@@ -114,6 +114,9 @@ class SimulateConfig(TraceConfig):
     queue_order: str = sim.ServerConfig.queue_order
     """Who of those that wait goes first: who came first (`arrival`), as in the paper, or who takes least up to a first
     token (`shortest`), as in the engine."""
+    resume_error: float | None = None
+    """Clients say when a session's next turn comes, off by a factor of `exp` of a normal number with this standard
+    deviation (0: exactly); None: they say nothing."""
     model: str = "llama-13b"
     """Without figures: the model, one of `MODELS`."""
     window: int | None = None
@@ -196,6 +199,7 @@ class SimulateConfig(TraceConfig):
             link_bytes_per_s=link_bytes_per_s,
             max_batch_size=slots,
             queue_order=self.queue_order,
+            resume_error=self.resume_error,
             **others,
         )
 

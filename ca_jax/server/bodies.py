@@ -155,6 +155,8 @@ class Sampling(OpenBody):
     timeout_s: _Timeout = None
     kv_retention_ttl_seconds: Annotated[float, Field(ge=0)] | None = None
     """How long the conversation's KV is kept after its last use, as `ttl_s` of `POST /v1/sessions`."""
+    expected_resume_seconds: Annotated[float, Field(ge=0)] | None = None
+    """How long after the answer the conversation's next turn is expected: who is evicted goes by it."""
     max_tokens: _Tokens | None = None
 
     @property
@@ -445,6 +447,9 @@ class SessionChange(_Body):
     pinned: bool | None = Field(None, description="Whether it stays in the store, over restarts too.")
     ttl_s: Annotated[float, Field(ge=0)] | None = None
     """How long its KV is kept after its last use, seconds; null leaves it as it is."""
+    expected_resume_s: Annotated[float, Field(ge=0)] | None = None
+    """In how many seconds its next turn is expected, of a tool that runs for so long, say: near whose time its KV is
+    kept near."""
 
 
 class Fork(_Body):

@@ -188,12 +188,14 @@ class MessagesRequest(Counted):
     ignore_eos: bool | None = None
     timeout_s: Annotated[float, Field(gt=0)] | None = None
     kv_retention_ttl_seconds: Annotated[float, Field(ge=0)] | None = None
+    expected_resume_seconds: Annotated[float, Field(ge=0)] | None = None
     reuse_edited: bool | None = None
 
     def answered(self) -> ChatRequest:
         """The same as a chat that is answered."""
         same = ("max_tokens", "temperature", "top_p", "top_k", "seed", "ignore_eos", "timeout_s")
-        options = {name: getattr(self, name) for name in (*same, "kv_retention_ttl_seconds", "reuse_edited")}
+        of_kv = ("kv_retention_ttl_seconds", "expected_resume_seconds", "reuse_edited")
+        options = {name: getattr(self, name) for name in (*same, *of_kv)}
         return self.chat(**options, stop=self.stop_sequences, truncation="disabled")
 
 

@@ -224,6 +224,7 @@ class ResponseRequest(OpenBody):
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     timeout_s: Annotated[float, Field(gt=0)] | None = None
     kv_retention_ttl_seconds: Annotated[float, Field(ge=0)] | None = None
+    expected_resume_seconds: Annotated[float, Field(ge=0)] | None = None
 
     def check(self) -> None:
         """Raises ApiError where fields do not go together."""

@@ -276,6 +276,10 @@ class Service:
                         reader=self.reply_form.reader(tools, f"{request_id} {choice}"),
                     )
                     jobs.append(job)
+                    if request.expected_resume_seconds is not None:
+                        engine.stored.expect_back(
+                            session.session_id, request.expected_resume_seconds, tenant=tenant.domain
+                        )
             if request.store is not False:
                 self.router.goes_on(found)
             for each in siblings:

@@ -47,6 +47,7 @@ class StoredAnswer(pydantic.BaseModel):
     created_s: float
     last_used_s: float
     ttl_s: float | None
+    expected_s: float | None = Field(description="Up to when it is said that its next turn comes, clock as above.")
 
 
 class ForkedFrom(pydantic.BaseModel):
@@ -132,7 +133,7 @@ async def show_session(session_id: str, service: TheService, tenant: TheTenant) 
 
 @ROUTES.post("/sessions/{session_id}", **_SPARSE, responses=responses(400, 401, 403, 404, 408, 413, 429, 503))
 async def change_session(session_id: str, body: SessionChange, service: TheService, tenant: TheTenant) -> ShownSession:
-    """Pins a conversation in the store, unpins it, or says how long it is kept."""
+    """Pins a conversation in the store, unpins it, or says how long it is kept or when its next turn will come."""
     name, texts = engine_name(tenant.domain, session_id), Texts()
 
     def change(engine: Engine) -> ShownSession:
@@ -148,6 +149,8 @@ async def change_session(session_id: str, body: SessionChange, service: TheServi
             (engine.stored.pin if body.pinned else engine.stored.unpin)(name, tenant=tenant.domain)
         if body.ttl_s is not None:
             engine.stored.set_ttl(name, body.ttl_s, tenant=tenant.domain)
+        if body.expected_resume_s is not None:
+            engine.stored.expect_back(name, body.expected_resume_s, tenant=tenant.domain)
         return _shown(service, engine, tenant, session_id)
 
     return await service.ask(tenant, change)

@@ -5,7 +5,6 @@ Not here: sessions by name, locks, the public API (engine).
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import itertools
 import os
@@ -35,6 +34,7 @@ from ca_jax.kv.save import TurnKV
 from ca_jax.kv.session_kv import SessionKV
 from ca_jax.models.sharding import bytes_per_device, model_sharding
 from ca_jax.pretrained import Layout, LoadedModel, Progress
+from ca_jax.private.at_exit import before_pools_end
 from ca_jax.recompute import recomputer
 from ca_jax.recompute.drift import Drift
 from ca_jax.recompute.plan import blend_plan
@@ -262,7 +262,7 @@ def keep_going(engine: weakref.ref[Any], wakeup: Wakeup) -> None:
         if (alive := engine()) is not None:
             alive.close()
 
-    atexit.register(close)
+    before_pools_end(close)
     threading.Thread(target=keep, name="ca_jax-keeper", daemon=True).start()
 
 

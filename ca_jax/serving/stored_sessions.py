@@ -134,6 +134,23 @@ class StoredSessions:
             self._kv.conversations.set_ttl(key, ttl_s)
             self._describe(key)
 
+    def expect_back(self, session_id: str, seconds: float | None, *, tenant: str = "") -> None:
+        """Says when a session will be back, and so how long its KV is worth keeping near.
+
+        Args:
+          session_id: of a session that is stored, or open.
+          seconds: from the end of the turn that waits or runs, or else from now, until the next comes; None: unknown.
+          tenant: whose it is.
+
+        Raises:
+          ValueError: `seconds` is negative or not finite.
+          UnknownSessionError: there is no such session; TenantError: it is another tenant's.
+        """
+        with self._lock:
+            opened = (each.key for each in self._opened if (each.session_id, each.tenant) == (session_id, tenant))
+            key = next(opened, None)
+            self._kv.store.expect_back(self._key(session_id, tenant) if key is None else key, seconds)
+
     def drop(self, session_id: str, *, tenant: str = "") -> None:
         """Forgets what is stored of a session. A conversation that is open goes on, and prefills everything.
 

@@ -195,6 +195,9 @@ class ServerConfig:
     simulated time."""
     warmup_turns: int = 0
     """First turns that are not counted."""
+    resume_error: float | None = None
+    """Clients say at a turn's end when the next one comes, where there is one, times `exp` of a normal number with this
+    standard deviation; None: they say nothing."""
 
 
 _SAMPLES: dict[str, Callable[[Mapping[str, Any]], list[tuple[int, int, float]]]] = {

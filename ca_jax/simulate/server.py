@@ -79,6 +79,7 @@ class Server:
         self._save = Link(self._clock, config.link_bytes_per_s)
         self._held_tokens = 0.0
         self._num_turns = 0
+        self._rng = np.random.default_rng(0)
         self._unsaved: dict[Client, None] = {}  # Who waits for room in the store.
         self._looks_ahead = config.store is not None and config.store.looks_ahead
         self._expires = config.store is not None and config.store.ttl_s is not None
@@ -342,7 +343,15 @@ class Server:
         if client.turn is not None and client.turn.arrival_s is None:
             self._ask_later(client, client.num_done, self._clock.now_s + client.turn.think_s)
         self._offer(client)
+        self._say_when(client)
         self._leave_if_saved(client)
+
+    def _say_when(self, client: Client) -> None:
+        """Tells the store when a session's next turn will come, about, if its client says so."""
+        if self._store is None or self._config.resume_error is None or client.next_arrival_s is None:
+            return
+        error = math.exp(self._config.resume_error * self._rng.standard_normal())
+        self._store.expect_back(client.key, max(client.next_arrival_s - self._clock.now_s, 0) * error)
 
     def _leave_if_saved(self, client: Client) -> None:
         """Once what a turn computed is stored, or never will be, its session may be served again."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ca_jax.storage.placement.policy import EVICTION_POLICIES
-from ca_jax.storage.records import check_ttl
+from ca_jax.storage.records import check_seconds
 
 GIB = 1 << 30
 SSD_DRIVERS = ("zarr3", "raw")
@@ -99,7 +99,7 @@ class StoreConfig:
             raise ValueError(f"eviction_policy must be one of {wanted}; got {self.eviction_policy!r}")
         if self.ssd_driver not in SSD_DRIVERS:
             raise ValueError(f"ssd_driver must be one of {', '.join(SSD_DRIVERS)}; got {self.ssd_driver!r}")
-        check_ttl(self.ttl_s)
+        check_seconds("ttl_s", self.ttl_s)
         object.__setattr__(self, "tenant_quotas", _sorted_quotas(self.tenant_quotas))
         if self.ssd_dir is None:
             if self.ssd_url is not None:

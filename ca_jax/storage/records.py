@@ -177,7 +177,7 @@ class Owner:
     Empty: there is none. KV of two variants is never shared, not even within a tenant."""
 
     def __post_init__(self) -> None:
-        check_ttl(self.ttl_s)
+        check_seconds("ttl_s", self.ttl_s)
         is_own = split_domain(self.tenant) == (self.tenant, "")  # Or it would be another's domain.
         check(is_own, "a tenant's name", "one that does not end in + and 64 hex digits", self.tenant)
 
@@ -223,6 +223,8 @@ class EntryInfo:
     """How long it lives after its last use, seconds; None: while room lasts."""
     variant: str = ""
     """As `Owner.variant`."""
+    expected_s: float | None = None
+    """Up to when its client's word holds that its next turn will come; seconds of the store's clock. None: no word."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -334,11 +336,11 @@ class StoreStats(TierStats):
     """The SSD tier; None where there is none."""
 
 
-def check_ttl(ttl_s: float | None) -> None:
-    """Refuses a time to live that is none.
+def check_seconds(name: str, seconds: float | None) -> None:
+    """Refuses a time to live, or to come back, that is none.
 
     Raises:
-      ValueError: ttl_s is negative or not finite.
+      ValueError: it is negative or not finite.
     """
-    if ttl_s is not None and not (math.isfinite(ttl_s) and ttl_s >= 0):
-        raise ValueError(f"ttl_s must be a number of seconds >= 0, or None, got {ttl_s}")
+    if seconds is not None and not (math.isfinite(seconds) and seconds >= 0):
+        raise ValueError(f"{name} must be a number of seconds >= 0, or None, got {seconds}")

@@ -18,7 +18,7 @@ from ca_jax.storage.catalog.records import SessionRecord
 from ca_jax.storage.placement.blocks import ChargedBlocks
 from ca_jax.storage.placement.orders import LookAhead, TierOrders
 from ca_jax.storage.placement.policy import EvictionPolicy, StoredEntry
-from ca_jax.storage.placement.returns import ReturnTimes
+from ca_jax.storage.placement.returns import ReturnTimes, SaidReturns
 from ca_jax.storage.records import MissReason, Owner, Residency, StoreRuntime, StoreStats
 from ca_jax.storage.tickets import SaveTicket
 from ca_jax.storage.tiers.dram import DramTier
@@ -166,19 +166,25 @@ class SessionIndex:
       max_fetched_blocks: no larger session can be fetched.
       block_tokens: tokens in a block: no shorter prefix is worth finding.
       returns: learns when sessions come back, and is asked; None where the policy does not ask.
+      said: has what clients say of that; None: nothing.
     """
 
     def __init__(
-        self, look_ahead: LookAhead, max_fetched_blocks: int, block_tokens: int, returns: ReturnTimes | None = None
+        self,
+        look_ahead: LookAhead,
+        max_fetched_blocks: int,
+        block_tokens: int,
+        returns: ReturnTimes | None = None,
+        said: SaidReturns | None = None,
     ) -> None:
         self._look_ahead = look_ahead
         self._max_fetched_blocks = max_fetched_blocks
         self._entries: dict[str, Entry] = {}
-        self._returns = returns
-        grouped = () if returns is None else (returns.group,)
-        self.in_dram: TierOrders[Entry] = TierOrders(look_ahead, self._describe, *grouped)
+        self._returns, self._said = returns, said
+        asked = None if returns is None else returns.group, said
+        self.in_dram: TierOrders[Entry] = TierOrders(look_ahead, self._describe, *asked)
         """Sessions that hold blocks of DRAM."""
-        self.on_ssd: TierOrders[Entry] = TierOrders(look_ahead, self._describe_on_ssd, *grouped)
+        self.on_ssd: TierOrders[Entry] = TierOrders(look_ahead, self._describe_on_ssd, *asked)
         """Sessions that are on SSD."""
         self.to_fetch: TierOrders[Entry] = TierOrders(look_ahead, self._describe_on_ssd)
         """Those on SSD only that can be fetched and have a job waiting."""
@@ -281,6 +287,8 @@ class SessionIndex:
         del self._entries[entry.key]
         self._share_changed(entry.key)
         self._expire_at(entry, None)
+        if self._said is not None and not self._pins[entry.key]:
+            self._said.forget(entry.key)
         others = tuple(key for key in self._by_name.pop(entry.owner.session_id) if key != entry.key)
         if others:
             self._by_name[entry.owner.session_id] = others
@@ -299,10 +307,22 @@ class SessionIndex:
             self._notes.pop(key, None)
             if self._returns is not None:
                 self._returns.left(key)  # A turn pins its session as long as it runs.
+            if self._said is not None:
+                (self._said.left if key in self._entries else self._said.forget)(key)
         entry = self._entries.get(key)
         if entry is not None:
             entry.num_pins += num_pins
             self.place(entry)
+
+    def expect_back(self, key: str, seconds: float | None) -> None:
+        """A session will be back so long after its turn, or from now where it has none; None: nobody knows."""
+        if self._said is None:
+            return
+        is_busy = self._look_ahead.next_ticket(key) is not None or bool(self._pins[key])
+        self._said.say(key, seconds, is_busy=is_busy)
+        for orders in self._tiers:
+            if key in orders:
+                orders.said_anew(key)
 
     def expect(self, key: str, note: bytes | None) -> None:
         """Keeps a note for an entry that is not there yet, while its key is pinned; None: keeps none."""
@@ -393,6 +413,8 @@ class SessionIndex:
         """A session's next job is another one now: only what a job waits for is fetched."""
         if self._returns is not None and before is None:
             self._returns.came(key)
+        if self._said is not None and before is None:
+            self._said.forget(key)
         entry = self._entries.get(key)
         if entry is not None and (before is None) != (after is None):
             self.place(entry)
@@ -435,9 +457,12 @@ class SessionIndex:
             orders.set_held(entry.key, held)
 
     def _describe(self, entry: Entry, queue_position: int | None, num_blocks: int | None = None) -> StoredEntry:
-        rate = 0.0
+        rate = away_s = 0.0
+        if self._said is not None and queue_position is None:
+            away_s = self._said.away_s(entry.key, entry.last_used_s)
         if self._returns is not None and queue_position is None:
-            rate = self._returns.rate(self._returns.group(entry.key), entry.last_used_s)
+            said = None if self._said is None else self._said.rate(entry.key)
+            rate = said or self._returns.rate(self._returns.group(entry.key), entry.last_used_s)
         return StoredEntry(
             key=entry.key,
             tenant=entry.owner.tenant,
@@ -446,6 +471,7 @@ class SessionIndex:
             created_s=entry.created_s,
             queue_position=queue_position,
             return_rate=rate,
+            away_s=away_s,
         )
 
     def _describe_on_ssd(self, entry: Entry, queue_position: int | None) -> StoredEntry:

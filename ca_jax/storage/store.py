@@ -35,7 +35,7 @@ from ca_jax.storage.opening import open_ssd_index
 from ca_jax.storage.placement.blocks import ChargedBlocks
 from ca_jax.storage.placement.orders import LookAhead
 from ca_jax.storage.placement.policy import EvictionPolicy, ReturnAwarePolicy, make_policy
-from ca_jax.storage.placement.returns import ReturnTimes
+from ca_jax.storage.placement.returns import ReturnTimes, SaidReturns
 from ca_jax.storage.records import (
     BlockTiers,
     EntryInfo,
@@ -45,7 +45,7 @@ from ca_jax.storage.records import (
     StoreClosedError,
     StoreRuntime,
     StoreStats,
-    check_ttl,
+    check_seconds,
 )
 from ca_jax.storage.sessions import Entry, SessionIndex, StoreParts
 from ca_jax.storage.ssd import SsdIndex
@@ -124,7 +124,8 @@ class AttentionStore:
         )
         self._look_ahead = look_ahead = LookAhead()
         self._returns = ReturnTimes(runtime.clock) if isinstance(policy, ReturnAwarePolicy) else None
-        self._index = SessionIndex(look_ahead, self._dram.num_blocks, layout.block_tokens, self._returns)
+        self._said = SaidReturns(runtime.clock)
+        self._index = SessionIndex(look_ahead, self._dram.num_blocks, layout.block_tokens, self._returns, self._said)
         self._counters = StoreStats()
         parts = StoreParts(
             index=self._index,
@@ -349,7 +350,7 @@ class AttentionStore:
         Raises:
           ValueError: `ttl_s` is negative or not finite.
         """
-        check_ttl(ttl_s)
+        check_seconds("ttl_s", ttl_s)
         entry = self._entries.get(key)
         if entry is None:
             return False
@@ -358,6 +359,17 @@ class AttentionStore:
             self._ssd.write_down(entry)
         self._placement.used(entry)
         return True
+
+    def expect_back(self, key: str, seconds: float | None) -> None:
+        """As `SaidReturns.say`. Counts as use.
+
+        Raises:
+          ValueError: `seconds` is negative or not finite.
+        """
+        check_seconds("seconds", seconds)
+        self._entries.expect_back(key, seconds)
+        if (entry := self._entries.get(key)) is not None:
+            self._placement.used(entry)
 
     # Saves and loads.
 
@@ -440,6 +452,7 @@ class AttentionStore:
             last_used_s=entry.last_used_s,
             ttl_s=entry.ttl_s,
             variant=entry.owner.variant,
+            expected_s=self._said.until_s(entry.key),
         )
 
     @property

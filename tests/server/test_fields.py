@@ -101,6 +101,36 @@ def test_how_long_kv_is_kept_is_said_with_a_request(server, client):
     assert ttl_of(first.session_id) == 5
 
 
+def test_when_the_next_turn_comes_is_said_with_a_request_and_between_turns(server, client):
+    def expected_s(session_id):
+        server.engine.wait_for_saves()
+        stored = client.get(f"/sessions/{session_id}", cast_to=object)["stored"]
+        return None if stored["expected_s"] is None else stored["expected_s"] - stored["last_used_s"]
+
+    first = chat(client, [user("run the tests")], extra_body={"expected_resume_seconds": 400})
+    assert 590 < expected_s(first.session_id) < 610, "it holds for half as long again"
+    history = [user("run the tests"), assistant(text_of(first))]
+    second = chat(client, [*history, user("and now?")])
+    assert second.session_id == first.session_id
+    assert expected_s(first.session_id) is None, "the turn has come"
+    client.post(f"/sessions/{first.session_id}", body={"expected_resume_s": 40}, cast_to=object)
+    assert 50 < expected_s(first.session_id) < 70
+    with server.http() as http:
+        said = {"model": sk.MODEL, "messages": [user("when?")], "expected_resume_seconds": -1}
+        assert http.post("/v1/chat/completions", json=said).status_code == 400
+        messages = {"model": sk.MODEL, "max_tokens": 4, "messages": [user("anthropic")], "expected_resume_seconds": 10}
+        assert http.post("/v1/messages", json=messages).status_code == 200
+        response = {"model": sk.MODEL, "input": "a tool runs now", "expected_resume_seconds": 200}
+        answered = http.post("/v1/responses", json=response).json()
+    sessions = client.get("/sessions", cast_to=object)["data"]
+    server.engine.wait_for_saves()
+    found = [client.get(f"/sessions/{each['id']}", cast_to=object) for each in sessions]
+    said = {each["messages"][0]["content"]: each["stored"]["expected_s"] for each in found if each["stored"]}
+    assert answered["status"] in ("completed", "incomplete")
+    assert said["anthropic"] is not None
+    assert said["a tool runs now"] - said["anthropic"] > 200
+
+
 def test_text_to_tokens_and_back(server, client):
     with server.http() as http:
         told = http.post("/tokenize", json={"model": sk.MODEL, "prompt": "hé", "return_token_strs": True}).json()

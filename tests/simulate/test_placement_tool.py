@@ -15,6 +15,7 @@ def row(policy, seed, share, saved):
     return {
         "workload": "w",
         "queue_order": "arrival",
+        "resume_error": None,
         "policy": policy,
         "seed": seed,
         "capacity_share": share,

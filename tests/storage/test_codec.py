@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import threading
+import time
 from contextlib import closing
 
 import numpy as np
@@ -357,6 +360,40 @@ def test_a_tier_keeps_coded_blocks_that_tensorstore_reads_alone(tmp_path):
         tier.read_blocks([2], found[:1], sums[:1])
     tier.delete_blocks([7])
     assert tier.stored_block_ids() == [1, 33]
+    tier.close()
+
+
+def test_no_more_blocks_are_coded_at_a_time_than_there_are_cores(tmp_path, monkeypatch):
+    """A disk that answers is not taken for one that does not because all blocks of a move end at once."""
+    codec = make_codec(LAYOUT)
+    together, most, lock = [0], [0], threading.Lock()
+
+    def counted(name):
+        do = getattr(KVCodec, name)
+
+        def call(*arguments):
+            with lock:
+                together[0] += 1
+                most[0] = max(most[0], together[0])
+            time.sleep(0.01)
+            try:
+                return do(*arguments)
+            finally:
+                with lock:
+                    together[0] -= 1
+
+        return call
+
+    for name in ("encode", "decode"):
+        monkeypatch.setattr(KVCodec, name, counted(name))
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    tier = Zarr3Tier(LAYOUT, tmp_path, 12 * codec.stored_bytes(LAYOUT), codec=codec)
+    blocks = np.stack([make_numbers(codec, LAYOUT, seed) for seed in range(12)])
+    tier.write_blocks(list(range(12)), blocks)
+    assert most == [3]
+    most[0] = 0
+    tier.read_blocks(list(range(12)), np.empty_like(blocks))
+    assert most == [3]
     tier.close()
 
 

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from benchmarks.loop_workload import Stored, describe
 from ca_jax.storage.placement.orders import LookAhead, TierOrders
+from ca_jax.storage.placement.returns import SaidReturns
 
 KEYS = st.sampled_from("abcdef")
 TENANTS = ("", "x", "y")
@@ -60,7 +61,10 @@ class OrdersMachine(RuleBasedStateMachine):
         self.tick = 0
         self.groups = dict.fromkeys("abcdef", 0)
         group_of = self.groups.__getitem__
-        self.tiers: list[tuple[TierOrders, dict[str, Model]]] = [(TierOrders(self.queue, describe, group_of), {})]
+        self.time_s, self.until_s = 0.0, dict.fromkeys("abcdef", 0.0)
+        self.said = SaidReturns(lambda: self.time_s)
+        first = TierOrders(self.queue, describe, group_of, self.said)
+        self.tiers: list[tuple[TierOrders, dict[str, Model]]] = [(first, {})]
         for key in keys:
             self.append(key)
         self.tiers.append((TierOrders(self.queue, describe), {}))
@@ -73,7 +77,32 @@ class OrdersMachine(RuleBasedStateMachine):
     def regroup(self, key, group):
         self.groups[key] = group
 
+    @rule(key=KEYS, seconds=st.none() | st.integers(0, 9))
+    def say(self, key, seconds):
+        """As `SessionIndex.expect_back` does, which forgets it where the next turn comes."""
+        orders, model = self.tiers[0]
+        is_busy = key in [other for _, other in self.jobs]
+        self.said.say(key, seconds, is_busy=is_busy)
+        self.until_s[key] = 0.0 if is_busy or seconds is None else self.time_s + 1.5 * seconds
+        if key in model:
+            orders.said_anew(key)
+            if not model[key].held:
+                model[key].used = self.now()
+                model[key].group = self.groups[key]
+
+    @rule(seconds=st.integers(0, 4))
+    def wait(self, seconds):
+        before_s, self.time_s = self.time_s, self.time_s + seconds
+        model, waiting = self.tiers[0][1], [key for _, key in self.jobs]
+        over = [(until_s, key) for key, until_s in self.until_s.items() if before_s < until_s <= self.time_s]
+        for _, key in sorted(over):
+            if key in model and not model[key].held and key not in waiting:
+                model[key].used = self.now()
+                model[key].group = self.groups[key]
+
     def append(self, key, priority=0):
+        self.said.forget(key)
+        self.until_s[key] = 0.0
         self.queue.append(self.num_jobs, key, priority)
         position = bisect.bisect_right(self.priorities, priority)
         self.priorities.insert(position, priority)
@@ -161,7 +190,13 @@ class OrdersMachine(RuleBasedStateMachine):
                 ]
                 assert [entry.key for entry in reversed(view.by_next_job)] == waiting[::-1]
                 has_groups = orders is self.tiers[0][0]
-                idle = [(key, model[key].group * has_groups) for key in by_use if key not in order]
+                expected = [key for key in by_use if key not in order and self.until_s[key] > self.time_s]
+                expected = sorted(expected, key=lambda key: (self.until_s[key], key)) if has_groups else []
+                assert [entry.key for entry in view.expected] == expected
+                assert [entry.key for entry in reversed(view.expected)] == expected[::-1]
+                unsaid = [key for key in by_use if key not in order and key not in expected]
+                assert [entry.key for entry in view.unsaid] == unsaid
+                idle = [(key, model[key].group * has_groups) for key in unsaid]
                 groups = {frozenset(entry.key for entry in group): group for group in view.idle_groups}
                 assert len(groups) == len(view.idle_groups) == len({group for _, group in idle})
                 for group in {group for _, group in idle}:

@@ -41,6 +41,8 @@ def make_view(stored: list[StoredEntry]) -> StoreView:
         idle=idle,
         by_next_job=sorted(waiting, key=lambda entry: entry.queue_position),
         idle_groups=[[entry for entry in idle if group_of(entry) == group] for group in (0, 1)],
+        unsaid=idle,
+        expected=[],
     )
 
 

@@ -275,3 +275,64 @@ def test_what_its_owner_has_dropped_or_has_expired_is_not_waited_for(open_store,
     assert store.residency("a") is Residency.ABSENT
     assert load(store, "a", ids(8)) is None
     assert store.stats().evict_to_reuse == GapHistogram()
+
+
+# What clients say of it.
+
+
+@pytest.mark.parametrize("policy", ["scheduler_aware", "return_aware"])
+def test_whose_client_says_that_it_will_be_back_soon_stays(policy):
+    clock = StoppedClock()
+    store = make_store(6, eviction_policy=policy, clock=clock)
+    for key in "abc":
+        put(store, key, 8)
+        clock.now_s += 100
+    store.expect_back("a", 20)
+    store.expect_back("c", 10_000)
+    put(store, "d", 8)
+    assert [info.key for info in store.list()] == ["a", "b", "d"], "c was used last, and will be away for longest"
+    clock.now_s += 31
+    put(store, "e", 8)
+    assert [info.key for info in store.list()] == ["a", "d", "e"], "a was to be back by then, but 1 s ago"
+    clock.now_s += 100
+    put(store, "f", 8)
+    put(store, "g", 8)
+    assert [info.key for info in store.list()] == ["e", "f", "g"], "what was said does not hold for ever"
+
+
+def test_what_is_said_during_a_turn_counts_from_its_end_and_until_the_next():
+    clock = StoppedClock()
+    store = make_store(6, clock=clock)
+
+    def expected_s():
+        return {info.key: info.expected_s for info in store.list()}.get("a")
+
+    store.enqueue(0, "a")
+    store.pin("a")
+    store.expect_back("a", 20)
+    store.dequeue(0)
+    put(store, "a", 8)
+    clock.now_s = 50
+    assert expected_s() is None
+    store.unpin("a")
+    assert expected_s() == 80
+    store.enqueue(1, "a")
+    assert expected_s() is None
+    store.dequeue(1)
+    store.expect_back("a", 4)
+    assert expected_s() == 56
+    store.expect_back("a", None)
+    assert expected_s() is None
+    with pytest.raises(ValueError, match="seconds must be a number of seconds >= 0"):
+        store.expect_back("a", -1.0)
+
+
+def test_what_is_said_of_a_session_that_never_is_stored_is_forgotten():
+    clock = StoppedClock()
+    said = returns.SaidReturns(clock)
+    said.say("a", 10, is_busy=True)
+    assert said.until_s("a") is None
+    said.left("a")
+    assert (said.until_s("a"), said.away_s("a", -5.0), said.rate("a")) == (15, 15, 1 / 15)
+    said.forget("a")
+    assert (said.until_s("a"), said.away_s("a", -5.0), said.rate("a")) == (None, 5, None)

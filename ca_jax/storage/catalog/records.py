@@ -18,7 +18,7 @@ import numpy as np
 
 from ca_jax.storage.catalog.file import CatalogError
 from ca_jax.storage.layout import KVLayout
-from ca_jax.storage.records import check_ttl, domain_of, split_domain
+from ca_jax.storage.records import check_seconds, domain_of, split_domain
 from ca_jax.storage.tokens import PLAIN, Lineage, SsdCopy, TokenPlaces, prefix_hashes
 
 
@@ -127,7 +127,7 @@ class SessionRecord(SsdCopy):
         table = [0] if has_own_ids else self.block_ids.tolist()
         if min(table) < 0 or len(set(table)) < len(table):
             raise ValueError(f"block_ids must be different ids >= 0, got {table}")
-        check_ttl(self.ttl_s)
+        check_seconds("ttl_s", self.ttl_s)
 
 
 @dataclasses.dataclass(frozen=True)

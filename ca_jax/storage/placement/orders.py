@@ -16,6 +16,7 @@ from typing import Generic, TypeVar
 from sortedcontainers import SortedDict
 
 from ca_jax.storage.placement.policy import StoredEntry, StoreView
+from ca_jax.storage.placement.returns import SaidReturns
 
 T = TypeVar("T")
 _TICKETS_PER_PRIORITY = 2**48  # More than jobs ever come; an integer compares faster than a pair.
@@ -114,6 +115,7 @@ class TierOrders(Generic[T]):
       describe: what policies see of an item, with the queue position of its session's next job.
       group_of: which group a session without a waiting job is of, by its key, from the time on when it begins to be
         one; None: all are of one.
+      said: when sessions will be back, from the same time on, or from `said_anew`; None: nobody says.
     """
 
     def __init__(
@@ -121,10 +123,12 @@ class TierOrders(Generic[T]):
         look_ahead: LookAhead,
         describe: Callable[[T, int | None], StoredEntry],
         group_of: Callable[[str], int] | None = None,
+        said: SaidReturns | None = None,
     ) -> None:
         self._look_ahead = look_ahead
         self._describe = describe
         self._group_of = group_of
+        self._said = said
         self._slots: dict[str, _Slot[T]] = {}
         self._all: _Orders[T] = _Orders()
         self._of_tenant: dict[str, _Orders[T]] = collections.defaultdict(_Orders)
@@ -170,8 +174,10 @@ class TierOrders(Generic[T]):
                 orders.by_last_used.move_to_end(key)
                 if key in orders.idle:
                     orders.idle.move_to_end(key)
-                    if self._group_of is not None:
-                        orders.groups[slot.group].move_to_end(key)
+                    if slot.until_s is None:
+                        orders.unsaid.move_to_end(key)
+                        if self._group_of is not None:
+                            orders.groups[slot.group].move_to_end(key)
 
     def remove(self, key: str) -> None:
         """Takes a session out."""
@@ -190,24 +196,38 @@ class TierOrders(Generic[T]):
             slot.held = held
             (self._leave if held else self._enter)(slot)
 
+    def said_anew(self, key: str) -> None:
+        """It is said anew when a session will be back, or what was said does not hold any more. Counts as a use."""
+        slot = self._slots[key]
+        if not slot.held:
+            self._leave(slot)
+            self._enter(slot)
+
     def view(self, tenant: str | None = None) -> StoreView:
         """What a policy may see, of all tenants or of one; lazy, so it must be used before the next change.
 
         Args:
           tenant: whose sessions; None for everybody's.
         """
+        while self._said is not None and self._all.expected:
+            until_s, key = self._all.expected.peekitem(0)[0]
+            if until_s > self._said.now_s:
+                break
+            self.said_anew(key)  # It was not back by then.
         orders = self._all if tenant is None else self._of_tenant.get(tenant, _Orders())
 
         def described(slot: _Slot[T]) -> StoredEntry:
             return self._describe(slot.item, self._look_ahead.position(slot.key))
 
-        groups = [orders.idle] if self._group_of is None else orders.groups.values()
+        groups = [orders.unsaid] if self._group_of is None else orders.groups.values()
         return StoreView(
             by_last_used=_Described(orders.by_last_used, described),
             by_created=_Described(orders.by_created, described),
             idle=_Described(orders.idle, described),
             by_next_job=_Described(orders.waiting, described),
             idle_groups=tuple(_Described(group, described) for group in groups if group),
+            unsaid=_Described(orders.unsaid, described),
+            expected=_Described(orders.expected, described),
         )
 
     def _enter(self, slot: _Slot[T]) -> None:
@@ -233,6 +253,7 @@ class TierOrders(Generic[T]):
                     orders.by_last_used.move_to_end(key)
 
     def _place(self, slot: _Slot[T], ticket: int | None) -> None:
+        slot.until_s = None if ticket is not None or self._said is None else self._said.until_s(slot.key)
         if ticket is None and self._group_of is not None:
             slot.group = self._group_of(slot.key)
         for orders in slot.orders:
@@ -240,6 +261,10 @@ class TierOrders(Generic[T]):
                 orders.waiting[ticket] = slot
                 continue
             orders.idle[slot.key] = slot
+            if slot.until_s is not None:
+                orders.expected[slot.until_s, slot.key] = slot
+                continue
+            orders.unsaid[slot.key] = slot
             if self._group_of is not None:
                 orders.groups[slot.group][slot.key] = slot
 
@@ -249,6 +274,10 @@ class TierOrders(Generic[T]):
                 del orders.waiting[ticket]
                 continue
             del orders.idle[slot.key]
+            if slot.until_s is not None:
+                del orders.expected[slot.until_s, slot.key]
+                continue
+            del orders.unsaid[slot.key]
             if self._group_of is not None:
                 del orders.groups[slot.group][slot.key]
 
@@ -263,6 +292,7 @@ class _Slot(Generic[T]):
     orders: tuple[_Orders[T], _Orders[T]]  # Of all, and of its tenant.
     held: bool = False
     group: int = 0  # While it is idle, where there are groups.
+    until_s: float | None = None  # While it is expected.
 
 
 class _Orders(Generic[T]):
@@ -273,9 +303,11 @@ class _Orders(Generic[T]):
         self.by_created: collections.OrderedDict[str, _Slot[T]] = collections.OrderedDict()
         self.by_last_used: collections.OrderedDict[str, _Slot[T]] = collections.OrderedDict()
         self.idle: collections.OrderedDict[str, _Slot[T]] = collections.OrderedDict()
-        self.groups: dict[int, collections.OrderedDict[str, _Slot[T]]]  # Of the idle ones.
+        self.unsaid: collections.OrderedDict[str, _Slot[T]] = collections.OrderedDict()  # Idle, and not expected.
+        self.groups: dict[int, collections.OrderedDict[str, _Slot[T]]]  # Of these.
         self.groups = collections.defaultdict(collections.OrderedDict)
-        self.waiting: SortedDict[int, _Slot[T]] = SortedDict()  # Those that are not idle, by ticket of their next job.
+        self.expected: SortedDict[tuple[float, str], _Slot[T]] = SortedDict()  # Idle too, by the time.
+        self.waiting: SortedDict[int, _Slot[T]] = SortedDict()  # All others, by ticket of their next job.
 
 
 class _Described(Generic[T]):

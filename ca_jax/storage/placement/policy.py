@@ -44,14 +44,18 @@ class StoredEntry:
     return_rate: float = 0.0
     """Tokens of prefill that each of its tokens is expected to save a second, 1/s; see `returns`. Nothing is known of
     it where the policy does not ask."""
+    away_s: float = 0.0
+    """Without a waiting job: how long it will be away from now on, as its client says; of whom nobody says it, as long
+    as it has been, seconds."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoreView:
     """What a policy may look at: the sessions of one tier. Valid during the call only.
 
-    `by_last_used` and `by_created` hold the same entries, and each of them is in either `idle` or `by_next_job`. They
-    are made on demand, in orders that the store keeps: a policy that stops early looks at few, however many are stored.
+    `by_last_used` and `by_created` hold the same entries, and each of them is in either `idle` or `by_next_job`; those
+    of `idle` are in either `unsaid` or `expected`. They are made on demand, in orders that the store keeps: a policy
+    that stops early looks at few, however many are stored.
     What must stay (pinned, being loaded or saved, or what room is sought for) is in none of them.
     """
 
@@ -64,7 +68,11 @@ class StoreView:
     by_next_job: Reversible[StoredEntry]
     """Those with a waiting job, the one whose job is nearest to the queue's head first."""
     idle_groups: Sequence[Reversible[StoredEntry]]
-    """Those of `idle`, in the same order, each in the group of those that are like it: of as many turns, say."""
+    """Those of `unsaid`, in the same order, each in the group of those that are like it: of as many turns, say."""
+    unsaid: Iterable[StoredEntry]
+    """Those of `idle` of which nobody says when they will be back, least recently used first."""
+    expected: Reversible[StoredEntry]
+    """The others, that which will be back first first."""
 
 
 class EvictionPolicy(Protocol):
@@ -87,7 +95,8 @@ class SchedulerAwarePolicy:
     """Evicts whose KV is needed last, as far as the job queue tells.
 
     Sessions without a waiting job go first, the least recently used of them first: any job they will get is queued
-    behind all that wait. Then go those with one, from the queue's tail to its head.
+    behind all that wait. Then go those with one, from the queue's tail to its head. Where a client says when a session
+    will be back, it goes among the others as if it had been away for as long as it will be.
 
     The paper looks at the first `(C_mem + C_disk) / S_kv` jobs only, which bounds its scan, and exempts their sessions
     while there are others. The order here does so for windows of every length at once, since it takes sessions
@@ -99,7 +108,8 @@ class SchedulerAwarePolicy:
 
     def order(self, view: StoreView, needed_at: int | None = None) -> Iterable[StoredEntry]:
         """See `EvictionPolicy`."""
-        return itertools.chain(view.idle, last_needed_first(view, needed_at))
+        idle = heapq.merge(view.unsaid, reversed(view.expected), key=lambda entry: -entry.away_s)
+        return itertools.chain(idle, last_needed_first(view, needed_at))
 
 
 class ReturnAwarePolicy:
@@ -107,7 +117,8 @@ class ReturnAwarePolicy:
 
     Those without a waiting job go in the order of what each of their bytes is expected to save a second: how soon the
     session will be back, by its number of turns and the time since the last (`ReturnTimes`); tokens saved grow with
-    bytes kept, so that sizes do not matter. Those with one go as with `SchedulerAwarePolicy`.
+    bytes kept, so that sizes do not matter. Where a client says when it will be back, that is what is expected. Those
+    with one go as with `SchedulerAwarePolicy`.
 
     Of each group of sessions that are alike only the two ends are looked at, the one used last and the one not used for
     longest. Where the worth of waiting rises to some time and falls from then on, as it does with people who read an
@@ -116,7 +127,8 @@ class ReturnAwarePolicy:
 
     def order(self, view: StoreView, needed_at: int | None = None) -> Iterable[StoredEntry]:
         """See `EvictionPolicy`."""
-        return itertools.chain(_least_worth_first(view.idle_groups), last_needed_first(view, needed_at))
+        idle = _least_worth_first([*view.idle_groups, view.expected])
+        return itertools.chain(idle, last_needed_first(view, needed_at))
 
 
 class LruPolicy:

@@ -13,6 +13,8 @@ evict by. Rather, of all times at which one might give up on the session, the be
 
 which is the most that its tokens can save each second: an index after Gittins. What is worth least goes first.
 
+`SaidReturns` has what clients say of it themselves, which counts for more while it holds.
+
 `ReuseGaps` counts how soon what was evicted from a tier is wanted again: short gaps say that the tier is too small, or
 evicts badly.
 
@@ -139,6 +141,67 @@ class ReturnTimes:
         exposure, groups = self._exposure.copy(), np.array([turn.group for turn in waiting], int)
         np.add.at(exposure, groups, _exposures(self._clock() - np.array([turn.ended_s for turn in waiting])))
         return exposure
+
+
+_SOONEST_S = 1.0  # That a session is expected in: nothing is worth endlessly much.
+_SAID_FOR = 1.5  # Times what was said, for which it holds: tools take longer than they were expected to.
+
+
+class SaidReturns:
+    """When sessions will be back, as their clients say. Belongs to the bookkeeping thread.
+
+    What is said while a turn waits or runs counts from its end on. It holds for half as long again as it says, and
+    until the next turn comes.
+
+    Args:
+      clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._said_s: dict[str, float] = {}  # Of a turn that waits or runs.
+        self._until_s: dict[str, float] = {}
+
+    def say(self, key: str, seconds: float | None, *, is_busy: bool) -> None:
+        """A session will be back so long after its turn, or from now where none waits or runs; None: nobody knows."""
+        self.forget(key)
+        if seconds is not None and is_busy:
+            self._said_s[key] = seconds
+        elif seconds is not None:
+            self._until_s[key] = self._clock() + _SAID_FOR * seconds
+
+    def left(self, key: str) -> None:
+        """A turn of a session has ended."""
+        if (seconds := self._said_s.pop(key, None)) is not None:
+            self._until_s[key] = self._clock() + _SAID_FOR * seconds
+
+    def forget(self, key: str) -> None:
+        """A session has come back, or is gone."""
+        self._said_s.pop(key, None)
+        self._until_s.pop(key, None)
+
+    def until_s(self, key: str) -> float | None:
+        """Up to when what was said of a session holds, by the clock; None where it does not, or nothing was said."""
+        until_s = self._until_s.get(key)
+        if until_s is not None and until_s <= self._clock():
+            del self._until_s[key]
+            return None
+        return until_s
+
+    def away_s(self, key: str, last_used_s: float) -> float:
+        """How long a session will be away from now on: as it is said, or else as long as it has been."""
+        now_s, until_s = self._clock(), self.until_s(key)
+        return now_s - last_used_s if until_s is None else until_s - now_s
+
+    def rate(self, key: str) -> float | None:
+        """What each token of a session saves a second by what was said, as `ReturnTimes.rate`; None: nothing was."""
+        until_s = self.until_s(key)
+        return None if until_s is None else 1 / max(until_s - self._clock(), _SOONEST_S)
+
+    @property
+    def now_s(self) -> float:
+        """By the clock."""
+        return self._clock()
 
 
 def _bin_of(waited_s: float) -> int:

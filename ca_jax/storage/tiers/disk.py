@@ -12,6 +12,7 @@ import errno
 import functools
 import itertools
 import math
+import os
 import re
 import shutil
 import threading
@@ -88,6 +89,8 @@ class DiskTier(abc.ABC):
         # by a new file, and for a while there are both.
         self._reserved_bytes = 0
         self._lock = threading.Lock()
+        # So that blocks end one by one: all at once on few cores they would look like a disk that does not answer.
+        self._coding = threading.BoundedSemaphore(os.cpu_count() or 1)
         self._reads, self._writes = (
             concurrent.futures.ThreadPoolExecutor(number, "ca_jax-ssd") for number in (MAX_READS, MAX_WRITES)
         )
@@ -116,8 +119,10 @@ class DiskTier(abc.ABC):
 
         def read(block: int, dst: np.ndarray, wanted: np.ndarray | None) -> None:
             if self.codec is not None:
+                data = self._read_coded(block)
                 try:
-                    self.codec.decode(self._read_coded(block), self.layout, dst, wanted)
+                    with self._coding:
+                        self.codec.decode(data, self.layout, dst, wanted)
                 except CodecError as error:
                     raise BlockIoError(IoFailure.CORRUPT, f"block {block}: {error}") from error
                 return
@@ -162,7 +167,8 @@ class DiskTier(abc.ABC):
         def write(index: int, block: int, src: np.ndarray) -> None:
             if self.codec is not None:
                 try:
-                    data, found = self.codec.encode(src, self.layout)
+                    with self._coding:
+                        data, found = self.codec.encode(src, self.layout)
                 except CodecError as error:
                     raise BlockIoError(IoFailure.NO_SPACE, f"block {block}: {error}") from error
                 if sums is not None:
