@@ -17,7 +17,7 @@ READ_BUFFERS = ("auto", "all", "off")
 """What `EngineConfig.read_buffer` may be besides a number."""
 QUEUE_ORDERS = ("shortest", "arrival")
 """See `EngineConfig.queue_order`."""
-WEIGHT_DTYPES = ("model", "int8")
+WEIGHT_DTYPES = ("model", "int8", "int4")
 """What `EngineConfig.weight_dtype` may be."""
 KV_REST_DTYPES = ("model", "int8")
 """What `EngineConfig.kv_rest_dtype` may be."""

@@ -114,7 +114,7 @@ def test_every_family_on_a_mesh(name):
 
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma4", "deepseek_v3"])
 def test_weights_in_8_bits_on_a_mesh(name):
-    model = kit.in_8_bits(random_model(name))
+    model = kit.held_small(random_model(name), "int8")
     with engine_of(2, 2, model, weight_dtype="int8") as engine:
         expect_greedy(talk(engine, SHORT), kit.spelled_out(model), SHORT)
         assert engine.sessions[0].usage.num_cached_tokens > 0

@@ -15,10 +15,10 @@ from ca_jax.kv.layout import pool_size, staging_bytes
 from ca_jax.kv.snapshots import NUM_KEPT
 from ca_jax.launch.plan import make_plan
 from ca_jax.models.config import RopeConfig
-from ca_jax.models.int8_weights import Int8Matrix
 from ca_jax.models.presets import PRESETS
 from ca_jax.models.recurrence import RecurrenceConfig
 from ca_jax.models.sharding import bytes_per_device
+from ca_jax.models.small_weights import Int8Matrix
 from ca_jax.pretrained import load_model
 from ca_jax.serving.core import adapter_sizes
 from ca_jax.storage.config import GIB, StoreConfig
@@ -68,7 +68,7 @@ LATENT = {"num_kv_heads": 1, "head_dim": 28, "latent_dim": 20, "nope_dim": 12, "
     "changes", [EXPERTS, {**LATENT, "rope": RopeConfig(rotary_dim=8)}], ids=["experts, tied", "latents"]
 )
 def test_weights_in_8_bits_count_as_they_are_held_of_every_kind(changes):
-    model = kit.in_8_bits(kit.model_of(**changes))
+    model = kit.held_small(kit.model_of(**changes), "int8")
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if leaf.dtype == jnp.float32 else leaf, model.params)
     engine = EngineConfig(overflow=None, weight_dtype="int8", context_window=256)
     planned = make_plan(model.config, engine, dtype="bfloat16", device_bytes=A100)

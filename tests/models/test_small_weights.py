@@ -13,7 +13,7 @@ from benchmarks.main import model_loader
 from ca_jax.models import cpu_kernels
 from ca_jax.models.checkpoint import load_checkpoint
 from ca_jax.models.config import RopeConfig
-from ca_jax.models.int8_weights import Int8Matrix
+from ca_jax.models.small_weights import Int8Matrix
 from ca_jax.models.weights import parameter_slots
 from ca_jax.testing import tiny
 from tests import adapters_kit as ak
@@ -176,7 +176,7 @@ SERVED = {
 
 @pytest.mark.parametrize("changes", SERVED.values(), ids=SERVED)
 def test_an_engine_with_it_answers_as_the_same_numbers_in_float32(changes):
-    small = kit.in_8_bits(kit.model_of(**changes))
+    small = kit.held_small(kit.model_of(**changes), "int8")
     wide = kit.spelled_out(small)
     with kit.small_engine(small, weight_dtype="int8") as engine:
         session = engine.session()
@@ -189,7 +189,7 @@ def test_an_engine_with_it_answers_as_the_same_numbers_in_float32(changes):
 @pytest.mark.parametrize("lora", [ak.FIRST, ak.SECOND], ids=["a", "b"])
 def test_adapters_add_to_it_as_to_the_same_numbers_in_float32(tmp_path, lora):
     """Held against the adapter merged into these numbers; the two differ by what they round, and by nothing else."""
-    small = kit.in_8_bits(ak.model_of(None))
+    small = kit.held_small(ak.model_of(None), "int8")
     base = tiny.hf_tensors(small.config, jax.tree.map(np.asarray, kit.spelled_out(small).params))
     tiny.write_tiny_hf(tmp_path, small.config, ak.base_params())
     safetensors.numpy.save_file(
