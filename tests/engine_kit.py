@@ -22,7 +22,7 @@ from ca_jax.config import EngineConfig
 from ca_jax.device.processes import Processes
 from ca_jax.device.transfer import params_to_device
 from ca_jax.engine import Engine
-from ca_jax.models.small_weights import Int4Matrix, Int8Matrix, as_small, form_of
+from ca_jax.models.small_weights import Int4Matrix, Int8Matrix, SmallMatrix, as_small, form_of
 from ca_jax.models.transformer import Transformer
 from ca_jax.models.weights import Slot, parameter_slots
 from ca_jax.pretrained import LoadedModel
@@ -115,6 +115,16 @@ def held_small(model: LoadedModel, weight_dtype: str) -> LoadedModel:
             path = ("params", *slot.path)
             leaves[path] = form(*map(jnp.asarray, as_small(slot, np.asarray(leaves[path]), form)))
     return dataclasses.replace(model, params=flax.traverse_util.unflatten_dict(leaves), weight_dtype=weight_dtype)
+
+
+def wide_but_small(model: LoadedModel) -> LoadedModel:
+    """The same model with what is not held small in float32, so that rounding decides no token."""
+    params = jax.tree.map(
+        lambda held: held if isinstance(held, SmallMatrix) else held.astype(jnp.float32),
+        model.params,
+        is_leaf=lambda held: isinstance(held, SmallMatrix),
+    )
+    return dataclasses.replace(model, params=params)
 
 
 def spelled_out(model: LoadedModel) -> LoadedModel:

@@ -66,8 +66,7 @@ def product(x: jax.Array, weights: Int4Matrix, expert: jax.Array | None = None, 
         return by_xla(x, weights, expert, dtype=dtype)
     chosen = jnp.zeros(1, jnp.int32) if expert is None else expert.astype(jnp.int32)[None]
     stacked = weights if expert is not None else (each[None] for each in weights)
-    in_groups = x.reshape(len(x), -1, GROUP)
-    return _on_mesh(kernel, jnp.dtype(dtype or x.dtype).name)(chosen, in_groups, *stacked)
+    return _on_mesh(kernel, jnp.dtype(dtype or x.dtype).name)(chosen, x, *stacked)
 
 
 def by_xla(x: jax.Array, weights: Int4Matrix, expert: jax.Array | None = None, *, dtype: Any = None) -> jax.Array:
@@ -89,39 +88,41 @@ def spelled_out(weights: Int4Matrix, dtype: Any) -> jax.Array:
 
 @functools.cache
 def _on_mesh(kernel: str, dtype: str) -> Any:
-    """The kernel, of x in groups, as the compiler divides it among devices: by rows, outputs, or groups of inputs."""
+    """The kernel, as the compiler divides it among devices: by rows, outputs, or groups of inputs."""
     of_kernel = {"triton": gpu_product, "mosaic": tpu_product}[kernel]
 
     def whole(chosen: jax.Array, x: jax.Array, *weights: jax.Array) -> jax.Array:
-        return of_kernel(chosen, x.reshape(len(x), -1), Int4Matrix(*weights), dtype=dtype)
+        return of_kernel(chosen, x, Int4Matrix(*weights), dtype=dtype)
 
-    def partition(mesh: Mesh, of_arguments: Any, of_result: Any) -> Any:
-        spec = lambda of: (*of.sharding.spec, None, None, None)  # noqa: E731 (it is one)
-        rows, (_, groups, outputs, *_) = spec(of_arguments[1])[0], spec(of_arguments[3])
-        wanted = (), (rows, groups), *[(None, groups, outputs)] * 3
+    def axes_of(arguments: Any) -> list[Any]:
+        """Along which rows, groups and outputs are divided: as x's rows and the scales are."""
+        rows, scales = ((*arguments[i].sharding.spec, None, None, None) for i in (1, 3))
+        return [rows[0], *scales[1:3]]
 
-        def of_device(*arguments: jax.Array) -> jax.Array:
-            if groups is None:
-                return whole(*arguments)
-            out = of_kernel(
-                arguments[0], arguments[1].reshape(len(arguments[1]), -1), Int4Matrix(*arguments[2:]), dtype="float32"
-            )
+    def placed(mesh: Mesh, *axes: Any) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec(*axes))
+
+    def partition(mesh: Mesh, arguments: Any, _: Any) -> Any:
+        rows, groups, outputs = axes_of(arguments)
+
+        def summed(chosen: jax.Array, x: jax.Array, *weights: jax.Array) -> jax.Array:
+            out = of_kernel(chosen, x, Int4Matrix(*weights), dtype="float32")
             return lax.psum(out, groups).astype(dtype)
 
-        places = [NamedSharding(mesh, PartitionSpec(*each)) for each in ((rows, outputs), *wanted)]
-        return mesh, of_device, places[0], tuple(places[1:])
+        of_arguments = (placed(mesh), placed(mesh, rows, groups), *[placed(mesh, None, groups, outputs)] * 3)
+        return mesh, whole if groups is None else summed, placed(mesh, rows, outputs), of_arguments
 
-    def infer(mesh: Mesh, of_arguments: Any, of_result: Any) -> Any:
-        specs = [(*each.sharding.spec, None, None, None) for each in (of_arguments[1], of_arguments[3])]
-        return NamedSharding(mesh, PartitionSpec(specs[0][0], specs[1][2]))
+    def infer(mesh: Mesh, arguments: Any, _: Any) -> Any:
+        rows, _, outputs = axes_of(arguments)
+        return placed(mesh, rows, outputs)
 
     found = custom_partitioning(whole)
     found.def_partition(
         partition,
         infer_sharding_from_operands=infer,
-        sharding_rule="one, r g i, e g j o, e g o, e g o -> r o",
-        reduction_factors=("g",),
-        need_replication_factors=("one", "i", "e", "j"),
+        sharding_rule="one, rows (groups own), e (groups half) out, e groups out, e groups out -> rows out",
+        **{"own": GROUP, "half": _HALF, "reduction_factors": ("groups",)},
+        need_replication_factors=("one", "own", "e", "half"),
     )
     return found
 

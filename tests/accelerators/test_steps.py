@@ -2,8 +2,8 @@
 
 Its pages stay in place, byte for byte, and nothing as large as a layer of them is copied; weights in 8 bits or 4 are
 not written out in more; the kernels that should be are called and spill nothing; what is sent between devices is two
-sums a layer, never KV; and what a model takes of a chip is what `launch.plan` says. Run by `make test-accelerators`, and
-a part by `make test-accelerators-quick`; skipped where the compilers are not.
+sums a layer, never KV; and what a model takes of a chip is what `launch.plan` says. Run by `make test-accelerators`,
+and a part by `make test-accelerators-quick`; skipped where the compilers are not.
 """
 
 from __future__ import annotations
