@@ -296,6 +296,8 @@ def tpu_product(
     width = min(num_outputs, _TPU_OUTPUTS if rows <= _LANES else _TPU_OUTPUTS // 2)
     groups = min(num_groups // _TPU_LEAST_GROUPS * _TPU_LEAST_GROUPS, _TPU_GROUPS)
     in_planes = _in_planes(x.dtype)
+    if not interpret:  # XLA would copy what fits to the memory beside the cores first, and read it twice.
+        weights = Int4Matrix(*(pltpu.with_memory_space_constraint(each, pltpu.HBM) for each in weights))
     grid = -(-padded // rows), -(-num_outputs // width), -(-num_groups // groups)
 
     def of_weights(num_each: int) -> Any:
