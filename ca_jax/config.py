@@ -99,11 +99,11 @@ class EngineConfig:
     dtype: str | None = None
     """Of weights and KV: `float32` or `bfloat16`. None: float32 on CPU (bfloat16 is slow there), else bfloat16."""
     weight_dtype: str = "model"
-    """Of weights as they are computed with: `model`, what the files hold, or `int8` or `int4`, rounded to 8 or 4 bits. In
-    float32 with a scale for each 32 inputs (of 4 bits an offset, too), of which decoding on a CPU then reads a quarter
-    or a sixth of the bytes. In bfloat16 held so on the device: in 8 bits with a scale for each output, in 4 with a scale
-    and an offset for each 32 inputs. What makes keys and values of latents and tables that are looked up alone are not,
-    and with int4 tied tables are in 8 bits."""
+    """Of weights as they are computed with: `model`, what the files hold, or `int8` or `int4`, rounded to so many bits.
+    In float32 with a scale for each 32 inputs (in 4 bits an offset, too), of which decoding on a CPU then reads a
+    quarter or a sixth of the bytes. In bfloat16 they are held so on the device: in 8 bits with a scale for each output,
+    in 4 with a scale and an offset for each 32 inputs. What makes keys and values of latents and tables that are only
+    looked up are not; with `int4` tied tables are in 8 bits."""
     kv_rest_dtype: str = "model"
     """Of KV in DRAM and on SSD: `model`, as it was computed, or `int8` with a scale for each head and token: half the
     bytes of bfloat16, and a history that is loaded is rounded. KV of one kind is never served for the other."""
