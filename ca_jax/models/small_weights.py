@@ -198,7 +198,7 @@ def round_in_place(config: ModelConfig, slot: Slot, leaf: np.ndarray, weight_dty
     """Rounds a leaf, where it is a matrix that tokens are multiplied by; what it is then.
 
     Routers, norms, biases and tables that are only looked up stay as they are, and so do matrices whose number of
-    inputs is no multiple of 32. With int4 so do groups that are numbers of GGUF's Q4_0.
+    inputs is no multiple of 32. With int4 so do groups that are numbers of GGUF's Q4_0, and tied tables get 8 bits.
 
     Args:
       config: of the model.
@@ -217,7 +217,7 @@ def round_in_place(config: ModelConfig, slot: Slot, leaf: np.ndarray, weight_dty
     for matrix in matrices:  # [outputs, inputs]
         for start in range(0, len(matrix), _CHUNK_ROWS):
             rows = np.ascontiguousarray(matrix[start : start + _CHUNK_ROWS])
-            matrix[start : start + _CHUNK_ROWS] = _rounded(rows, weight_dtype)
+            matrix[start : start + _CHUNK_ROWS] = _rounded(rows, "int8" if is_head else weight_dtype)
     return leaf
 
 
