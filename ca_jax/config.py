@@ -17,7 +17,7 @@ READ_BUFFERS = ("auto", "all", "off")
 """What `EngineConfig.read_buffer` may be besides a number."""
 QUEUE_ORDERS = ("shortest", "arrival")
 """See `EngineConfig.queue_order`."""
-WEIGHT_DTYPES = ("model", "int8")
+WEIGHT_DTYPES = ("model", "int8", "int4")
 """What `EngineConfig.weight_dtype` may be."""
 KV_REST_DTYPES = ("model", "int8")
 """What `EngineConfig.kv_rest_dtype` may be."""
@@ -99,9 +99,11 @@ class EngineConfig:
     dtype: str | None = None
     """Of weights and KV: `float32` or `bfloat16`. None: float32 on CPU (bfloat16 is slow there), else bfloat16."""
     weight_dtype: str = "model"
-    """Of weights as they are computed with: `model`, what the files hold, or `int8`, rounded to 8 bits. In float32 with
-    a scale for each 32 inputs, of which decoding on a CPU then reads a quarter of the bytes; in bfloat16 with a scale
-    for each output, and held so on the device, but for experts, latents and tables."""
+    """Of weights as they are computed with: `model`, what the files hold, or `int8` or `int4`, rounded to so many bits.
+    In float32 with a scale for each 32 inputs (in 4 bits an offset, too), of which decoding on a CPU then reads a
+    quarter or a sixth of the bytes. In bfloat16 they are held so on the device: in 8 bits with a scale for each output,
+    in 4 with a scale and an offset for each 32 inputs. What makes keys and values of latents and tables that are only
+    looked up are not; with `int4` tied tables are in 8 bits."""
     kv_rest_dtype: str = "model"
     """Of KV in DRAM and on SSD: `model`, as it was computed, or `int8` with a scale for each head and token: half the
     bytes of bfloat16, and a history that is loaded is rounded. KV of one kind is never served for the other."""

@@ -23,10 +23,10 @@ from ca_jax.device.transfer import leaf_to_device, params_to_device, to_device, 
 from ca_jax.errors import InvalidRequestError, UnknownModelError, check
 from ca_jax.models.checkpoint import load_checkpoint
 from ca_jax.models.config import ModelConfig
-from ca_jax.models.int8_weights import Int8Matrix, as_int8, dtype_of, keeps_small, round_to_int8
 from ca_jax.models.presets import PRESETS
 from ca_jax.models.random_weights import random_fingerprint, random_params
 from ca_jax.models.sharding import ModelSharding
+from ca_jax.models.small_weights import SmallMatrix, as_small, dtype_of, form_of, round_in_place
 from ca_jax.models.transformer import Transformer
 from ca_jax.models.weights import Checkpoint, Destination, Leaf
 
@@ -114,8 +114,8 @@ def load_model(
     Args:
       model: which.
       dtype: of the weights; None takes float32 on CPU, where bfloat16 is slower, else bfloat16.
-      weight_dtype: one of `WEIGHT_DTYPES`: `model`, what the files hold; `int8`, rounded to that, and held in it where
-        `dtype` is not float32.
+      weight_dtype: one of `WEIGHT_DTYPES`: `model`, what the files hold; `int8` and `int4`, rounded to that, and held
+        in it where `dtype` is not float32.
       progress: told how far it is.
       layout: says where its weights go; None: the default device.
 
@@ -135,13 +135,14 @@ def load_model(
         nonlocal sharding
         sharding = None if layout is None else layout(config)
 
-        def put(leaf: Leaf) -> jax.Array | Int8Matrix:
+        def put(leaf: Leaf) -> jax.Array | SmallMatrix:
             read, slot = leaf.read(), leaf.slot
-            if weight_dtype == "int8" and dtype == "float32":
-                read = round_to_int8(config, slot, read)
-            elif weight_dtype == "int8" and keeps_small(config, slot):
-                where = (None, None) if sharding is None else sharding.of_int8(slot)
-                return Int8Matrix(*map(leaf_to_device, as_int8(slot, read), where))
+            if (form := form_of(config, slot, weight_dtype, dtype)) is not None:
+                parts = as_small(slot, read, form)
+                where = [None] * len(parts) if sharding is None else sharding.of_small(slot, form)
+                return form(*map(leaf_to_device, parts, where))
+            if weight_dtype != "model" and dtype == "float32":
+                read = round_in_place(config, slot, read, weight_dtype)
             return leaf_to_device(read, None if sharding is None else sharding.of_slot(slot))
 
         return put

@@ -22,7 +22,7 @@ from ca_jax.config import EngineConfig
 from ca_jax.device.processes import Processes
 from ca_jax.device.transfer import params_to_device
 from ca_jax.engine import Engine
-from ca_jax.models.int8_weights import Int8Matrix, as_int8, keeps_small
+from ca_jax.models.small_weights import Int4Matrix, Int8Matrix, SmallMatrix, as_small, form_of
 from ca_jax.models.transformer import Transformer
 from ca_jax.models.weights import Slot, parameter_slots
 from ca_jax.pretrained import LoadedModel
@@ -107,26 +107,49 @@ def model_of(*, seed: int = 1, fingerprint: str = "", **changes: object) -> Load
     )
 
 
-def in_8_bits(model: LoadedModel) -> LoadedModel:
-    """The same model with its matrices held in 8 bits, all else in float32: so rounding decides no token."""
+def held_small(model: LoadedModel, weight_dtype: str) -> LoadedModel:
+    """The same model with its matrices held in 8 or 4 bits, all else in float32: so rounding decides no token."""
     leaves = flax.traverse_util.flatten_dict(model.params)
     for slot in parameter_slots(model.config):
-        if keeps_small(model.config, slot):
+        if (form := form_of(model.config, slot, weight_dtype, "bfloat16")) is not None:
             path = ("params", *slot.path)
-            leaves[path] = Int8Matrix(*map(jnp.asarray, as_int8(slot, np.asarray(leaves[path]))))
-    return dataclasses.replace(model, params=flax.traverse_util.unflatten_dict(leaves), weight_dtype="int8")
+            leaves[path] = form(*map(jnp.asarray, as_small(slot, np.asarray(leaves[path]), form)))
+    return dataclasses.replace(model, params=flax.traverse_util.unflatten_dict(leaves), weight_dtype=weight_dtype)
+
+
+def wide_but_small(model: LoadedModel) -> LoadedModel:
+    """The same model with what is not held small in float32, so that rounding decides no token."""
+    params = jax.tree.map(
+        lambda held: held if isinstance(held, SmallMatrix) else held.astype(jnp.float32),
+        model.params,
+        is_leaf=lambda held: isinstance(held, SmallMatrix),
+    )
+    return dataclasses.replace(model, params=params)
 
 
 def spelled_out(model: LoadedModel) -> LoadedModel:
-    """The same model with all that is held in 8 bits in float32, by numpy."""
+    """The same model with all that is held small in float32, by numpy."""
     leaves = flax.traverse_util.flatten_dict(model.params)
     for slot in parameter_slots(model.config):
         held = leaves["params", *slot.path]
         if isinstance(held, Int8Matrix):
             scales = np.expand_dims(np.asarray(held.scales), inputs_of(slot))
             held = np.asarray(held.numbers, np.float32) * scales
+        elif isinstance(held, Int4Matrix):
+            held = in_float32(held).reshape(slot.shape)
         leaves["params", *slot.path] = jnp.asarray(held, jnp.float32)
     return dataclasses.replace(model, params=flax.traverse_util.unflatten_dict(leaves), weight_dtype="model")
+
+
+def in_float32(held: Int4Matrix) -> np.ndarray:
+    """What 4 bits stand for, `[…, inputs, outputs]`: a row of bytes has one of a group's first 16 inputs, and one of
+    the others."""
+    numbers, scales, offsets = (np.asarray(each) for each in held)
+    *before, num_groups, num_outputs = scales.shape
+    rows = numbers.reshape(*before, num_groups, 16, num_outputs)
+    codes = np.concatenate([rows % 16, rows // 16], axis=-2).astype(np.float32)
+    wide = codes * scales.astype(np.float32)[..., None, :] + offsets.astype(np.float32)[..., None, :]
+    return wide.reshape(*before, -1, num_outputs)
 
 
 def inputs_of(slot: Slot) -> tuple[int, ...]:

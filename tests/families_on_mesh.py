@@ -12,6 +12,7 @@ import pytest
 from ca_jax.device.transfer import params_to_device
 from ca_jax.models.config import RopeConfig
 from ca_jax.models.recurrence import RecurrenceConfig
+from ca_jax.models.small_weights import Int4Matrix
 from ca_jax.models.transformer import Transformer
 from ca_jax.models.weights import parameter_slots
 from tests import engine_kit as kit
@@ -112,9 +113,20 @@ def test_every_family_on_a_mesh(name):
         assert num_divided >= 2 + 4 * model.config.num_layers  # Of one KV head keys and values are whole.
 
 
+@pytest.mark.parametrize("mlp_dim", [64, 96])  # Of the latter two devices have three groups together: each has all.
+def test_experts_in_4_bits_on_a_mesh(mlp_dim):
+    model = kit.held_small(random_model("qwen3_moe", embed_dim=64, mlp_dim=mlp_dim, head_dim=32), "int4")
+    with engine_of(2, 2, model, weight_dtype="int4") as engine:
+        expect_greedy(talk(engine, SHORT), kit.spelled_out(model), SHORT)
+        params = engine.model.params["params"]
+        down, num_parts = params["layer_0"]["mlp"]["w_down"], 2 if mlp_dim == 64 else 1
+        assert isinstance(down, Int4Matrix)
+        assert all(leaf.addressable_shards[0].data.shape[1] * num_parts == leaf.shape[1] for leaf in down)
+
+
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma4", "deepseek_v3"])
 def test_weights_in_8_bits_on_a_mesh(name):
-    model = kit.in_8_bits(random_model(name))
+    model = kit.held_small(random_model(name), "int8")
     with engine_of(2, 2, model, weight_dtype="int8") as engine:
         expect_greedy(talk(engine, SHORT), kit.spelled_out(model), SHORT)
         assert engine.sessions[0].usage.num_cached_tokens > 0
@@ -126,8 +138,8 @@ def test_weights_in_8_bits_on_a_mesh(name):
         assert mlp["w_down"].scales.is_fully_replicated, "outputs of a sum are whole on each device"
 
 
-def random_model(name):
-    config = config_of(**FAMILIES[name])
+def random_model(name, **changes):
+    config = config_of(**FAMILIES[name], **changes)
     rng, leaves = np.random.default_rng(0), {}
     for slot in parameter_slots(config):
         shape = slot.shape

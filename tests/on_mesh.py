@@ -9,21 +9,25 @@ import types
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ca_jax
 from benchmarks.compiles import CompileCounter
+from ca_jax import backend
 from ca_jax.device import page_steps, steps, transfer
 from ca_jax.device.transfer import params_to_device
 from ca_jax.kv import layout as device_memory
 from ca_jax.kv.layer_loader import LayerLoad
 from ca_jax.kv.save import TurnSaver
+from ca_jax.models import int4_product
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.paged_attention import Rows
 from ca_jax.models.random_weights import random_params
 from ca_jax.models.sharding import model_sharding
+from ca_jax.models.small_weights import Int4Matrix
 from ca_jax.models.weights import parameter_slots
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import LoadedModel
@@ -35,6 +39,7 @@ from ca_jax.turns.requests import SamplingParams
 from tests import adapters_kit as ak
 from tests import engine_kit as kit
 from tests import overflow_kit as ok
+from tests.models.test_int4_product import weights_of
 from tests.storage.store_helpers import as_bits, make_kv
 
 WINDOW = 256
@@ -515,6 +520,58 @@ def test_a_model_on_another_mesh_is_refused():
         engine_of(1, 4, model)
     with pytest.raises(ValueError, match="one device, got"):
         engine_of(1, 1, model)
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"), [(None, None, "tensor"), ("data", "tensor", None), (None, None, None)]
+)
+def test_the_kernel_for_4_bits_runs_on_each_device_over_what_it_has(monkeypatch, rows, inputs, outputs):
+    kernel = functools.partial(int4_product.gpu_product, interpret=True)
+    monkeypatch.setattr(int4_product, "gpu_product", kernel)
+    monkeypatch.setattr(int4_product, "kernel_is_served", lambda *_: True)
+    int4_product._on_mesh.cache_clear()
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def placed(each: jax.Array, *axes: str | None) -> jax.Array:
+        return jax.device_put(each, NamedSharding(mesh, PartitionSpec(*axes)))
+
+    whole = Int4Matrix(*(each[1] for each in weights_of(72, 64)))
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(6, 72 * 32)), jnp.bfloat16)
+    given = placed(x, rows, inputs), Int4Matrix(*(placed(each, inputs, outputs) for each in whole))
+    with backend.assumed(backend.GPU):
+        product = jax.jit(int4_product.product).lower(*given).compile()
+    int4_product._on_mesh.cache_clear()
+    text, found = product.as_text(), product(*given)
+    assert "all-gather" not in text
+    assert ("all-reduce" in text) == (inputs is not None)
+    assert found.addressable_shards[0].data.shape == (3 if rows else 6, 16 if outputs else 64)
+    wanted = int4_product.by_xla(x, whole, dtype=jnp.float32)
+    size = np.abs(np.asarray(x, np.float32)) @ np.abs(kit.in_float32(whole))
+    assert (np.abs(np.asarray(found, np.float32) - wanted) <= 2**-8 * size).all()
+
+
+def test_weights_in_4_bits_are_divided_by_whole_groups(tmp_path):
+    """2 devices have 3 groups of `w_down` each; of 4 each has all 6, and none has a part of one."""
+    config = config_of(4, embed_dim=64, mlp_dim=192, head_dim=32)
+    tiny.write_tiny_hf(tmp_path, config, tiny.tiny_params(config, seed=1))
+    load = functools.partial(ca_jax.load_model, str(tmp_path), dtype="bfloat16", weight_dtype="int4")
+    one = load()
+    for num_tensor, num_parts in ((2, 2), (4, 1)):
+        loaded = load(layout=functools.partial(model_sharding, tensor_parallel_size=num_tensor))
+        moved = one.laid_out(functools.partial(model_sharding, tensor_parallel_size=num_tensor))
+        for each in (loaded, moved):
+            jax.tree.map(np.testing.assert_array_equal, each.params, one.params)
+            layer = each.params["params"]["layer_0"]
+            for matrix, parts in ((layer["attn"]["wo"], num_tensor), (layer["mlp"]["w_down"], num_parts)):
+                assert isinstance(matrix, Int4Matrix)
+                sizes = [leaf.addressable_shards[0].data.shape[0] for leaf in matrix]
+                assert sizes == [size // parts for size in (leaf.shape[0] for leaf in matrix)]
+            for matrix in (layer["attn"]["wq"], layer["mlp"]["w_up"]):
+                assert {leaf.addressable_shards[0].data.shape[1] * num_tensor for leaf in matrix} == {
+                    matrix.numbers.shape[1]
+                }
+        with engine_of(1, num_tensor, kit.wide_but_small(one), weight_dtype="int4") as engine:
+            expect_greedy(talk(engine, SHORT), kit.spelled_out(one), SHORT)
 
 
 def test_weights_in_8_bits_lie_as_wide_ones_do_and_answer_as_on_one_device(tmp_path):

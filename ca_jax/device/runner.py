@@ -30,9 +30,9 @@ from ca_jax.device.transfer import params_to_device, to_device, to_host
 from ca_jax.models.adapters import Adapter
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.cpu_kernels import pack_params
-from ca_jax.models.int8_weights import dtype_of
 from ca_jax.models.kv import SCALE_BYTES
 from ca_jax.models.sharding import ModelSharding, bytes_per_device, replicated
+from ca_jax.models.small_weights import dtype_of
 from ca_jax.session import Job
 from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
 

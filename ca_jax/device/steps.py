@@ -30,10 +30,10 @@ from ca_jax.device.sampler import greedy
 from ca_jax.models import latent_attention, rope
 from ca_jax.models import paged_attention as paged
 from ca_jax.models.config import LayerKind, ModelConfig
-from ca_jax.models.int8_weights import Int8Matrix, dtype_of
 from ca_jax.models.kv import LayerKV, dequantize, quantize
 from ca_jax.models.parts import look_up
 from ca_jax.models.sharding import Axes, ModelSharding, by_device, constrain, held_axes
+from ca_jax.models.small_weights import Int8Matrix, dtype_of
 from ca_jax.models.transformer import Layer, Learned, Transformer, put_stream, scale_embedded, scale_queries
 
 Params = Any

@@ -26,9 +26,9 @@ from ca_jax.kv.snapshots import NUM_KEPT, StateForm
 from ca_jax.launch.flags import DTYPES, ConfigFlags, refuse
 from ca_jax.launch.script import make_table, note, run
 from ca_jax.models.config import ModelConfig
-from ca_jax.models.int8_weights import SCALE_BYTES, keeps_small
 from ca_jax.models.presets import PRESETS
 from ca_jax.models.sharding import ModelSharding, model_sharding
+from ca_jax.models.small_weights import form_of, parts_of
 from ca_jax.models.weights import parameter_slots, resolve_dtype
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.serving.core import DEFAULT_WINDOW_TOKENS, adapter_sizes
@@ -197,11 +197,14 @@ def _weight_bytes(config: ModelConfig, engine: EngineConfig, dtype: str, shardin
     """Of the weights on each device; without a mesh, of all."""
     num_bytes, itemsize = 0, resolve_dtype(dtype).itemsize
     for slot in parameter_slots(config):
-        shape = slot.shape if sharding is None else sharding.of_slot(slot).shard_shape(slot.shape)
-        if engine.weight_dtype == "int8" and dtype != "float32" and keeps_small(config, slot):
-            num_bytes += math.prod(shape) + SCALE_BYTES * math.prod(slot.of_outputs(shape))
-        else:
+        form = form_of(config, slot, engine.weight_dtype, dtype)
+        if form is None:
+            shape = slot.shape if sharding is None else sharding.of_slot(slot).shard_shape(slot.shape)
             num_bytes += math.prod(shape) * itemsize
+            continue
+        for part in parts_of(slot, form):
+            shape = part.shape if sharding is None else sharding.of(part.axes, part.units).shard_shape(part.shape)
+            num_bytes += math.prod(shape) * part.dtype.itemsize
     return num_bytes
 
 

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from ca_jax.models.config import ModelConfig
-from ca_jax.models.parts import INIT, Norm, adapted, packed_product, project
+from ca_jax.models.parts import INIT, Norm, adapted, matrix, packed_product, project
 from ca_jax.models.sharding import ModelSharding, by_device, held_axes
+from ca_jax.models.small_weights import Int4Matrix
 
 EXPERT_BLOCK = 64
 """Most tokens that go through an expert at once."""
@@ -59,7 +60,7 @@ class MLP(nn.Module):
             """Of the named matrices, which lie packed together."""
             packed = packed_product(self, packed_as, x, shape[1] * len(names))
             if packed is None:
-                outs = [project(x, self.param(f"w_{name}", INIT, shape)) for name in names]
+                outs = [project(x, matrix(self, f"w_{name}", shape)) for name in names]
             else:
                 outs = jnp.split(packed, len(names), axis=-1)
             outs = [adapted(self, f"w_{name}", x, out) for name, out in zip(names, outs, strict=True)]
@@ -97,9 +98,8 @@ class Experts(nn.Module):
         """`[B, T, F]` to `[B, T, F]`. With `norms_experts` the router reads the residual stream, `[B, T, F]` too."""
         c = self.config
         router = self.param("router", INIT, (c.embed_dim, c.num_experts))
-        w_gate = self.param("w_gate", INIT, (c.num_experts, c.embed_dim, c.mlp_dim))
-        w_up = self.param("w_up", INIT, (c.num_experts, c.embed_dim, c.mlp_dim))
-        w_down = self.param("w_down", INIT, (c.num_experts, c.mlp_dim, c.embed_dim))
+        w_gate, w_up = (matrix(self, name, (c.num_experts, c.embed_dim, c.mlp_dim)) for name in ("w_gate", "w_up"))
+        w_down = matrix(self, "w_down", (c.num_experts, c.mlp_dim, c.embed_dim))
         rows = x.reshape(-1, c.embed_dim)
         read = rows if stream is None else self._scaled(stream).reshape(rows.shape)
         scores = project(read, router).astype(jnp.float32)
@@ -112,21 +112,23 @@ class Experts(nn.Module):
         zeros, wide = nn.initializers.zeros, (c.num_experts, c.mlp_dim)
         biases = [self.param(f"b_{name}", zeros, wide) for name in ("gate", "up") if c.mlp_bias]
 
-        def sums(rows: jax.Array, weights: jax.Array, chosen: jax.Array, *matrices: Any) -> jax.Array:
+        def sums(
+            rows: jax.Array, weights: jax.Array, chosen: jax.Array, gate: Any, up: Any, down: Any, *of_wide: jax.Array
+        ) -> jax.Array:
             def apply(expert: jax.Array, rows: jax.Array) -> jax.Array:
-                own = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, expert, keepdims=False), matrices)
-                gate, up, down, *of_wide = own
-                hidden = [project(rows, gate), project(rows, up)]
+                hidden = [project(rows, each, expert=expert) for each in (gate, up)]
                 if of_wide:
-                    hidden = [each + bias for each, bias in zip(hidden, of_wide, strict=True)]
-                return project(activated(c, *hidden), down)
+                    own = [jax.lax.dynamic_index_in_dim(each, expert, keepdims=False) for each in of_wide]
+                    hidden = [each + bias for each, bias in zip(hidden, own, strict=True)]
+                return project(activated(c, *hidden), down, expert=expert)
 
             return _through_experts(apply, rows, weights, chosen, c.num_experts)[None]
 
         of_rows = ("batch",) if x.shape[0] > 1 else ()  # One sequence is on all devices.
         of_wide = [held_axes(each, (None, None, "mlp"), (None, "mlp")) for each in (w_gate, w_up)]
         of_matrices = (*of_wide, held_axes(w_down, (None, "mlp"), ()), *[(None, "mlp")] * len(biases))
-        is_divided = self.sharding is not None and c.mlp_dim % self.sharding.num_tensor == 0
+        num_parts = w_down.scales.shape[1] if isinstance(w_down, Int4Matrix) else c.mlp_dim  # No group is divided.
+        is_divided = self.sharding is not None and num_parts % self.sharding.num_tensor == 0
         in_axes, out_axes = (of_rows, of_rows, of_rows, *of_matrices), ("mlp", *of_rows)
         given = by_device(sums, self.sharding if is_divided else None, in_axes, out_axes)
         out = given(rows, weights, chosen, w_gate, w_up, w_down, *biases).sum(0)

@@ -29,7 +29,7 @@ from ca_jax.models import weights
 from ca_jax.models.chat_template import ChatTemplate
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.families import FAMILIES, require_served
-from ca_jax.models.int8_weights import dtype_of
+from ca_jax.models.small_weights import dtype_of
 from ca_jax.models.stored import StoredTensor
 from ca_jax.models.tokenizer import Tokenizer, read_backend
 

@@ -26,7 +26,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ca_jax.models.config import ModelConfig
-from ca_jax.models.int8_weights import Int8Matrix
+from ca_jax.models.small_weights import Int4Matrix, Int8Matrix, SmallMatrix, parts_of
 from ca_jax.models.weights import Slot, parameter_slots
 
 _LOG = logging.getLogger(__name__)
@@ -100,9 +100,9 @@ class ModelSharding:
         """Of a leaf of the parameter tree."""
         return self.of(slot.axes, slot.shape)
 
-    def of_int8(self, slot: Slot) -> Int8Matrix:
-        """Of a leaf that is held in 8 bits."""
-        return Int8Matrix(self.of_slot(slot), self.of(slot.of_outputs(slot.axes), slot.of_outputs(slot.shape)))
+    def of_small(self, slot: Slot, form: type[Int8Matrix] | type[Int4Matrix]) -> tuple[NamedSharding, ...]:
+        """Of the arrays of a leaf that is held so."""
+        return tuple(self.of(part.axes, part.units) for part in parts_of(slot, form))
 
     def of_params(self, config: ModelConfig, params: Mapping[str, Any]) -> Any:
         """Of all of a model's parameters: a tree like theirs."""
@@ -110,7 +110,9 @@ class ModelSharding:
         leaves = {}
         for slot in parameter_slots(config):
             path = "params", *slot.path
-            leaves[path] = self.of_int8(slot) if isinstance(held[path], Int8Matrix) else self.of_slot(slot)
+            leaf = held[path]
+            is_small = isinstance(leaf, SmallMatrix)
+            leaves[path] = type(leaf)(*self.of_small(slot, type(leaf))) if is_small else self.of_slot(slot)
         return flax.traverse_util.unflatten_dict(leaves)
 
     def of(self, axes: Axes, shape: Sequence[int] | None = None) -> NamedSharding:
@@ -223,8 +225,10 @@ def bytes_per_device(arrays: Any) -> int:
 # Within jitted functions.
 
 
-def held_axes(weights: jax.Array | Int8Matrix, axes: Axes, of_scales: Axes) -> Any:
-    """For `by_device`, of weights that may be held in 8 bits: names of axes, and of their scales' where they are."""
+def held_axes(weights: jax.Array | SmallMatrix, axes: Axes, of_scales: Axes) -> Any:
+    """For `by_device`, of weights that may be held small: names of axes, and of scales' where these are of outputs."""
+    if isinstance(weights, Int4Matrix):
+        return Int4Matrix(*[axes] * 3)
     return Int8Matrix(axes, of_scales) if isinstance(weights, Int8Matrix) else axes
 
 

@@ -20,15 +20,15 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from ca_jax.models import latent_attention, rope
+from ca_jax.models import int4_product, latent_attention, rope
 from ca_jax.models.attention import attend, matmul_precision
 from ca_jax.models.config import LayerKind, ModelConfig
 from ca_jax.models.feed_forward import MLP, Experts, activated
-from ca_jax.models.int8_weights import Int8Matrix, dtype_of
 from ca_jax.models.kv import KVCache, LayerKV, State, no_states
-from ca_jax.models.parts import INIT, Norm, Scale, adapted, look_up, norm_of, packed_product, project
+from ca_jax.models.parts import INIT, Norm, Scale, adapted, look_up, matrix, norm_of, packed_product, project
 from ca_jax.models.recurrent import RowStates, mixer_of
 from ca_jax.models.sharding import ModelSharding
+from ca_jax.models.small_weights import Int4Matrix, Int8Matrix, dtype_of
 
 
 class Learned(NamedTuple):
@@ -60,8 +60,8 @@ class Attention(nn.Module):
         c, kind = self.config, self.kind
         heads, kv_heads = (c.num_heads, kind.head_dim), (kind.num_kv_heads, kind.head_dim)
         zeros, num_axes = nn.initializers.zeros, 2 if c.qk_norm_is_whole else 1
-        self.wq = self.param("wq", INIT, (c.embed_dim, *heads))
-        self.wo = self.param("wo", INIT, (*heads, c.embed_dim))
+        self.wq = matrix(self, "wq", (c.embed_dim, *heads))
+        self.wo = matrix(self, "wo", (*heads, c.embed_dim))
         if c.qkv_bias:
             self.bq = self.param("bq", zeros, heads)
         if c.out_bias:
@@ -69,13 +69,13 @@ class Attention(nn.Module):
         if c.qk_norm:
             self.q_norm = Norm(c.norm_eps, offset=c.norm_offset, num_axes=num_axes)
         if kind.has_kv:
-            self.wk = self.param("wk", INIT, (c.embed_dim, *kv_heads))
+            self.wk = matrix(self, "wk", (c.embed_dim, *kv_heads))
             if c.qkv_bias:
                 self.bk = self.param("bk", zeros, kv_heads)
             if c.value_norm:
                 self.v_norm = Norm(c.norm_eps, has_scale=False)
             if kind.has_values:
-                self.wv = self.param("wv", INIT, (c.embed_dim, *kv_heads))
+                self.wv = matrix(self, "wv", (c.embed_dim, *kv_heads))
                 if c.qkv_bias:
                     self.bv = self.param("bv", zeros, kv_heads)
             if c.qk_norm:
@@ -85,7 +85,7 @@ class Attention(nn.Module):
         if c.has_sinks:
             self.sinks = self.param("sinks", nn.initializers.zeros, heads[:1])
         if c.gates_heads:
-            self.wg = self.param("wg", INIT, (c.embed_dim, *heads))
+            self.wg = matrix(self, "wg", (c.embed_dim, *heads))
 
     def project(self, x: jax.Array) -> tuple[jax.Array, LayerKV | None]:
         """`x [B, T, F]` to unrotated queries `[B, T, N, H]` and KV `[B, T, K, H]`: nothing in them is of a position.
@@ -97,7 +97,8 @@ class Attention(nn.Module):
         stops = [c.num_heads + i * kind.num_kv_heads for i in range(len(names))]
         packed = packed_product(self, "qkv", x, stops[-1] * kind.head_dim)
         if packed is None:
-            made = [project(x, getattr(self, name)) for name in names]
+            of_heads = *x.shape[:-1], -1, kind.head_dim
+            made = [project(x, getattr(self, name)).reshape(of_heads) for name in names]
         else:
             made = jnp.split(packed.reshape(*x.shape[:-1], -1, kind.head_dim), stops[:-1], axis=-2)
         made = [adapted(self, name, x, each) for name, each in zip(names, made, strict=True)]
@@ -120,7 +121,7 @@ class Attention(nn.Module):
         key_scale = None if self.kind.has_values or not self.kind.has_kv else self.k_norm(self.kind.head_dim)
         heads, carry = attend_fn(*self.project(x), Learned(sinks, key_scale))
         if self.config.gates_heads:
-            heads = heads * nn.sigmoid(project(x, self.wg)).astype(heads.dtype)
+            heads = heads * nn.sigmoid(project(x, self.wg)).reshape(heads.shape).astype(heads.dtype)
         packed = packed_product(self, "out", heads.reshape(*heads.shape[:-2], -1), self.config.embed_dim)
         out = project(heads, self.wo, num_inputs=2) if packed is None else packed
         out = adapted(self, "wo", heads, out, num_inputs=2)
@@ -143,14 +144,14 @@ class LatentAttention(nn.Module):
         c = self.config
         num_inputs, num_heads = c.query_rank or c.embed_dim, c.num_heads
         if c.query_rank:
-            self.wq_a = self.param("wq_a", INIT, (c.embed_dim, c.query_rank))
+            self.wq_a = matrix(self, "wq_a", (c.embed_dim, c.query_rank))
             self.q_a_norm = Norm(_LATENT_EPS)
-        self.wq = self.param("wq", INIT, (num_inputs, num_heads, c.rotary_dim + c.nope_dim))
-        self.wkv_a = self.param("wkv_a", INIT, (c.embed_dim, c.head_dim))
+        self.wq = matrix(self, "wq", (num_inputs, num_heads, c.rotary_dim + c.nope_dim))
+        self.wkv_a = matrix(self, "wkv_a", (c.embed_dim, c.head_dim))
         self.kv_norm = Norm(_LATENT_EPS)
         self.wuk = self.param("wuk", INIT, (c.latent_dim, num_heads, c.nope_dim))
         self.wuv = self.param("wuv", INIT, (c.latent_dim, num_heads, c.value_dim))
-        self.wo = self.param("wo", INIT, (num_heads, c.value_dim, c.embed_dim))
+        self.wo = matrix(self, "wo", (num_heads, c.value_dim, c.embed_dim))
 
     def project(self, x: jax.Array) -> tuple[jax.Array, LayerKV]:
         """`x [B, T, F]` to unrotated queries and KV `[B, T, 1, H]`: nothing in them is of a position.
@@ -159,6 +160,7 @@ class LatentAttention(nn.Module):
         """
         c = self.config
         q = project(self.q_a_norm(project(x, self.wq_a)) if c.query_rank else x, self.wq)
+        q = q.reshape(*x.shape[:-1], c.num_heads, -1)
         if c.attention_scale is not None:
             q = (q.astype(jnp.float32) * (c.attention_scale * math.sqrt(q.shape[-1]))).astype(q.dtype)
         turned, latent = jnp.split(project(x, self.wkv_a), (c.rotary_dim,), axis=-1)
@@ -349,6 +351,9 @@ class Transformer(nn.Module):
         else:
             weights, axis = self.unembedder.variables["params"]["kernel"], 0
         rows, scales = x.reshape(-1, x.shape[-1]), None
+        if isinstance(weights, Int4Matrix):
+            logits = int4_product.product(rows, weights, dtype=jnp.float32)
+            return logits.reshape(*x.shape[:-1], self.config.vocab_size)
         if isinstance(weights, Int8Matrix):
             weights, scales = weights.numbers.astype(x.dtype), weights.scales
         logits = jax.lax.dot_general(

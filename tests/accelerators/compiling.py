@@ -27,12 +27,13 @@ from typing import NamedTuple
 import pytest
 
 from ca_jax import backend
-from ca_jax.models import gpu_attention
+from ca_jax.models import gpu_attention, int4_product
 from tests.accelerators.chips import Chip
 from tests.accelerators.serving import Setup, Step
 
 KERNEL = "attend_pages"
 """Ours, over pages."""
+_KERNELS = KERNEL, int4_product.NAME
 NVCC = "nvidia-cuda-nvcc-cu12"
 """The package of CUDA's assembler."""
 LARGE_BYTES = 1 << 20
@@ -170,7 +171,7 @@ class Figures:
     largest_copy: str | None
     """The line of the largest."""
     widened: str | None
-    """The line of the first that writes a matrix which is held in 8 bits, in more."""
+    """The line of the first that writes a matrix which is held small, in two bytes a number."""
     collectives: dict[str, Sent]
     """By kind."""
     num_kernels: int
@@ -199,6 +200,7 @@ def as_on(chip: Chip) -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_attention, "kernel_is_served", lambda dtype, head_dim: True)
+        patch.setattr(int4_product, "kernel_is_served", lambda kernel, dtype: True)
         with chip.as_default(), backend.assumed(chip.served_as):
             yield
 
@@ -296,14 +298,18 @@ def _kernel(chip: Chip, folder: Path, launches: list[str]) -> Kernel | None:
     found = []
     for path in folder.glob("*.ptx"):
         text = path.read_text()
-        if f".entry {KERNEL}" not in text:
+        if not any(f".entry {name}" in text for name in _KERNELS):
             continue
         arch = re.search(r"^\.target (\w+)", text, re.MULTILINE)
         command = [_assembler(), "-v", f"-arch={arch.group(1) if arch else 'sm_80'}", str(path), "-o", "/dev/null"]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         registers = max(map(int, re.findall(r"Used (\d+) registers", said)))
         found.append((registers, sum(map(int, re.findall(r"(\d+) bytes spill stores", said)))))
-    shared = [int(line.rsplit("shared_memory: ", 1)[1].split()[0]) for line in launches if f" {KERNEL}" in line]
+    shared = [
+        int(line.rsplit("shared_memory: ", 1)[1].split()[0])
+        for line in launches
+        if any(f" {name}" in line for name in _KERNELS)
+    ]
     if not found:
         return None
     registers, spilled = max(found)

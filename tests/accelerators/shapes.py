@@ -16,7 +16,7 @@ import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 
 from ca_jax.config import EngineConfig
 from ca_jax.device import state_steps, steps
@@ -26,11 +26,11 @@ from ca_jax.device.pages import PoolSize
 from ca_jax.kv.layout import pool_bytes, pool_size
 from ca_jax.models.adapters import places_of
 from ca_jax.models.config import ModelConfig
-from ca_jax.models.int8_weights import Int8Matrix, keeps_small
 from ca_jax.models.kv import SCALE_BYTES, State, no_states
 from ca_jax.models.paged_attention import Rows
 from ca_jax.models.recurrent import CELLS
 from ca_jax.models.sharding import Axes, ModelSharding, model_sharding
+from ca_jax.models.small_weights import Int4Matrix, SmallMatrix, form_of, parts_of
 from ca_jax.models.weights import parameter_slots, resolve_dtype
 from ca_jax.serving.core import DEFAULT_WINDOW_TOKENS
 from tests.accelerators.chips import Chip
@@ -136,8 +136,11 @@ class Shapes:
 
     def shape(self, *sizes: int, dtype: Any = jnp.int32, axes: Axes = ()) -> jax.ShapeDtypeStruct:
         """Of an array where it would lie."""
-        place = self._device if self.sharding is None else self.sharding.of(axes, sizes)
-        return jax.ShapeDtypeStruct(sizes, dtype, sharding=place)
+        return self._placed(sizes, dtype, None if self.sharding is None else self.sharding.of(axes, sizes))
+
+    def _placed(self, sizes: tuple[int, ...], dtype: Any, place: NamedSharding | None) -> jax.ShapeDtypeStruct:
+        """There; None: on the one device."""
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=self._device if place is None else place)
 
     @cached_property
     def _device(self) -> SingleDeviceSharding:
@@ -148,21 +151,23 @@ class Shapes:
         """Of the whole model."""
         leaves: dict[tuple[str, ...], Any] = {}
         for slot in parameter_slots(self.model):
-            path, is_small = ("params", *slot.path), self.weight_dtype == "int8" and keeps_small(self.model, slot)
-            dtype = jnp.int8 if is_small else resolve_dtype(DTYPE)
-            leaves[path] = self.shape(*slot.shape, dtype=dtype, axes=slot.axes)
-            if is_small:
-                shape, axes = slot.of_outputs(slot.shape), slot.of_outputs(slot.axes)
-                leaves[path] = Int8Matrix(leaves[path], self.shape(*shape, dtype=jnp.float32, axes=axes))
+            form = form_of(self.model, slot, self.weight_dtype, DTYPE)
+            if form is None:
+                leaf: Any = self.shape(*slot.shape, dtype=resolve_dtype(DTYPE), axes=slot.axes)
+            else:
+                places = [None] * 3 if self.sharding is None else self.sharding.of_small(slot, form)
+                parts = zip(parts_of(slot, form), places, strict=False)
+                leaf = form(*(self._placed(part.shape, part.dtype, place) for part, place in parts))
+            leaves["params", *slot.path] = leaf
         return flax.traverse_util.unflatten_dict(leaves)
 
     @cached_property
     def small_shapes(self) -> set[tuple[int, ...]]:
-        """Of what is held in 8 bits on each device, as it is and as a plain matrix; of experts, all of them and one."""
+        """Of what is held small on each device, as it is and as a plain matrix; of experts, all of them and one."""
         leaves, found = flax.traverse_util.flatten_dict(self.params["params"]), set()
         for slot in parameter_slots(self.model):
-            if isinstance(held := leaves[slot.path], Int8Matrix):
-                shape = held.numbers.sharding.shard_shape(slot.shape)
+            if isinstance(leaves[slot.path], SmallMatrix):
+                shape = slot.shape if self.sharding is None else self.sharding.of_slot(slot).shard_shape(slot.shape)
                 matrix = shape if slot.num_stacked is None else shape[1:]
                 num_inputs = math.prod(matrix[: slot.num_inputs])
                 found |= {shape, matrix, (num_inputs, math.prod(matrix) // num_inputs), matrix[::-1]}
@@ -282,14 +287,15 @@ class Shapes:
         tables = [own[name]["embedding"] for name in ("embed", "inputs") if name in own]
         looked_up = tables[1:] if self.model.tie_embeddings else tables
         flops = read_bytes = product_bytes = 0.0
-        for leaf in jax.tree.leaves(params):
+        for held in jax.tree.leaves(params, is_leaf=lambda held: isinstance(held, SmallMatrix)):
+            leaf = held.numbers if isinstance(held, SmallMatrix) else held
             if leaf.ndim < 2 or leaf.dtype == jnp.float32 or any(leaf is table for table in looked_up):
-                continue  # Of what is in 8 bits the scales are no matrix.
-            size = self.bytes_of(leaf) / leaf.dtype.itemsize
+                continue
+            size = self.bytes_of(leaf) / leaf.dtype.itemsize * (2 if isinstance(held, Int4Matrix) else 1)
             is_of_experts = num_experts and leaf.ndim == 3 and leaf.shape[0] == num_experts
             chosen = self.model.num_experts_per_token / num_experts if is_of_experts else 1.0
             flops += 2 * size * chosen * num_tokens
-            read_bytes += size * leaf.dtype.itemsize * min(chosen * num_tokens, 1)
+            read_bytes += self.bytes_of(held) * min(chosen * num_tokens, 1)
             width, of_each = self.model.embed_dim, num_experts if is_of_experts else 1
             ends = width + size / of_each / width  # Of a product: all have the residual stream at one end.
             product_bytes += ends * resolve_dtype(DTYPE).itemsize * num_tokens * of_each * chosen

@@ -1,9 +1,9 @@
 """Every jitted step of serving compiles for chips that are not there, and is what it should be.
 
-Its pages stay in place, byte for byte, and nothing as large as a layer of them is copied; weights in 8 bits are not
-written out in more; the kernels that should be are called and spill nothing; what is sent between devices is two sums a
-layer, never KV; and what a model takes of a chip is what `launch.plan` says. Run by `make test-accelerators`, and a
-part by `make test-accelerators-quick`; skipped where the compilers are not.
+Its pages stay in place, byte for byte, and nothing as large as a layer of them is copied; weights in 8 bits or 4 are
+not written out in more; the kernels that should be are called and spill nothing; what is sent between devices is two
+sums a layer, never KV; and what a model takes of a chip is what `launch.plan` says. Run by `make test-accelerators`,
+and a part by `make test-accelerators-quick`; skipped where the compilers are not.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ PLAN_TOLERANCE = 0.02
 SETUPS = [
     *(Setup(chip, "smollm2-135m") for chip in CHIPS),
     *(Setup(chip, "llama3-8b") for chip in (H100, A100, V6E)),
-    *(Setup(chip, "llama3-8b", weight_dtype="int8") for chip in (H100, V6E)),
-    *(Setup(chip, "qwen3-moe, 4 layers", weight_dtype="int8") for chip in (H100, V6E)),
+    *(Setup(chip, "llama3-8b", weight_dtype=bits) for bits in ("int8", "int4") for chip in (H100, V6E)),
+    *(Setup(chip, "qwen3-moe, 4 layers", weight_dtype=bits) for bits in ("int8", "int4") for chip in (H100, V6E)),
     Setup(V5E, "llama3-8b", 4),
     *(Setup(chip, "llama2-70b", 4) for chip in (H100, A100)),
     Setup(A100, "llama-65b", 4),

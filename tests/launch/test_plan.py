@@ -15,10 +15,10 @@ from ca_jax.kv.layout import pool_size, staging_bytes
 from ca_jax.kv.snapshots import NUM_KEPT
 from ca_jax.launch.plan import make_plan
 from ca_jax.models.config import RopeConfig
-from ca_jax.models.int8_weights import Int8Matrix
 from ca_jax.models.presets import PRESETS
 from ca_jax.models.recurrence import RecurrenceConfig
 from ca_jax.models.sharding import bytes_per_device
+from ca_jax.models.small_weights import Int8Matrix
 from ca_jax.pretrained import load_model
 from ca_jax.serving.core import adapter_sizes
 from ca_jax.storage.config import GIB, StoreConfig
@@ -67,10 +67,11 @@ LATENT = {"num_kv_heads": 1, "head_dim": 28, "latent_dim": 20, "nope_dim": 12, "
 @pytest.mark.parametrize(
     "changes", [EXPERTS, {**LATENT, "rope": RopeConfig(rotary_dim=8)}], ids=["experts, tied", "latents"]
 )
-def test_weights_in_8_bits_count_as_they_are_held_of_every_kind(changes):
-    model = kit.in_8_bits(kit.model_of(**changes))
+@pytest.mark.parametrize("weight_dtype", ["int8", "int4"])
+def test_small_weights_count_as_they_are_held_of_every_kind(changes, weight_dtype):
+    model = kit.held_small(kit.model_of(**changes), weight_dtype)
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if leaf.dtype == jnp.float32 else leaf, model.params)
-    engine = EngineConfig(overflow=None, weight_dtype="int8", context_window=256)
+    engine = EngineConfig(overflow=None, weight_dtype=weight_dtype, context_window=256)
     planned = make_plan(model.config, engine, dtype="bfloat16", device_bytes=A100)
     num_scales = sum(leaf.scales.size for leaf in jax.tree.leaves(params, is_leaf=is_int8) if is_int8(leaf))
     assert planned.total_weight_bytes == bytes_per_device(params) + 2 * num_scales  # These are float32.
@@ -80,10 +81,10 @@ def is_int8(leaf):
     return isinstance(leaf, Int8Matrix)
 
 
-def test_weights_in_8_bits_count_as_a_model_that_was_loaded_with_them_takes(tmp_path):
+def test_small_weights_count_as_a_model_that_was_loaded_with_them_takes(tmp_path):
     config = tiny.tiny_config(num_layers=3)
     tiny.write_tiny_hf(tmp_path, config, tiny.tiny_params(config))
-    for dtype, weight_dtype in (("bfloat16", "model"), ("bfloat16", "int8"), ("float32", "int8")):
+    for dtype, weight_dtype in (("bfloat16", "model"), ("bfloat16", "int8"), ("bfloat16", "int4"), ("float32", "int4")):
         loaded = load_model(str(tmp_path), dtype=dtype, weight_dtype=weight_dtype)
         engine = EngineConfig(overflow=None, weight_dtype=weight_dtype, context_window=256)
         planned = make_plan(loaded.config, engine, dtype=dtype, device_bytes=A100)

@@ -10,10 +10,10 @@ import pytest
 
 from ca_jax import backend
 from ca_jax.models import paged_attention, tpu_attention
-from ca_jax.models.int8_weights import Int8Matrix
 from ca_jax.models.kv import LayerKV
 from ca_jax.models.paged_attention import read_places, write_places, write_rows
 from ca_jax.models.parts import look_up
+from ca_jax.models.small_weights import Int8Matrix
 from tests.models.test_paged_attention import RAGGED, Case, expect_as_by_blocks
 from tests.private_kit import races_found, watching_races
 

@@ -1,9 +1,10 @@
-"""Weights rounded to 8 bits: which, to what, and that a model with them computes with nothing else."""
+"""Weights rounded to 8 or 4 bits: which, to what, and that a model with them computes with nothing else."""
 
 import dataclasses
 
 import gguf
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -13,7 +14,7 @@ from benchmarks.main import model_loader
 from ca_jax.models import cpu_kernels
 from ca_jax.models.checkpoint import load_checkpoint
 from ca_jax.models.config import RopeConfig
-from ca_jax.models.int8_weights import Int8Matrix
+from ca_jax.models.small_weights import Int4Matrix, Int8Matrix, SmallMatrix, as_small, round_in_place
 from ca_jax.models.weights import parameter_slots
 from ca_jax.testing import tiny
 from tests import adapters_kit as ak
@@ -22,12 +23,13 @@ from tests import families_kit
 from tests import overflow_kit as ok
 from tests.tolerances import LOGITS_ATOL
 
-Q8 = gguf.GGMLQuantizationType.Q8_0
+KINDS = gguf.GGMLQuantizationType
+ROUNDED_TO = {"int8": KINDS.Q8_0, "int4": KINDS.Q4_1}
 CASES = ("llama3_rope", "qwen2_moe", "deepseek_v3")  # A tied head; experts; latents of which some do not divide.
 
 
-def rounded(rows):
-    return gguf.dequantize(gguf.quantize(np.ascontiguousarray(rows), Q8), Q8)
+def rounded(rows, kind):
+    return gguf.dequantize(gguf.quantize(np.ascontiguousarray(rows), kind), kind)
 
 
 def by_slot(config, params):
@@ -38,21 +40,23 @@ def by_slot(config, params):
         yield slot, np.asarray(leaf)
 
 
+@pytest.mark.parametrize("weight_dtype", ROUNDED_TO)
 @pytest.mark.parametrize("name", CASES)
-def test_matrices_are_rounded_and_nothing_else(tmp_path, name):
+def test_matrices_are_rounded_and_nothing_else(tmp_path, name, weight_dtype):
     families_kit.make(name, tmp_path)
     plain = load_checkpoint(str(tmp_path))
-    model = ca_jax.load_model(str(tmp_path), dtype="float32", weight_dtype="int8")
+    model = ca_jax.load_model(str(tmp_path), dtype="float32", weight_dtype=weight_dtype)
+    kind = ROUNDED_TO[weight_dtype]
     config, num_rounded = model.config, 0
     for (slot, before), (_, after) in zip(by_slot(config, plain.params), by_slot(config, model.params), strict=True):
         expected = before
         num_inputs = slot.stored_shape[-1]
         is_head = slot.key == "embed.embedding" and config.tie_embeddings
         if is_head:
-            expected = rounded(before)
+            expected = rounded(before, KINDS.Q8_0)
         elif slot.transposed and not slot.key.endswith("router") and num_inputs % 32 == 0:
             stacked = before.reshape(slot.num_stacked or 1, num_inputs, -1)
-            expected = np.stack([rounded(part.T).T for part in stacked]).reshape(before.shape)
+            expected = np.stack([rounded(part.T, kind).T for part in stacked]).reshape(before.shape)
         num_rounded += not np.array_equal(expected, before)
         np.testing.assert_array_equal(after, expected, err_msg=slot.key)
     assert num_rounded > 4 * config.num_layers
@@ -60,14 +64,15 @@ def test_matrices_are_rounded_and_nothing_else(tmp_path, name):
 
 
 @pytest.mark.skipif(cpu_kernels.library() is None, reason="the package was built without its CPU kernels")
-def test_decoding_reads_eight_bits_and_says_what_plain_arithmetic_does(tmp_path):
+@pytest.mark.parametrize(("weight_dtype", "kind"), [("int8", "q8"), ("int4", "q4")])
+def test_decoding_reads_so_few_bits_and_says_what_plain_arithmetic_does(tmp_path, weight_dtype, kind):
     config = tiny.tiny_config(embed_dim=64, mlp_dim=96, head_dim=16, num_heads=4)
     tiny.write_tiny_hf(tmp_path, config, tiny.tiny_params(config))
-    model = ca_jax.load_model(str(tmp_path), dtype="float32", weight_dtype="int8")
+    model = ca_jax.load_model(str(tmp_path), dtype="float32", weight_dtype=weight_dtype)
     packed = cpu_kernels.pack_params(config, model.params["params"])
     sizes = {leaf.nbytes for leaf in jax.tree.leaves(packed["layer_0"]["mlp"]["down"])}
-    assert sizes == {96 * 64 // 512 * cpu_kernels.KINDS["q8"]}
-    with kit.small_engine(model, weight_dtype="int8") as engine:
+    assert sizes == {96 * 64 // 512 * cpu_kernels.KINDS[kind]}
+    with kit.small_engine(model, weight_dtype=weight_dtype) as engine:
         ids = kit.prompt(20)
         assert kit.say(engine.session(), ids) == kit.greedy_answer(ids, 12, model)
 
@@ -89,8 +94,75 @@ def test_an_engine_that_wants_them_takes_no_others():
 def test_another_kind_of_weights_is_refused(tmp_path):
     config = tiny.tiny_config()
     tiny.write_tiny_hf(tmp_path, config, tiny.tiny_params(config))
-    with pytest.raises(ValueError, match="weight_dtype must be model or int8, got 'int4'"):
-        ca_jax.load_model(str(tmp_path), weight_dtype="int4")
+    with pytest.raises(ValueError, match="weight_dtype must be model or int8 or int4, got 'int2'"):
+        ca_jax.load_model(str(tmp_path), weight_dtype="int2")
+
+
+# In bfloat16, held in 4 bits.
+
+
+def matrix_of(kind: KINDS, num_outputs: int = 300) -> np.ndarray:
+    """`[inputs, outputs]`, as a file of that kind has it."""
+    rows = np.random.default_rng(3).standard_normal((num_outputs, 160)).astype(np.float32)
+    return rounded(rows, kind).T
+
+
+SLOT = next(slot for slot in parameter_slots(tiny.tiny_config(embed_dim=160, mlp_dim=300)) if slot.key == "mlp.w_up")
+
+
+@pytest.mark.parametrize("kind", [KINDS.Q4_0, KINDS.Q4_1])
+def test_what_a_file_had_in_4_bits_is_kept_to_a_64th(kind):
+    """Of the largest of each group: weights, their scale and their offset are rounded to bfloat16. Half a step of 15 is
+    a sixteenth."""
+    leaf = matrix_of(kind)
+    held = as_small(SLOT, leaf.astype(ml_dtypes.bfloat16), Int4Matrix)
+    most = np.abs(leaf.reshape(5, 32, -1)).max(1).repeat(32, 0)
+    assert (np.abs(kit.in_float32(held) - leaf) <= most / 64).all()
+
+
+@pytest.mark.parametrize("kind", [KINDS.Q4_0, KINDS.Q4_1])
+def test_what_a_file_had_in_4_bits_stays_as_it_is_in_float32(kind):
+    leaf = np.ascontiguousarray(matrix_of(kind))
+    np.testing.assert_array_equal(round_in_place(tiny.tiny_config(), SLOT, leaf.copy(), "int4"), leaf)
+
+
+def test_other_weights_are_within_half_a_step_of_15():
+    leaf = np.random.default_rng(4).standard_normal((160, 300)).astype(np.float32)
+    leaf[:32, 0], leaf[:32, 1] = 0, 7.0  # Groups without a step.
+    held = as_small(SLOT, leaf, Int4Matrix)
+    assert [each.dtype for each in held] == [np.uint8, ml_dtypes.bfloat16, ml_dtypes.bfloat16]
+    groups = leaf.reshape(5, 32, -1)
+    step = ((groups.max(1) - groups.min(1)) / 15).repeat(32, 0)
+    slack = 2**-8 * np.abs(groups).max(1).repeat(32, 0)
+    assert (np.abs(kit.in_float32(held) - leaf) <= step / 2 + slack).all()
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "gemma3", "deepseek_v3"])
+def test_of_a_loaded_model_groups_are_in_4_bits_and_the_rest_in_8(tmp_path, name):
+    families_kit.make(name, tmp_path)
+    plain = load_checkpoint(str(tmp_path), dtype="bfloat16")
+    model = ca_jax.load_model(str(tmp_path), dtype="bfloat16", weight_dtype="int4")
+    eight = ca_jax.load_model(str(tmp_path), dtype="bfloat16", weight_dtype="int8")
+    assert len({each.fingerprint for each in (plain, model, eight)}) == 3
+    forms = {Int4Matrix: 0, Int8Matrix: 0}
+    for slot in parameter_slots(model.config):
+        before, leaf, other = (leaf_of(each.params, slot) for each in (plain, model, eight))
+        assert isinstance(leaf, SmallMatrix) == isinstance(other, SmallMatrix)
+        if isinstance(leaf, Int4Matrix):
+            has_groups = slot.shape[int(slot.num_stacked is not None) + slot.num_inputs - 1] % 32 == 0
+            assert has_groups
+            wanted = as_small(slot, np.asarray(before), Int4Matrix)
+            jax.tree.map(np.testing.assert_array_equal, leaf, wanted)
+        elif isinstance(leaf, Int8Matrix):
+            jax.tree.map(np.testing.assert_array_equal, leaf, other)
+        if isinstance(leaf, SmallMatrix):
+            forms[type(leaf)] += 1
+    assert forms[Int4Matrix] > 2 * model.config.num_layers
+    assert forms[Int8Matrix] > 0
+    ids = families_kit.prompt(40)
+    found = kit.wide_but_small(model).logits(ids)
+    expected = kit.spelled_out(model).logits(ids)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=LOGITS_ATOL["float32"])
 
 
 # In bfloat16, held in 8 bits.
@@ -174,11 +246,12 @@ SERVED = {
 }
 
 
+@pytest.mark.parametrize("weight_dtype", ROUNDED_TO)
 @pytest.mark.parametrize("changes", SERVED.values(), ids=SERVED)
-def test_an_engine_with_it_answers_as_the_same_numbers_in_float32(changes):
-    small = kit.in_8_bits(kit.model_of(**changes))
+def test_an_engine_with_it_answers_as_the_same_numbers_in_float32(changes, weight_dtype):
+    small = kit.held_small(kit.model_of(**changes), weight_dtype)
     wide = kit.spelled_out(small)
-    with kit.small_engine(small, weight_dtype="int8") as engine:
+    with kit.small_engine(small, weight_dtype=weight_dtype) as engine:
         session = engine.session()
         for seed, num_tokens in enumerate((90, 20, 7)):
             assert kit.say(session, kit.prompt(num_tokens, seed))
@@ -186,17 +259,18 @@ def test_an_engine_with_it_answers_as_the_same_numbers_in_float32(changes):
         assert session.usage.num_cached_tokens > 0
 
 
+@pytest.mark.parametrize("weight_dtype", ROUNDED_TO)
 @pytest.mark.parametrize("lora", [ak.FIRST, ak.SECOND], ids=["a", "b"])
-def test_adapters_add_to_it_as_to_the_same_numbers_in_float32(tmp_path, lora):
+def test_adapters_add_to_it_as_to_the_same_numbers_in_float32(tmp_path, lora, weight_dtype):
     """Held against the adapter merged into these numbers; the two differ by what they round, and by nothing else."""
-    small = kit.in_8_bits(ak.model_of(None))
+    small = kit.held_small(ak.model_of(None), weight_dtype)
     base = tiny.hf_tensors(small.config, jax.tree.map(np.asarray, kit.spelled_out(small).params))
     tiny.write_tiny_hf(tmp_path, small.config, ak.base_params())
     safetensors.numpy.save_file(
         ak.merged_tensors(lora, base), tmp_path / "model.safetensors", metadata={"format": "pt"}
     )
     merged = ca_jax.load_model(str(tmp_path), dtype="float32")
-    with kit.small_engine(small, weight_dtype="int8", max_adapters=3, max_adapter_rank=6) as engine:
+    with kit.small_engine(small, weight_dtype=weight_dtype, max_adapters=3, max_adapter_rank=6) as engine:
         for name, each in zip("ab", (ak.FIRST, ak.SECOND), strict=True):
             engine.load_adapter(name, ak.written(each))
         session, ids = engine.session(adapter="a" if lora is ak.FIRST else "b"), kit.prompt(40)
