@@ -40,6 +40,13 @@ SETUPS = [
     *(Setup(chip, "llama3-8b") for chip in (H100, A100, V6E)),
     *(Setup(chip, "llama3-8b", weight_dtype=bits) for bits in ("int8", "int4") for chip in (H100, V6E)),
     *(Setup(chip, "qwen3-moe, 4 layers", weight_dtype=bits) for bits in ("int8", "int4") for chip in (H100, V6E)),
+    *(
+        Setup(chip, name, weight_dtype="int8")
+        for name in ("deepseek-v2-lite, 4 layers", "gemma-4, 4 layers")
+        for chip in (H100, V6E)
+    ),
+    Setup(H100, "llama2-70b", weight_dtype="int4"),
+    Setup(H100, "mixtral-8x7b", 4, weight_dtype="int4"),
     Setup(V5E, "llama3-8b", 4),
     *(Setup(chip, "llama2-70b", 4) for chip in (H100, A100)),
     Setup(A100, "llama-65b", 4),

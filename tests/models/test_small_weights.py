@@ -23,6 +23,8 @@ from tests import families_kit
 from tests import overflow_kit as ok
 from tests.tolerances import LOGITS_ATOL
 
+from .test_checkpoint_quantized import awq, gptq
+
 KINDS = gguf.GGMLQuantizationType
 ROUNDED_TO = {"int8": KINDS.Q8_0, "int4": KINDS.Q4_1}
 CASES = ("llama3_rope", "qwen2_moe", "deepseek_v3")  # A tied head; experts; latents of which some do not divide.
@@ -108,6 +110,7 @@ def matrix_of(kind: KINDS, num_outputs: int = 300) -> np.ndarray:
 
 
 SLOT = next(slot for slot in parameter_slots(tiny.tiny_config(embed_dim=160, mlp_dim=300)) if slot.key == "mlp.w_up")
+WIDER = dataclasses.replace(SLOT, shape=(160, 304))
 
 
 @pytest.mark.parametrize("kind", [KINDS.Q4_0, KINDS.Q4_1])
@@ -116,6 +119,17 @@ def test_what_a_file_had_in_4_bits_is_kept_to_a_64th(kind):
     a sixteenth."""
     leaf = matrix_of(kind)
     held = as_small(SLOT, leaf.astype(ml_dtypes.bfloat16), Int4Matrix)
+    most = np.abs(leaf.reshape(5, 32, -1)).max(1).repeat(32, 0)
+    assert (np.abs(kit.in_float32(held) - leaf) <= most / 64).all()
+
+
+@pytest.mark.parametrize("group_size", [32, 160])
+@pytest.mark.parametrize("method", [gptq, awq])
+def test_what_a_checkpoint_had_in_4_bits_is_kept_as_well(method, group_size):
+    """Its groups are of any multiple of 32; of one of ours the least and the largest code need not be 0 and 15."""
+    write, _ = method(group_size=group_size)
+    leaf = write(np.random.default_rng(5), 304, 160)[1].T.astype(np.float32)
+    held = as_small(WIDER, leaf.astype(ml_dtypes.bfloat16), Int4Matrix)
     most = np.abs(leaf.reshape(5, 32, -1)).max(1).repeat(32, 0)
     assert (np.abs(kit.in_float32(held) - leaf) <= most / 64).all()
 
