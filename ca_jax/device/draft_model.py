@@ -98,11 +98,14 @@ class DraftModel:
           step_s: seconds of a step of the target for a model that is as large as this one; for what is not measured.
 
         Returns:
-          Seconds of passes over context that is not held, and of the guess.
+          Seconds of passes over context that was not held before, and of the guess: with what follows from guess to
+          guess, such as the last token of one that was right as a whole.
         """
-        context_s = sum(self._of_pass(size, step_s) for size in self._sizes(sum(map(self._num_missing, jobs))))
-        size = pad_to(self.runner.batch_buckets, len(jobs))
-        return context_s, num_tokens * self._step_s.get(size, step_s)
+        passes = {size: self._of_pass(size, step_s) for size in self._passes}
+        sizes = self._sizes(sum(map(self._num_missing, jobs)))
+        guess_s = num_tokens * self._step_s.get(pad_to(self.runner.batch_buckets, len(jobs)), step_s)
+        guess_s += sizes.count(self._passes[0]) * passes[self._passes[0]]
+        return sum(passes[size] for size in sizes if size > self._passes[0]), guess_s
 
     def guess(self, counts: Mapping[Job, int], step_s: float) -> dict[Job, list[int]]:
         """The tokens that may follow each job's last one, so many of each. Waits for them.
