@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import types
@@ -44,10 +45,16 @@ def is_asked(monkeypatch):
     monkeypatch.setattr(Lookup, "find", lambda self, job, most: (0, []))
 
 
+@contextlib.contextmanager
 def with_model(model=None, **changes):
-    """An engine that checks drafts, with a draft model; without one given its own."""
+    """An engine that checks drafts, with a draft model, which must not break nor lose pages; not given: its own."""
     changes = {"max_draft_tokens": MOST, "draft_model": model or kit.tiny_model(), **changes}
-    return kit.small_engine(**changes)
+    with kit.small_engine(**changes) as engine:
+        yield engine
+        left = drafter_in(engine)._model
+        assert left is not None
+        left.keep(())
+        assert left.runner.pool.num_held == 0
 
 
 def drafter_in(engine) -> Drafter:
@@ -132,6 +139,17 @@ def test_what_a_model_says_is_what_it_says_of_the_context_alone(asked):
     expect_likeliest(asked, model)
 
 
+def test_what_was_guessed_wrongly_is_not_held_where_steps_without_a_guess_come_between(asked, monkeypatch):
+    ask, counted = Drafter._ask, itertools.count()
+    # Of two steps in which it is asked, the first one is on its way already.
+    monkeypatch.setattr(Drafter, "_ask", lambda *given: drafts.NOTHING if next(counted) % 6 < 4 else ask(*given))
+    model = kit.model_of(**OTHER)
+    with with_model(model) as engine:
+        kit.say(engine.session(), kit.prompt(20), 80)
+    assert len(asked) > 8
+    expect_likeliest(asked, model)
+
+
 @pytest.mark.parametrize("changes", [{}, OTHER])
 def test_guesses_go_on_where_tokens_leave_and_where_the_model_holds_no_more(asked, monkeypatch, changes):
     """The target's window is full several times; the model's, of 64 tokens, every 32 tokens."""
@@ -189,7 +207,7 @@ def test_a_model_that_breaks_is_not_asked_again_and_no_answer_breaks_with_it(is_
     def broken(*of_guess):
         raise RuntimeError("out of memory")
 
-    with with_model() as engine:
+    with kit.small_engine(max_draft_tokens=MOST, draft_model=kit.tiny_model()) as engine:
         monkeypatch.setattr(engine._core._draft_model.runner, "dispatch", broken)
         kit.check_turn(engine.session(), kit.prompt(20), 30)
         assert engine.metrics.model_draft_tokens == 0

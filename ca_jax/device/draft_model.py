@@ -148,9 +148,12 @@ class DraftModel:
     def _held(self, job: Job) -> tuple[int, int]:
         """Where what is held of a job begins in its context, and how many tokens are; those before its last one."""
         row, window, before = self._rows.get(job), self.runner.window, job.num_tokens - 1
+        begin = max(job.num_tokens - window // 2, 0), 0
         if row is None or row.num_gone != job.num_gone or job.num_tokens + self.max_tokens - row.first > window:
-            return max(job.num_tokens - window // 2, 0), 0
+            return begin
         at = row.first + row.num_known
+        if at > job.num_tokens:
+            return begin
         follows = job.token_ids[at : at + len(row.guesses)]
         pairs = enumerate(zip(row.guesses, follows, strict=False))
         num_right = next((number for number, (guess, token) in pairs if guess != token), len(follows))
