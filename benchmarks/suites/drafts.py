@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import harness
@@ -26,6 +28,7 @@ from benchmarks.conversations import is_installed
 from benchmarks.engines import make_engine, random_ids
 from benchmarks.harness import BenchError, Row, Run, Sample
 from ca_jax.engine import Engine
+from ca_jax.models.transformer import Transformer
 from ca_jax.pretrained import LoadedModel
 from ca_jax.simulate.traces.sharegpt import load_sharegpt
 from ca_jax.turns.requests import SamplingParams
@@ -48,7 +51,7 @@ _CHAT_CHARS = (20, 1200)
 class DraftsConfig(harness.ServingConfig):
     """Answers with drafts and without."""
 
-    may_be_zero: ClassVar = frozenset({"seed", "temperature"})
+    may_be_zero: ClassVar = frozenset({"seed", "temperature", "idle_layers"})
 
     prompts_of_task: int = 6
     """Prompts of each task."""
@@ -60,6 +63,9 @@ class DraftsConfig(harness.ServingConfig):
     """That tokens are drawn at; 0 takes the likeliest."""
     always_asks: bool = False
     """Have the draft model asked as if its guesses took no time, also where they do not pay: to see what they cost."""
+    idle_layers: int = 0
+    """Layers that add nothing, behind the model's own. So a pair is made of one model: as a draft model it is right as
+    often as can be and faster than the target."""
     context_window: int = 2048
     """Most tokens of a conversation."""
     repeats: int = 3
@@ -128,11 +134,28 @@ def _first_messages() -> list[str]:
     return [message for message in first if _CHAT_CHARS[0] <= len(message) <= _CHAT_CHARS[1]]
 
 
+def with_idle_layers(model: LoadedModel, count: int) -> LoadedModel:
+    """The same model with so many layers more, which are computed and add nothing."""
+    params, config = dict(model.params["params"]), model.config
+    last = params[f"layer_{config.num_layers - 1}"]
+    for layer in range(config.num_layers, config.num_layers + count):
+        idle = jax.tree.map(jnp.copy, last)  # Of its own, so that memory is read for each.
+        for part, out in (("attn", "wo"), ("mlp", "w_down")):
+            idle[part] = {**idle[part], out: jnp.zeros_like(idle[part][out])}
+        params[f"layer_{layer}"] = idle
+    config = dataclasses.replace(config, num_layers=config.num_layers + count)
+    known_by = f"{model.fingerprint} and {count} idle layers"
+    return dataclasses.replace(
+        model, config=config, model=Transformer(config), params={"params": params}, fingerprint=known_by
+    )
+
+
 @harness.suite(DraftsConfig, summary=lambda _: {})
 def drafts(run: Run[DraftsConfig]) -> Iterator[DraftsRow]:
     """Tokens a second with drafts and without, where an answer quotes and where it does not."""
     config, model = run.config, run.model
     prompts = {task: prompts_of(task, model, config) for task in TASKS}
+    model = with_idle_layers(model, config.idle_layers) if config.idle_layers else model
     with contextlib.ExitStack() as stack:
         engines = {}
         for way in WAYS if config.engine.draft_model else WAYS[1:]:

@@ -113,7 +113,7 @@ class DraftModel:
         They are drawn as the answer's are, by its seed and the token's number: two models that agree draw alike.
 
         Args:
-          counts: of at most `num_rows` jobs, each 1 to `max_tokens`.
+          counts: of jobs, each 1 to `max_tokens`. With those that are kept they are at most `num_rows`.
           step_s: as of `seconds`.
         """
         self._take_context(counts, step_s)
@@ -162,7 +162,6 @@ class DraftModel:
     def _take_context(self, jobs: Collection[Job], step_s: float) -> None:
         """Brings what is held of jobs up to their last tokens, in passes of some tokens of several of them."""
         pool, missing = self.runner.pool, dict[int, tuple[int, list[int]]]()
-        self.keep([job for job in self._rows if job in jobs or len(self._rows) + len(jobs) <= self.num_rows])
         for job in jobs:
             first, num_held = self._held(job)
             row = self._rows.get(job)

@@ -245,7 +245,7 @@ class Drafter:
         found = dict[Job, Guess]()
         for job, most in self._most.items():
             guess = Guess(_BY_MODEL, [0] * most, np.full(most, self._likely(job)[_BY_MODEL]))
-            if len(found) < self._model.num_rows and (job not in guesses or guess.expected > guesses[job].expected):
+            if job not in guesses or guess.expected > guesses[job].expected:
                 found[job] = guess
         return found
 
