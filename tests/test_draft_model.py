@@ -301,7 +301,7 @@ def test_it_is_asked_where_that_pays_and_seldom_where_it_does_not(right, each, c
     seconds, num_tokens, num_asked = serve(drafter, job, right, 4000, seed=1)
     assert num_tokens / seconds > least
     # What a step takes that checks nothing is measured now and then.
-    assert 3000 < num_asked < 3975 if is_asked else num_asked < 60
+    assert 3000 < num_asked < 3975 if is_asked else num_asked < 100
 
 
 def test_one_that_turns_right_is_asked_again():
@@ -315,10 +315,11 @@ def test_a_trial_that_a_step_had_no_room_for_is_made_in_the_next_one():
     drafter, job = drafter_with(Model(2.0), of_4=1.5, of_8=2.0), Turn([1, 2, 3])
     drafter.guesses({job: MOST})
     waits = next(count for count in itertools.count() if drafter.choose({}, {job: 0}).size)
-    assert 400 < waits < 1000
-    choice = drafter.choose({}, {job: 0})
-    assert choice.size  # The last one was for a step that was on its way already.
-    drafter.write(choice)
+    assert 100 < waits < 400
+    for _ in range(8):  # The last choice was for a step that was on its way already.
+        choice = drafter.choose({}, {job: 0})
+        assert choice.size
+        drafter.write(choice)
     assert not drafter.choose({}, {job: 0}).size
 
 

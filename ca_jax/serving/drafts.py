@@ -51,6 +51,8 @@ _FORGOTTEN = 0.002  # Of what checking costs too much, with each step in which t
 _BY_MODEL = 0  # The class of a draft model's guesses, among the numbers of tokens that match.
 _MODEL_RIGHT = 0.7  # How likely a model's guess is right, before any was checked; it weighs as `_PRIOR` says.
 _MODEL_KEPT = 0.99  # As `_KEPT`, of a model's guesses: few are made where they do not pay, and these must tell.
+_TRIAL = 8  # Guesses of a model in a row, by which it is seen how it does where it is not held to pay.
+_FIRST_TRIAL = 50.0  # Steps that the first trial may take.
 _TRIED = 0.01  # Share of the time that goes into guesses of a model that by what is known would not pay.
 _CHECKED_IN_A_ROW = 128  # Steps, with a model; then one checks nothing, so that what such steps take stays known.
 _ANSWER_TOKENS = 64.0  # That an answer still has, before any has ended.
@@ -177,7 +179,7 @@ class Drafter:
         self._most: dict[Job, int] = {}
         self._answer_tokens = _ANSWER_TOKENS
         self._num_checked = 0  # Steps that checked drafts, since one that did not.
-        self._saved_up = 0.0  # For trials of the model, in steps that check nothing.
+        self._saved_up, self._num_tries = _FIRST_TRIAL, 0  # For a trial, in steps that check nothing; left of one.
         self._model_s = 0.0  # That the model took in the step that runs.
         self._decode_s: dict[int, float] = {}  # Of a step that checks nothing, by rows.
         self._cost: dict[tuple[int, int], float] = {}  # By rows and padded tokens, in such steps.
@@ -258,13 +260,13 @@ class Drafter:
           bar: tokens that a row has without it, in the time of a step that checks nothing.
 
         Returns:
-          `NOTHING` where it does not pay. Once enough time has gone by without, what costs least of it all the same, to
-          see how it does.
+          `NOTHING` where it does not pay. Once enough time has gone by without, what costs least of it all the same, a
+          few times in a row, to see how it does.
         """
         if self._model is None:
             return NOTHING
         num_rows, step_s = len(part_of), self._decode_s[len(part_of)]
-        (most, best), (least_cost, tried) = (bar, NOTHING), (np.inf, NOTHING)
+        (most, best), (least_cost, tried), is_held = (bar, NOTHING), (np.inf, NOTHING), False
         for size in self._sizes:
             drafts, gained = self._drafts_of(size, {**guesses, **of_model}, part_of)
             asked = frozenset(job for job in drafts if job in of_model)
@@ -281,11 +283,13 @@ class Drafter:
             worth = gain / (cost + context_s / step_s * gain / left)
             if worth > most:
                 most, best = worth, Choice(size, drafts, asked)
-            if (cost := (cost + context_s / step_s) * bar) < least_cost:
-                least_cost, tried = cost, Choice(size, drafts, asked)
+            if (cost := context_s / step_s + _TRIAL * (cost * bar - 1)) < least_cost:
+                least_cost, tried, is_held = cost, Choice(size, drafts, asked), context_s == 0
         if best.size:
             return best
-        self._saved_up += _TRIED
+        if self._num_tries and is_held:
+            return tried
+        self._saved_up, self._num_tries = self._saved_up + _TRIED, 0
         return tried if self._saved_up >= least_cost else NOTHING
 
     def write(self, choice: Choice) -> tuple[dict[Job, list[int]], dict[Job, Guess]]:
@@ -298,6 +302,7 @@ class Drafter:
         """
         if not choice.asked or self._model is None:
             return choice.drafts, {}
+        self._num_tries = self._num_tries - 1 if self._num_tries else _TRIAL - 1
         self._saved_up, started_s = 0.0, time.perf_counter()
         counts = {job: len(draft) for job, draft in choice.drafts.items() if job in choice.asked}
         try:
