@@ -93,11 +93,11 @@ def test_a_model_that_says_otherwise_is_no_longer_asked(is_asked):
     with kit.small_engine(overflow=None) as plain, with_model(kit.model_of(**OTHER), overflow=None) as engine:
         [expected], [found] = (each.generate([kit.prompt(30)], params) for each in (plain, engine))
         assert found.token_ids == expected.token_ids
-        assert 0 < engine.metrics.model_draft_tokens < 150
-        assert engine.metrics.draft_steps < 40
+        assert 0 < engine.metrics.model_draft_tokens < 400
+        assert engine.metrics.draft_steps < 100
         before = engine.metrics.draft_steps
         engine.generate([kit.prompt(31)], params)
-        assert engine.metrics.draft_steps - before < 10  # Trials.
+        assert engine.metrics.draft_steps - before < 20  # Trials.
 
 
 @pytest.fixture
@@ -306,7 +306,7 @@ def test_it_is_asked_where_that_pays_and_seldom_where_it_does_not(right, each, c
 
 def test_one_that_turns_right_is_asked_again():
     drafter, job = drafter_with(Model(0.1), of_4=1.5, of_8=2.0), Turn([1, 2, 3])
-    assert serve(drafter, job, 0.0, 2000)[2] < 60
+    assert serve(drafter, job, 0.0, 2000)[2] < 120
     serve(drafter, job, 0.95, 4000)
     assert serve(drafter, job, 0.95, 200)[2] > 150
 
@@ -315,7 +315,7 @@ def test_a_trial_that_a_step_had_no_room_for_is_made_in_the_next_one():
     drafter, job = drafter_with(Model(2.0), of_4=1.5, of_8=2.0), Turn([1, 2, 3])
     drafter.guesses({job: MOST})
     waits = next(count for count in itertools.count() if drafter.choose({}, {job: 0}).size)
-    assert 100 < waits < 400
+    assert 2000 < waits < 2500
     for _ in range(8):  # The last choice was for a step that was on its way already.
         choice = drafter.choose({}, {job: 0})
         assert choice.size
@@ -328,11 +328,11 @@ def test_the_better_guess_of_each_answer_is_checked():
     drafter.took(3, 0, 1.0)
     found, not_found, both = Turn([1]), Turn([1]), Turn([1])
     drafter.guesses(dict.fromkeys((found, not_found, both), MOST))
-    choice = drafter.choose({found: guess_of(0.99, 0.99, 0.99), both: guess_of(0.2)}, {found: 0, not_found: 0, both: 0})
+    choice = drafter.choose({found: guess_of(*[0.99] * 7), both: guess_of(0.2)}, {found: 0, not_found: 0, both: 0})
     assert choice.size == 32
     assert choice.asked == {not_found, both}
     drafts_of, written = drafter.write(choice)
-    assert drafts_of[found] == [0, 1, 2]
+    assert drafts_of[found] == list(range(7))
     assert drafts_of[not_found] == written[not_found].tokens
     assert set(drafts_of[both]) == {5}
 

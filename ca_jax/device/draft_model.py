@@ -216,7 +216,7 @@ class DraftModel:
 
     def _of_pass(self, size: int, step_s: float) -> float:
         """Seconds of a pass of so many tokens: as measured; before that, as of a device that computes what it pads."""
-        return self._pass_s.get(size, step_s * (1 + size / 8))
+        return self._pass_s.get(size, step_s * (1 + size / 16))
 
     def functions(self) -> list[Compile]:
         """What it needs compiled; as of `warmup.functions_of`."""

@@ -49,10 +49,11 @@ _PRIOR = 8.0  # Guesses that what is known of all answers weighs, in what is kno
 _SMOOTHED = 0.2  # Weight of a new measurement.
 _FORGOTTEN = 0.002  # Of what checking costs too much, with each step in which that kept a draft from being checked.
 _BY_MODEL = 0  # The class of a draft model's guesses, among the numbers of tokens that match.
-_MODEL_RIGHT = 0.7  # How likely a model's guess is right, before any was checked; it weighs as `_PRIOR` says.
+_MODEL_RIGHT = 0.8  # How likely a model's guess is right, before any was checked; it weighs as `_PRIOR` says.
 _MODEL_KEPT = 0.99  # As `_KEPT`, of a model's guesses: few are made where they do not pay, and these must tell.
 _TRIAL = 8  # Guesses of a model in a row, by which it is seen how it does where it is not held to pay.
-_FIRST_TRIAL = 50.0  # Steps that the first trial may take.
+_CAUGHT_UP = 4  # Steps that a trial may take for context that it lacks again, since other steps came between.
+_FIRST_TRIAL = 30.0  # Steps that the first trials may take together.
 _TRIED = 0.01  # Share of the time that goes into guesses of a model that by what is known would not pay.
 _CHECKED_IN_A_ROW = 128  # Steps, with a model; then one checks nothing, so that what such steps take stays known.
 _ANSWER_TOKENS = 64.0  # That an answer still has, before any has ended.
@@ -179,7 +180,8 @@ class Drafter:
         self._most: dict[Job, int] = {}
         self._answer_tokens = _ANSWER_TOKENS
         self._num_checked = 0  # Steps that checked drafts, since one that did not.
-        self._saved_up, self._num_tries = _FIRST_TRIAL, 0  # For a trial, in steps that check nothing; left of one.
+        self._saved_up, self._due = _FIRST_TRIAL, 0.0  # For trials, in steps that check nothing; of the last choice.
+        self._num_tries = 0  # Guesses that are left of a trial.
         self._model_s = 0.0  # That the model took in the step that runs.
         self._decode_s: dict[int, float] = {}  # Of a step that checks nothing, by rows.
         self._cost: dict[tuple[int, int], float] = {}  # By rows and padded tokens, in such steps.
@@ -267,6 +269,7 @@ class Drafter:
             return NOTHING
         num_rows, step_s = len(part_of), self._decode_s[len(part_of)]
         (most, best), (least_cost, tried), is_held = (bar, NOTHING), (np.inf, NOTHING), False
+        due = 0.0
         for size in self._sizes:
             drafts, gained = self._drafts_of(size, {**guesses, **of_model}, part_of)
             asked = frozenset(job for job in drafts if job in of_model)
@@ -283,8 +286,10 @@ class Drafter:
             worth = gain / (cost + context_s / step_s * gain / left)
             if worth > most:
                 most, best = worth, Choice(size, drafts, asked)
-            if (cost := context_s / step_s + _TRIAL * (cost * bar - 1)) < least_cost:
-                least_cost, tried, is_held = cost, Choice(size, drafts, asked), context_s == 0
+            if (all_of_it := context_s / step_s + _TRIAL * (cost * bar - 1)) < least_cost:
+                least_cost, due = all_of_it, context_s / step_s + cost * bar - 1
+                tried, is_held = Choice(size, drafts, asked), context_s <= _CAUGHT_UP * step_s
+        self._due = 0.0 if best.size else due
         if best.size:
             return best
         if self._num_tries and is_held:
@@ -303,7 +308,7 @@ class Drafter:
         if not choice.asked or self._model is None:
             return choice.drafts, {}
         self._num_tries = self._num_tries - 1 if self._num_tries else _TRIAL - 1
-        self._saved_up, started_s = 0.0, time.perf_counter()
+        self._saved_up, started_s = max(self._saved_up - self._due, 0.0), time.perf_counter()
         counts = {job: len(draft) for job, draft in choice.drafts.items() if job in choice.asked}
         try:
             written = self._model.guess(counts, self._model_share * min(self._decode_s.values()))
