@@ -125,6 +125,10 @@ class EngineConfig:
     """Most tokens of an answer that are guessed ahead, from what its context says already, and checked in one step: an
     answer that quotes comes faster, and is the same. How many are checked is what gives most tokens a second by what
     was measured, often none. 0: none ever are."""
+    draft_model: str | None = None
+    """A smaller model that guesses tokens, too, where by what was measured that pays: named as a model is, and of the
+    same tokens. Answers stay the same. It is on one device, and so is the model then. None: what is guessed is guessed
+    from the context alone."""
     page_tokens: int = 128
     """Tokens of a page of KV on the devices, a multiple of 8. Contexts take pages as they grow."""
     kv_pool_gib: float | None = None

@@ -54,6 +54,7 @@ class Engine:
       timeline: gets spans of what happens when; by default nothing is recorded.
       store_wrapper: given the store, returns what is used in its place, for tests and benchmarks.
       processes: those that serve as one; by default those of `jax.distributed`, where that is initialised.
+      draft_model: guesses tokens, too; by default the one that `config.draft_model` names, if any.
 
     Raises:
       ValueError: the context window is above what the model was trained for, or a size does not fit the machine, the
@@ -69,12 +70,13 @@ class Engine:
         timeline: Timeline = NO_TIMELINE,
         store_wrapper: Callable[[AttentionStore], AttentionStore] | None = None,
         processes: Processes | None = None,
+        draft_model: LoadedModel | None = None,
     ) -> None:
         self.config = config or EngineConfig()
         self._processes = processes or current()
         self._wakeup = Wakeup()
-        core = EngineCore(model, self.config, self._processes, timeline, self._wakeup.tell, store_wrapper)
-        self._core = core
+        together = self._processes, timeline, self._wakeup.tell, store_wrapper, draft_model
+        self._core = core = EngineCore(model, self.config, *together)
         self.model, self.window, self.metrics, self._adapters = core.model, core.window, core.metrics, core.adapters
         self._scheduler, self._runner = core.scheduler, core.runner
         self._kv, self._truncator, self._turns, self._batch = core.kv, core.truncator, core.turns, core.batch
@@ -402,10 +404,7 @@ class Engine:
 
     @property
     def rates(self) -> Rates | None:
-        """How fast this engine loads, saves and prefills, as measured; None before `warmup` and a few turns.
-
-        How fast it fetches from SSD is among them once it has.
-        """
+        """How fast this engine loads, saves, fetches and prefills, as measured; None before `warmup` and some turns."""
         with self._lock:
             return self._kv.meter.rates
 

@@ -166,11 +166,13 @@ def small_engine(
     timeline: Timeline = NO_TIMELINE,
     store_wrapper: Callable[[AttentionStore], AttentionStore] | None = None,
     processes: Processes | None = None,
+    draft_model: LoadedModel | None = None,
     **changes: object,
 ) -> Engine:
     """An engine of the tiny model, or of another, with `SMALL` but for the changes."""
     config = dataclasses.replace(SMALL, **changes)
-    return Engine(model or tiny_model(), config, timeline=timeline, store_wrapper=store_wrapper, processes=processes)
+    parts = {"timeline": timeline, "store_wrapper": store_wrapper, "processes": processes, "draft_model": draft_model}
+    return Engine(model or tiny_model(), config, **parts)
 
 
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:

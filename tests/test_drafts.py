@@ -17,9 +17,7 @@ from ca_jax.serving import core, drafts
 from ca_jax.serving.drafts import Drafter, Guess, Lookup
 from ca_jax.session import Job
 from ca_jax.storage.config import GIB
-from ca_jax.telemetry.metrics import EngineMetrics
-from ca_jax.turns.grammars import Grammar
-from ca_jax.turns.requests import SamplingParams
+from tests import drafts_kit
 from tests import engine_kit as kit
 from tests import overflow_kit as ok
 
@@ -83,7 +81,7 @@ def chosen(drafter: Drafter, guesses: list[Guess], parts: list[int] | None = Non
     """The size of a step, and how much of each guess is checked in it."""
     jobs = [object() for _ in guesses]
     of_jobs = dict(zip(jobs, parts or [0] * len(jobs), strict=True))
-    size, found = drafter.choose({job: guess for job, guess in zip(jobs, guesses, strict=True) if guess}, of_jobs)
+    size, found, _ = drafter.choose({job: guess for job, guess in zip(jobs, guesses, strict=True) if guess}, of_jobs)
     for job, guess in zip(jobs, guesses, strict=True):
         draft = found.get(job, [])
         assert draft == (guess.tokens[: len(draft)] if guess else [])
@@ -143,19 +141,6 @@ def is_eager(monkeypatch):
     monkeypatch.setattr(Drafter, "took", lambda self, *of_step: None)
 
 
-SAMPLINGS = {
-    "greedy": SamplingParams(max_tokens=40),
-    "drawn": SamplingParams(max_tokens=40, temperature=0.3, seed=3),
-    "filtered": SamplingParams(max_tokens=40, temperature=0.5, top_k=5, top_p=0.9, seed=4, logprobs=2),
-    "biased": SamplingParams(max_tokens=40, logit_bias=((65, 2.0),)),
-    "stops": SamplingParams(max_tokens=40, stop=("zz",), stop_token_ids=(66, 67)),
-    "short": SamplingParams(max_tokens=3),
-    "penalised": SamplingParams(max_tokens=20, frequency_penalty=0.5, presence_penalty=0.2),
-    "least": SamplingParams(max_tokens=30, min_tokens=20, stop_token_ids=tuple(range(0x40, 0x50))),
-    "bound": SamplingParams(max_tokens=20, grammar=Grammar(kind="regex", text="(ab|cd)*")),
-}
-
-
 class Known(Lookup):
     """Guesses what was said before, in an engine that guesses nothing, and now and then something else."""
 
@@ -169,35 +154,23 @@ class Known(Lookup):
 
 def ended_by(job: Job) -> tuple[int, ...]:
     """What tells a turn from all others."""
-    return list(SAMPLINGS).index(job.session.session_id), *job.prompt_ids[-22:]
-
-
-def said(max_draft_tokens: int, **changes: object) -> tuple[list[object], EngineMetrics]:
-    """What three turns of conversations of all kinds say, side by side, and what the engine counted."""
-    sizes = {"max_draft_tokens": max_draft_tokens, "max_batch_size": 4, "share_prefixes": False}
-    with kit.small_engine(**sizes, **changes) as engine:
-        sessions = {name: engine.session(session_id=name) for name in SAMPLINGS}
-        logprobs = []
-        for turn in range(3):
-            message = kit.prompt(11, turn) * 2
-            jobs = [each.send_ids(message, sampling=SAMPLINGS[name]) for name, each in sessions.items()]
-            kit.drain(*jobs)
-            Known.said |= {ended_by(each.job): each.job.output_ids for each in jobs}
-            logprobs += [[each.token_id for each in answer.job.token_logprobs] for answer in jobs]
-        return [[each.token_ids for each in sessions.values()], logprobs], dataclasses.replace(engine.metrics)
+    return list(drafts_kit.SAMPLINGS).index(job.session.session_id), *job.prompt_ids[-22:]
 
 
 @pytest.mark.parametrize("store", [None, "int8"])
 def test_answers_are_the_same_with_and_without(is_eager, store, monkeypatch):
     changes = {"kv_rest_dtype": "int8"} if store else {"overflow": ok.config(method="tt")}
-    without, plain = said(0, **changes)
+    plain = drafts_kit.said(**changes)
+    Known.said |= {ended_by(job): job.output_ids for job in plain.jobs}
     monkeypatch.setattr(drafts, "Lookup", Known)
-    answers, metrics = said(MOST, **changes)
-    assert answers == without
-    assert metrics.decode_steps < 0.7 * plain.decode_steps
+    guessed = drafts_kit.said(max_draft_tokens=MOST, **changes)
+    assert guessed.answers == plain.answers
+    metrics = guessed.metrics
+    assert metrics.decode_steps < 0.7 * plain.metrics.decode_steps
     assert metrics.accepted_tokens > 200
     assert metrics.draft_tokens > metrics.accepted_tokens + 50
-    assert metrics.cached_tokens == plain.cached_tokens > 0  # What was accepted is stored, and loaded by the next turn.
+    # What was accepted is stored, and loaded by the next turn.
+    assert metrics.cached_tokens == plain.metrics.cached_tokens > 0
 
 
 def test_an_answer_that_fills_its_context_takes_no_page_that_it_was_not_promised(is_eager, monkeypatch):

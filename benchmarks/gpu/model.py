@@ -170,7 +170,7 @@ class RunnerBench:
         slots: list[int | None] = [*range(len(lengths))]
         for _ in range(num_steps):
             none_gone = np.zeros_like(lengths)
-            _, tokens = self._runner._dispatch((), slots, tokens, lengths.copy(), none_gone, draws=False).found
+            _, tokens = self._runner.dispatch((), slots, tokens, lengths.copy(), none_gone, draws=False).found
             lengths += 1
         return jax.block_until_ready(tokens)
 

@@ -1,8 +1,9 @@
 """Tokens a second with drafts and without, of answers that quote what they were given and of others.
 
-Two engines of one process answer the same prompts, one at a time; each round begins with the other one. Texts to repeat
-are paragraphs of `docs/`, code to edit is functions of the package, chats are first messages of ShareGPT: the seed says
-which. An engine with drafts learns how often it guesses right from round to round, as one that serves does.
+Engines of one process answer the same prompts, one at a time; each round begins with the next one. With `--draft_model`
+a third one has that model. Texts to repeat are paragraphs of `docs/`, code to edit is functions of the package, chats
+are first messages of ShareGPT: the seed says which. An engine with drafts learns how often it guesses right from round
+to round, as one that serves does.
 
 Not here: what is guessed, and when it is checked (`ca_jax.serving.drafts`).
 """
@@ -18,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import harness
@@ -25,6 +28,7 @@ from benchmarks.conversations import is_installed
 from benchmarks.engines import make_engine, random_ids
 from benchmarks.harness import BenchError, Row, Run, Sample
 from ca_jax.engine import Engine
+from ca_jax.models.transformer import Transformer
 from ca_jax.pretrained import LoadedModel
 from ca_jax.simulate.traces.sharegpt import load_sharegpt
 from ca_jax.turns.requests import SamplingParams
@@ -35,8 +39,8 @@ TASKS = {
     "chat": "{}",
 }
 """What is asked, by task."""
-WAYS = ("drafts", "plain")
-"""How it is answered."""
+WAYS = ("model", "drafts", "plain")
+"""How it is answered: with drafts of a draft model and of the context, of the context alone, without."""
 
 _ROOT = Path(__file__).parents[2]
 _PIECE_CHARS = (400, 1200)  # Of a text, or a function.
@@ -47,7 +51,7 @@ _CHAT_CHARS = (20, 1200)
 class DraftsConfig(harness.ServingConfig):
     """Answers with drafts and without."""
 
-    may_be_zero: ClassVar = frozenset({"seed", "temperature"})
+    may_be_zero: ClassVar = frozenset({"seed", "temperature", "idle_layers"})
 
     prompts_of_task: int = 6
     """Prompts of each task."""
@@ -57,6 +61,11 @@ class DraftsConfig(harness.ServingConfig):
     """Answers that come at a time."""
     temperature: float = 0.0
     """That tokens are drawn at; 0 takes the likeliest."""
+    always_asks: bool = False
+    """Have the draft model asked as if its guesses took no time, also where they do not pay: to see what they cost."""
+    idle_layers: int = 0
+    """Layers that add nothing, behind the model's own. So a pair is made of one model: as a draft model it is right as
+    often as can be and faster than the target."""
     context_window: int = 2048
     """Most tokens of a conversation."""
     repeats: int = 3
@@ -81,8 +90,12 @@ class DraftsRow(Row):
     """Of one answer."""
     accepted_share: float
     """Of the tokens of drafts that were checked, those that were right; 0 where none was checked."""
+    model_tokens_share: float
+    """Of the tokens of answers, those that a draft model's drafts gave."""
+    asked_share: float
+    """Of the tokens of drafts that were checked, those that it wrote."""
     same_tokens: bool
-    """Whether both ways gave the same."""
+    """Whether all ways gave the same."""
 
 
 def prompts_of(task: str, model: LoadedModel, config: DraftsConfig) -> list[str | list[int]]:
@@ -121,26 +134,49 @@ def _first_messages() -> list[str]:
     return [message for message in first if _CHAT_CHARS[0] <= len(message) <= _CHAT_CHARS[1]]
 
 
+def with_idle_layers(model: LoadedModel, count: int) -> LoadedModel:
+    """The same model with so many layers more, which are computed and add nothing."""
+    params, config = dict(model.params["params"]), model.config
+    last = params[f"layer_{config.num_layers - 1}"]
+    for layer in range(config.num_layers, config.num_layers + count):
+        idle = jax.tree.map(jnp.copy, last)  # Of its own, so that memory is read for each.
+        for part, out in (("attn", "wo"), ("mlp", "w_down")):
+            idle[part] = {**idle[part], out: jnp.zeros_like(idle[part][out])}
+        params[f"layer_{layer}"] = idle
+    config = dataclasses.replace(config, num_layers=config.num_layers + count)
+    known_by = f"{model.fingerprint} and {count} idle layers"
+    return dataclasses.replace(
+        model, config=config, model=Transformer(config), params={"params": params}, fingerprint=known_by
+    )
+
+
 @harness.suite(DraftsConfig, summary=lambda _: {})
 def drafts(run: Run[DraftsConfig]) -> Iterator[DraftsRow]:
     """Tokens a second with drafts and without, where an answer quotes and where it does not."""
     config, model = run.config, run.model
     prompts = {task: prompts_of(task, model, config) for task in TASKS}
+    model = with_idle_layers(model, config.idle_layers) if config.idle_layers else model
     with contextlib.ExitStack() as stack:
         engines = {}
-        for way in WAYS:
-            most = config.engine.max_draft_tokens if way == "drafts" else 0
-            sized = dataclasses.replace(config.engine, context_window=config.context_window, max_draft_tokens=most)
+        for way in WAYS if config.engine.draft_model else WAYS[1:]:
+            most = config.engine.max_draft_tokens if way != "plain" else 0
+            named = config.engine.draft_model if way == "model" else None
+            sized = dataclasses.replace(
+                config.engine, context_window=config.context_window, max_draft_tokens=most, draft_model=named
+            )
             engines[way] = stack.enter_context(make_engine(model, sized))
             engines[way].warmup(progress=run.progress)
+            if config.always_asks and (model_of := engines[way]._core._draft_model) is not None:
+                model_of.seconds = lambda *of_guess: (0.0, 0.0)  # type: ignore[method-assign]
         for task in TASKS:
             ways = {way: partial(_answered, engine, config, prompts[task]) for way, engine in engines.items()}
             rounds = run.rounds(lambda ways=ways: ways)  # type: ignore[misc]
-            same, taken = harness.same(rounds, "answers"), {way: harness.of_way(rounds, way) for way in WAYS}
-            pairs = zip(*taken.values(), strict=True)
-            speedups = [one["tokens_per_s"] / other["tokens_per_s"] for one, other in pairs]
-            run.facts[f"speedup_{task}"] = float(np.median(speedups))
-            run.facts[f"speedup_{task}_spread"] = [min(speedups), max(speedups)]
+            same, taken = harness.same(rounds, "answers"), {way: harness.of_way(rounds, way) for way in engines}
+            for name, way, other in (("speedup", "drafts", "plain"), ("model_speedup", "model", "drafts")):
+                pairs = zip(taken.get(way, ()), taken[other] if way in taken else (), strict=True)
+                if speedups := [one["tokens_per_s"] / by["tokens_per_s"] for one, by in pairs]:
+                    run.facts[f"{name}_{task}"] = float(np.median(speedups))
+                    run.facts[f"{name}_{task}_spread"] = [min(speedups), max(speedups)]
             run.facts["same_tokens"] = run.facts.get("same_tokens", True) and same
             run.facts["recompiles"] = run.facts.get("recompiles", 0) + harness.recompiles(rounds)
             for way, samples in taken.items():
@@ -179,4 +215,6 @@ def _answered(engine: Engine, config: DraftsConfig, prompts: Sequence[str | list
         "tokens_per_s": decoded / seconds,
         "tokens_per_step": rows / min(config.concurrent_sessions, len(prompts)),
         "accepted_share": counts["accepted_tokens"] / max(counts["draft_tokens"], 1),
+        "model_tokens_share": counts["model_accepted_tokens"] / max(decoded, 1),
+        "asked_share": counts["model_draft_tokens"] / max(counts["draft_tokens"], 1),
     }

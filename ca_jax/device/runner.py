@@ -131,7 +131,7 @@ class Runner:
         whole, rest = divmod(num_new, self.chunk_tokens)
         return num_history, whole * self.chunk_tokens + (pad_to(self.token_buckets, rest) if rest else 0)
 
-    def _placed(self, slots: Iterable[int], num_rows: int | None = None) -> list[int | None]:
+    def placed(self, slots: Iterable[int], num_rows: int | None = None) -> list[int | None]:
         """Slots as rows: those of a part one behind the other, as many of each part, None for padding.
 
         Args:
@@ -225,7 +225,7 @@ class Runner:
         Args:
           sizes: what the tokens of each part are padded to, all places that there are; none: as passes are.
         """
-        slots = self._placed(spans, self._num_slots // self._num_parts)
+        slots = self.placed(spans, self._num_slots // self._num_parts)
         counts = [0] * self._num_parts
         for slot, (_, new) in spans.items():
             counts[self.pool.size.part_of(slot)] += len(new)
@@ -320,7 +320,7 @@ class Runner:
                 prefill.received.append(of_slot.pop(prefill.slot))
             if not prefill.num_left and part.draws_behind is not None:
                 places[prefill.slot] = part.draws_behind
-        draw, slots = None, self._placed(places)
+        draw, slots = None, self.placed(places)
         if places:
             index = [0 if slot is None else step.last[slot] for slot in slots]
             found = steps.row_logits(self.config, self.outer, x, self.to_device(index, np.int32), self.sharding)
@@ -349,12 +349,12 @@ class Runner:
         batch = _batch_of(jobs)
         flight, self._ahead = self._ahead, None
         if flight is None or flight.batch != batch:
-            slots = self._placed(by_slot)
+            slots = self.placed(by_slot)
             running = [None if slot is None else by_slot[slot] for slot in slots]
             tokens = np.fromiter((0 if job is None else job.output_ids[-1] for job in running), np.int32)
             lengths = np.fromiter((0 if job is None else job.num_tokens - 1 for job in running), np.int32)
             num_gone = np.fromiter((0 if job is None else job.num_gone for job in running), np.int32)
-            flight = self._dispatch(batch, slots, self.to_device(tokens), lengths, num_gone)
+            flight = self.dispatch(batch, slots, self.to_device(tokens), lengths, num_gone)
         self.states.stands({slot: length + 1 for slot, _, length in batch})
         draw = flight.draw or self._draw(flight.found, flight.slots, flight.lengths + flight.num_gone + 1)
         if run_ahead:
@@ -362,7 +362,7 @@ class Runner:
             draws = not self.sampler.waits_for_marks
             lengths = flight.lengths + 1
             drawn = draw.tokens if isinstance(draw.tokens, jax.Array) else self.to_device(draw.tokens)
-            self._ahead = self._dispatch(ahead, flight.slots, drawn, lengths, flight.num_gone, draws=draws)
+            self._ahead = self.dispatch(ahead, flight.slots, drawn, lengths, flight.num_gone, draws=draws)
         received = None if flight.received is None else to_host(flight.received)
         rows = {slot: row for row, slot in enumerate(flight.slots) if slot is not None}
         return Decoded(draw.wait(), flight.kv, rows, received)
@@ -414,7 +414,7 @@ class Runner:
         is_broken = self.pool.remake_if_broken() | self.states.remake_if_broken()
         return is_broken | self.sampler.forget_if_broken()
 
-    def _dispatch(
+    def dispatch(
         self,
         batch: tuple[tuple[int, int, int], ...],
         slots: list[int | None],
@@ -424,6 +424,7 @@ class Runner:
         *,
         draws: bool = True,
     ) -> Flight:
+        """Dispatches a step of a token i32 `[n]` for each row; fields of `Flight` say what else is given."""
         spans: list[tuple[int, int, int] | None] = []
         for slot, length in zip(slots, map(int, lengths), strict=True):
             if slot is not None:

@@ -143,8 +143,9 @@ def wanted_bytes(
     }
 
 
-def check_buffers(config: EngineConfig, layout: KVLayout, runner: Runner) -> None:
-    """Checks that the read and the write buffer fit beside the weights and the pool of KV, on each device.
+def check_buffers(config: EngineConfig, layout: KVLayout, runner: Runner, draft_bytes: int = 0) -> None:
+    """Checks that the read and the write buffer fit beside the weights and the pool of KV, on each device, and beside
+    a draft model of so many bytes.
 
     Raises:
       ValueError: they do not, or the cap of one is more than there is, however much of it would be used.
@@ -165,6 +166,8 @@ def check_buffers(config: EngineConfig, layout: KVLayout, runner: Runner) -> Non
         param_bytes=runner.param_bytes,
         pool_bytes=runner.pool.num_bytes + runner.states.num_bytes,
     )
+    if draft_bytes:
+        wanted["the draft model"] = draft_bytes
     if sum(wanted.values()) > capacity:
         parts = ", ".join(f"{num_bytes / GIB:.2f} for {name}" for name, num_bytes in wanted.items())
         raise ValueError(

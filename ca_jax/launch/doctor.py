@@ -177,7 +177,9 @@ def check_model(model: str, engine: EngineConfig) -> tuple[Row, int]:
     shares_memory, num_devices = backend.here().shares_memory, jax.device_count()
     try:
         config = architecture_of(model)
-        plan = make_plan(config, engine, dtype=engine.dtype or backend.here().dtype, device_bytes=sys.maxsize)
+        draft = None if engine.draft_model is None else architecture_of(engine.draft_model)
+        dtype = engine.dtype or backend.here().dtype
+        plan = make_plan(config, engine, dtype=dtype, device_bytes=sys.maxsize, draft=draft)
     except (CaJaxError, OSError, ValueError) as error:
         return Row("model", "wrong", str(error), "name another --model, or other sizes"), 0
     wanted_bytes = sum(plan.parts.values())

@@ -32,6 +32,7 @@ from ca_jax.models.small_weights import form_of, parts_of
 from ca_jax.models.weights import parameter_slots, resolve_dtype
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.serving.core import DEFAULT_WINDOW_TOKENS, adapter_sizes
+from ca_jax.serving.drafts import draft_pool
 from ca_jax.storage.codec import KVCodec
 from ca_jax.storage.config import GIB
 
@@ -39,6 +40,7 @@ _READ = {
     *("model_preset", "dtype", "device_gib", "context_window", "session_tokens", "max_batch_size", "page_tokens"),
     *("max_num_batched_tokens", "tensor_parallel_size", "data_parallel_size", "read_buffer_gib", "write_buffer_gib"),
     *(
+        "draft_model",
         "kv_pool_gib",
         "weight_dtype",
         "kv_rest_dtype",
@@ -101,7 +103,13 @@ class Plan:
 
 
 def make_plan(
-    config: ModelConfig, engine: EngineConfig, *, dtype: str, device_bytes: int, session_tokens: int | None = None
+    config: ModelConfig,
+    engine: EngineConfig,
+    *,
+    dtype: str,
+    device_bytes: int,
+    session_tokens: int | None = None,
+    draft: ModelConfig | None = None,
 ) -> Plan:
     """Lays a model out on accelerators that need not exist.
 
@@ -111,6 +119,7 @@ def make_plan(
       dtype: of weights and KV: float32, bfloat16 or float16.
       device_bytes: memory of each device.
       session_tokens: of each session that tiers are counted in; None: a full context window.
+      draft: the draft model's architecture; None: there is none.
 
     Raises:
       ValueError: heads that cannot be divided so, a window beyond the model's, an unknown dtype, or more than a device
@@ -124,13 +133,18 @@ def make_plan(
     check(session_tokens > 0, "session_tokens", "positive", session_tokens)
     layout = rest_layout(config, dtype, engine)
     sharding = _sharding(config, engine, engine.tensor_parallel_size)
+    draft_bytes = 0
+    if draft is not None:
+        draft_bytes = _weight_bytes(draft, engine, dtype, None)
+        draft_bytes += pool_bytes(draft, dtype, draft_pool(draft, engine, window), None)
     wanted = _wanted_bytes(config, engine, dtype, sharding, window)
+    wanted |= {"the draft model": draft_bytes} if draft_bytes else {}
     left_bytes = device_bytes - sum(wanted.values())
     if left_bytes < 0:
         parts = ", ".join(f"{num_bytes / GIB:.2f} for {name}" for name, num_bytes in wanted.items())
         raise ValueError(
             f"a device's memory must be {sum(wanted.values()) / GIB:.2f} GiB ({parts}), got {device_bytes / GIB:.2f}; "
-            f"{_what_fits(config, engine, dtype, window, device_bytes)}"
+            f"{_what_fits(config, engine, dtype, window, device_bytes - draft_bytes)}"
         )
     num_data, num_kv = (1, 1) if sharding is None else (sharding.num_data, sharding.num_kv)
     kv_bytes = left_bytes + wanted["the pool of KV"]
@@ -269,13 +283,16 @@ def main(_: Sequence[str] = ()) -> None:
     if values.model_preset is None:
         raise app.UsageError(f"--model_preset must be one of {', '.join(sorted(PRESETS))}; got none")
     refuse(set(FLAG_NAMES) - _READ, "a plan")
-    dtype = values.dtype or "bfloat16"
+    dtype, engine = values.dtype or "bfloat16", _ENGINE.read()
+    if engine.draft_model not in (None, *PRESETS):
+        raise app.UsageError(f"--draft_model must be one of {', '.join(sorted(PRESETS))}; got {engine.draft_model}")
     plan = make_plan(
         PRESETS[values.model_preset],
-        _ENGINE.read(),
+        engine,
         dtype=dtype,
         device_bytes=int(values.device_gib * GIB),
         session_tokens=values.session_tokens,
+        draft=None if engine.draft_model is None else PRESETS[engine.draft_model],
     )
     print_plan(plan, f"{values.model_preset} in {dtype}", rich.console.Console(soft_wrap=True))
 

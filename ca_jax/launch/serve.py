@@ -45,6 +45,7 @@ from ca_jax.server.config import ServerConfig
 from ca_jax.server.guards import is_loopback
 from ca_jax.server.tenants import Tenants
 from ca_jax.serving.core import DEFAULT_WINDOW_TOKENS, enable_compile_cache, layout_of
+from ca_jax.serving.drafts import draft_pool
 
 FLAGS = flags.FLAGS
 
@@ -109,6 +110,7 @@ def make_sized(model: str, config: EngineConfig, auto: Sequence[str], progress: 
     enable_compile_cache(config.compile_cache_dir)
     load = functools.partial(load_model, dtype=config.dtype, weight_dtype=config.weight_dtype)
     loaded = load(model, layout=layout_of(config), progress=progress)
+    draft = None if config.draft_model is None else load(config.draft_model, progress=progress)
     needed_bytes = 0  # Where devices have memory of their own.
     if backend.here().shares_memory:
         window = config.context_window or min(loaded.config.steady_positions, DEFAULT_WINDOW_TOKENS)
@@ -122,8 +124,10 @@ def make_sized(model: str, config: EngineConfig, auto: Sequence[str], progress: 
             pool_bytes=sum(of(loaded.config, loaded.dtype, size, None) for of in (pool_bytes, state_bytes)),
         )
         needed_bytes = sum(wanted.values())
+        if draft is not None:
+            needed_bytes += pool_bytes(draft.config, draft.dtype, draft_pool(draft.config, config, window), None)
     store = sized(config.store, auto, needed_bytes, weights=loaded.fingerprint)
-    return Engine(loaded, dataclasses.replace(config, store=store))
+    return Engine(loaded, dataclasses.replace(config, store=store), draft_model=draft)
 
 
 class _Server(uvicorn.Server):

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 
+from ca_jax.device.draft_model import DraftModel
 from ca_jax.device.passes import PassPart, Prefill
 from ca_jax.device.processes import all_agree, least
 from ca_jax.device.runner import Runner
@@ -26,7 +27,7 @@ from ca_jax.device.transfer import to_host_memory
 from ca_jax.kv import costs
 from ca_jax.kv.save import TurnSaver, owner_of
 from ca_jax.kv.session_kv import SessionKV
-from ca_jax.serving.drafts import Drafter
+from ca_jax.serving.drafts import Drafter, Guess
 from ca_jax.serving.prefilling import Prefilling
 from ca_jax.serving.scheduler import Scheduler
 from ca_jax.serving.truncator import Truncator
@@ -39,7 +40,13 @@ class Batch:
     """Runs jobs. Belongs to the engine's thread."""
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, kv: SessionKV, truncator: Truncator, runtime: Runtime
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        kv: SessionKV,
+        truncator: Truncator,
+        runtime: Runtime,
+        draft_model: DraftModel | None = None,
     ) -> None:
         self._runtime = runtime
         self._processes = runtime.processes
@@ -59,7 +66,9 @@ class Batch:
         """Whether drafts may be checked: not while what checks them is being compiled, for which answers would wait."""
         by_work = runtime.config.queue_order == "shortest" and self._processes.count == 1
         self._work = kv.work if by_work else None
-        self._drafter = Drafter(runtime.config.max_draft_tokens, runner.draft_buckets, parts, runtime.processes)
+        most_tokens, sizes = runtime.config.max_draft_tokens, runner.draft_buckets
+        share = 1.0 if draft_model is None else draft_model.runner.param_bytes / runner.param_bytes
+        self._drafter = Drafter(most_tokens, sizes, parts, runtime.processes, draft_model, share)
 
     def step(self) -> bool:
         """Plans a step and does it; whether there was anything to do."""
@@ -206,15 +215,16 @@ class Batch:
         guessed = {
             job: left[job] - 1 for job, slot in slots.items() if may_check and not runner.sampler.follows_marks(slot)
         }
-        guesses = drafter.guesses(guessed)
-        size, drafts = drafter.choose(guesses, {job: runner.pool.size.part_of(slot) for job, slot in slots.items()})
-        size = 0 if runner.is_ahead(jobs) else size
+        guesses, written = drafter.guesses(guessed), dict[Job, Guess]()
+        choice = drafter.choose(guesses, {job: runner.pool.size.part_of(slot) for job, slot in slots.items()})
+        size, drafts = 0 if runner.is_ahead(jobs) else choice.size, choice.drafts
         may_run_ahead = min(left.values()) > 1 and not self._scheduler.prefilling and not self._scheduler.may_take
         self._kv.write_buffer.make_room(sum(1 + len(drafts.get(job, ())) for job in jobs) if size else len(jobs))
         started_s = time.perf_counter()
         try:
             with self._timeline.annotate("engine", "decode", rows=len(jobs)):
                 if size:
+                    drafts, written = drafter.write(choice)
                     decoded = runner.check(jobs, {slots[job]: draft for job, draft in drafts.items()})
                 else:  # What is guessed is not known to be right before the token in front of it is drawn.
                     decoded = runner.decode(jobs, may_run_ahead and not drafts)
@@ -240,10 +250,15 @@ class Batch:
                     self._take_decoded(job, decoded.draw, row + number, kv, row + number)
                 if draft and not job.done:
                     runner.pool.shorten(slot, job.num_tokens)
+            num_right = max(len(job.output_ids) - num_before - 1, 0)
             self._metrics.draft_tokens += len(draft)
-            self._metrics.accepted_tokens += max(len(job.output_ids) - num_before - 1, 0)
-            if job in guesses:
-                drafter.score(job, guesses[job], job.output_ids[num_before:])
+            self._metrics.accepted_tokens += num_right
+            if job in written:
+                self._metrics.model_draft_tokens += len(draft)
+                self._metrics.model_accepted_tokens += num_right
+            for of_source in (guesses, written):
+                if job in of_source:
+                    drafter.score(job, of_source[job], job.output_ids[num_before:])
 
     def _count_decoded(self, started_s: float, ended_s: float, num_rows: int, size: int) -> None:
         """A step that decoded ran, in which so many tokens were computed to check drafts; 0: none was checked."""

@@ -20,6 +20,7 @@ from ca_jax import backend
 from ca_jax.config import EngineConfig
 from ca_jax.device import warmup
 from ca_jax.device.adapters import AdapterSizes, array_bytes
+from ca_jax.device.draft_model import DraftModel
 from ca_jax.device.measuring import measure_prefill
 from ca_jax.device.pages import PoolSize
 from ca_jax.device.passes import RunnerSizes
@@ -32,14 +33,16 @@ from ca_jax.errors import check
 from ca_jax.kv.layout import check_buffers, kept_window, kv_layout, pool_size
 from ca_jax.kv.save import TurnKV
 from ca_jax.kv.session_kv import SessionKV
+from ca_jax.models.config import ModelConfig
 from ca_jax.models.sharding import bytes_per_device, model_sharding
-from ca_jax.pretrained import Layout, LoadedModel, Progress
+from ca_jax.pretrained import Layout, LoadedModel, Progress, load_model
 from ca_jax.private.at_exit import before_pools_end
 from ca_jax.recompute import recomputer
 from ca_jax.recompute.drift import Drift
 from ca_jax.recompute.plan import blend_plan
 from ca_jax.serving.adapters import LoadedAdapters
 from ca_jax.serving.batch import Batch
+from ca_jax.serving.drafts import draft_pool
 from ca_jax.serving.prompts import TurnBuilder, chunk_head
 from ca_jax.serving.scheduler import Scheduler
 from ca_jax.serving.truncator import Truncator
@@ -72,6 +75,7 @@ class EngineCore:
         timeline: Timeline,
         wake: Callable[[], None],
         store_wrapper: Callable[[AttentionStore], AttentionStore] | None = None,
+        draft_model: LoadedModel | None = None,
     ) -> None:
         if config.special_tokens_in_content and model.tokenizer is not None:
             model = dataclasses.replace(model, tokenizer=model.tokenizer.reading_content())
@@ -106,8 +110,18 @@ class EngineCore:
                 overflow = dataclasses.replace(overflow, repair="none")
         self._config = config
         self.scheduler = Scheduler(config.max_batch_size, config.data_parallel_size)
+        if draft_model is None and config.draft_model is not None:
+            check_may_draft(model.config, config, processes)
+            draft_model = load_model(config.draft_model, dtype=config.dtype, weight_dtype=config.weight_dtype)
+        drafter = None
+        if draft_model is not None:
+            check_may_draft(model.config, config, processes)
+            check_draft_model(draft_model, model)
+            size = draft_pool(draft_model.config, config, window)
+            drafter = DraftModel(draft_model.config, draft_model.params, size, config.max_draft_tokens)
+        self._draft_model, draft_bytes = drafter, 0 if drafter is None else drafter.num_bytes
         sizes = RunnerSizes(
-            pool=_pool_size(model, config, window),
+            pool=_pool_size(model, config, window, draft_bytes),
             chunk_tokens=config.max_num_batched_tokens,
             with_attention=overflow is not None and overflow.token_discarder.needs_attention,
             packs_kv=config.kv_rest_dtype == "int8",
@@ -115,7 +129,7 @@ class EngineCore:
             max_draft_tokens=config.max_draft_tokens,
         )
         self.runner = Runner(model.config, model.params, sizes, timeline=timeline, sharding=model.sharding)
-        check_buffers(config, layout, self.runner)
+        check_buffers(config, layout, self.runner, draft_bytes)
         self._watch = watch = ComputeWatch(timeline)
         runtime = Runtime(
             config=config, metrics=self.metrics, timeline=timeline, watch=watch, processes=processes, wake=wake
@@ -131,7 +145,7 @@ class EngineCore:
         self.truncator = Truncator(overflow, drift, self.kv, self.runner, self.metrics)
         self.adapters = LoadedAdapters(self.runner, processes)
         self.turns = TurnBuilder(model, config, window, self.kv, self.truncator, processes, self.adapters)
-        self.batch = Batch(self.scheduler, self.runner, self.kv, self.truncator, runtime)
+        self.batch = Batch(self.scheduler, self.runner, self.kv, self.truncator, runtime, drafter)
         self._processes = processes
         self._warming: Background | None = None
 
@@ -171,7 +185,8 @@ class EngineCore:
         return warming is not None
 
     def _functions(self, shapes: Shapes, max_new: int) -> list[Compile]:
-        return [*warmup.functions_of(shapes, max_new), *self.truncator.functions(shapes)]
+        of_drafts = [] if self._draft_model is None else self._draft_model.functions()
+        return [*warmup.functions_of(shapes, max_new), *of_drafts, *self.truncator.functions(shapes)]
 
     def _of_contexts(self, shapes: Shapes, contexts: Sequence[Sequence[int]]) -> Iterator[Compile]:
         for chunk_tokens in contexts if self._config.blend.reuses_chunks else ():
@@ -224,12 +239,14 @@ def adapter_sizes(config: EngineConfig) -> AdapterSizes:
     return AdapterSizes(config.max_adapters, config.max_adapter_rank)
 
 
-def _pool_size(model: LoadedModel, config: EngineConfig, window: int) -> PoolSize:
-    """As `pool_size`, on the devices there are: by itself it takes no more than a share of what the weights leave."""
+def _pool_size(model: LoadedModel, config: EngineConfig, window: int, draft_bytes: int) -> PoolSize:
+    """As `pool_size`, on the devices there are: by itself it takes no more than a share of what weights leave, and a
+    draft model of so many bytes.
+    """
     most_bytes = device_memory_bytes()
     if most_bytes is not None:
         num_devices = 1 if model.sharding is None else model.sharding.mesh.size
-        taken_bytes = bytes_per_device(model.params)
+        taken_bytes = bytes_per_device(model.params) + draft_bytes
         taken_bytes += array_bytes(model.config, adapter_sizes(config), model.dtype, model.sharding)
         most_bytes = (most_bytes - taken_bytes) * num_devices // backend.here().pool_share
     return pool_size(model.config, model.dtype, config, window, most_bytes)
@@ -277,6 +294,44 @@ def _check_states(model: LoadedModel, config: EngineConfig, processes: Processes
         discarder = config.overflow.token_discarder
         looks = discarder.needs_attention or discarder.needs_kv
         check(not looks, f"discarder {of}", "one that looks at neither attention nor KV", discarder.name)
+
+
+def check_may_draft(model: ModelConfig, config: EngineConfig, processes: Processes) -> None:
+    """Checks that a draft model may be given to an engine of that config.
+
+    Raises:
+      ValueError: what it writes could not be checked, or it is not served so.
+    """
+    with_it = "with a draft model"
+    check(config.max_draft_tokens > 0, f"max_draft_tokens {with_it}", "at least 1", config.max_draft_tokens)
+    num_devices = config.data_parallel_size * config.tensor_parallel_size
+    check(num_devices == 1, f"devices of the model {with_it}", "one", num_devices)
+    check(processes.count == 1, f"processes {with_it}", "one", processes.count)
+    wanted = "one whose layers keep no states, which cannot go back behind a wrong guess"
+    check(not model.num_states, f"model {with_it}", wanted, model.architecture)
+    looks = config.overflow is not None and config.overflow.token_discarder.needs_attention
+    name = None if config.overflow is None else config.overflow.token_discarder.name
+    check(not looks, f"discarder {with_it}", "one that looks at no attention, which is not measured in drafts", name)
+
+
+def check_draft_model(draft: LoadedModel, model: LoadedModel) -> None:
+    """Checks that a draft model's guesses are tokens of the model.
+
+    Raises:
+      ValueError: they are not, or its layers keep states, or it is on a mesh.
+    """
+    check(not draft.config.num_states, "draft_model", "one whose layers keep no states", draft.config.architecture)
+    check(draft.sharding is None, "draft_model", "on one device", draft.name)
+    wanted, found = model.config.vocab_size, draft.config.vocab_size
+    check(found == wanted, "draft_model", f"of the model's vocabulary, {wanted} tokens", found)
+    if draft.tokenizer is None or model.tokenizer is None:
+        return
+    of_each = [each.tokenizer.backend.get_vocab(with_added_tokens=True) for each in (draft, model)]  # type: ignore[union-attr]
+    if of_each[0] != of_each[1]:
+        spelled = [{number: token for token, number in vocab.items()} for vocab in of_each]
+        at = min(number for number in range(found) if spelled[0].get(number) != spelled[1].get(number))
+        token, other = spelled[1].get(at), spelled[0].get(at)
+        check(False, "draft_model", f"of the model's vocabulary, with token {at} {token!r}", other)
 
 
 def _check_alike(model: LoadedModel, config: EngineConfig, processes: Processes) -> None:

@@ -41,6 +41,10 @@ class EngineMetrics:
     """tokens of these,"""
     accepted_tokens: int = 0
     """and those of them that were right: tokens that took no step of their own."""
+    model_draft_tokens: int = 0
+    """Tokens of drafts that a draft model wrote,"""
+    model_accepted_tokens: int = 0
+    """and those of them that were right."""
     resident_histories: int = 0
     """Turns whose stored history was on the devices still."""
     loaded_histories: int = 0

@@ -26,7 +26,7 @@ from benchmarks.harness import SUITES
 from benchmarks.paced import AdjustableLink
 from benchmarks.peers import PEERS
 from benchmarks.servers import is_installed
-from benchmarks.suites import blend, overflow, tiers
+from benchmarks.suites import blend, drafts, overflow, tiers
 from ca_jax.config import BLEND_MODES, EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.launch.flags import DEFAULT_MODEL
@@ -248,6 +248,23 @@ def test_a_suite_yields_its_rows_and_figure(bench, patches, tmp_path, suite):
         checks.hold_trace(suite, json.loads(trace.read_text(encoding="utf-8"))["traceEvents"])
     if suite in checks.CHECKS:
         checks.CHECKS[suite](report)
+
+
+def test_a_draft_model_is_a_third_way_to_answer(bench, tiny_model):
+    report = bench(
+        "drafts", f"--draft_model={tiny_model}", "--concurrent_sessions=1", "--always_asks", "--idle_layers=2"
+    )
+    shares = {(row["task"], row["way"]): row["asked_share"] for row in report["rows"]}
+    assert {way for _, way in shares} == {"model", "drafts", "plain"}
+    assert {way for (_, way), share in shares.items() if share} <= {"model"}
+    assert report["summary"]["same_tokens"]
+    assert "model_speedup_chat" in report["summary"]
+
+
+def test_idle_layers_change_no_logit(wordless):
+    longer = drafts.with_idle_layers(wordless, 3)
+    assert longer.config.num_layers == wordless.config.num_layers + 3
+    np.testing.assert_array_equal(longer.logits([5, 6, 7]), wordless.logits([5, 6, 7]))
 
 
 @pytest.fixture

@@ -34,6 +34,7 @@ benchmarks.suites.load()
 WITHOUT_FLAG = {"save_group_tokens", "compile_cache_dir", "ssd_deadline_s", "block_tokens"}
 CHANGED = {
     EngineConfig(): "max_batch_size=3 max_num_batched_tokens=128 max_draft_tokens=3 page_tokens=64 "
+    "draft_model=smollm2-135m-instruct "
     "kv_pool_gib=0.5 keep_pages=False queue_order=arrival "
     "max_tpot_ms=12.5 read_buffer=15 read_buffer_gib=0.25 write_buffer_gib=0.0 async_save=False "
     "recompute_if_faster=False dtype=bfloat16 weight_dtype=int8 kv_rest_dtype=int8 context_window=512 "

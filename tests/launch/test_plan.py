@@ -11,6 +11,7 @@ from ca_jax.device.buckets import history_buckets
 from ca_jax.device.passes import RunnerSizes
 from ca_jax.device.runner import Runner
 from ca_jax.device.transfer import params_to_device
+from ca_jax.engine import Engine
 from ca_jax.kv.layout import pool_size, staging_bytes
 from ca_jax.kv.snapshots import NUM_KEPT
 from ca_jax.launch.plan import make_plan
@@ -58,6 +59,18 @@ def test_int8_is_what_dram_and_ssd_hold_and_not_the_pool():
     assert int8.parts["the read buffer"] * 256 == plain.parts["the read buffer"] * 130
     for before, after in zip(plain.tiers[1:], int8.tiers[1:], strict=True):
         assert after.num_tokens == pytest.approx(before.num_tokens * 256 / 130, rel=0.01)
+
+
+def test_a_draft_model_counts_with_its_pool():
+    model, draft, sizes = kit.tiny_model(), kit.model_of(num_layers=2), {"context_window": 256, "page_tokens": 16}
+    engine = EngineConfig(overflow=None, dtype="float32", compile_cache_dir=None, **sizes)
+    planned, plain = (
+        make_plan(model.config, engine, dtype="float32", device_bytes=A100, draft=each) for each in (draft.config, None)
+    )
+    with Engine(model, engine, draft_model=draft) as served:
+        found = served._core._draft_model
+        assert planned.parts["the draft model"] == bytes_per_device(draft.params) + found.runner.pool.num_bytes
+    assert plain.left_bytes - planned.left_bytes == planned.parts["the draft model"]
 
 
 EXPERTS = {"num_experts": 4, "num_experts_per_token": 2, "tie_embeddings": True}
