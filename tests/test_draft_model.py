@@ -377,6 +377,19 @@ def test_what_cannot_be_drafted_for_is_refused():
         check_may_draft(config, named(), types.SimpleNamespace(count=2))
 
 
+@pytest.mark.parametrize("more", [40, -40])
+def test_tables_of_the_same_tokens_may_be_padded_otherwise(asked, more):
+    model = kit.tiny_model()
+    other = dataclasses.replace(kit.model_of(vocab_size=model.config.vocab_size + more), tokenizer=model.tokenizer)
+    params, prompts = SamplingParams(max_tokens=80, temperature=1.5, seed=2), [kit.prompt(30), kit.prompt(50, 1)]
+    with kit.small_engine() as plain, with_model(other) as engine:
+        expected, found = (each.generate(prompts, params) for each in (plain, engine))
+        assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+        assert engine.metrics.model_draft_tokens > 20
+        drafted = [token for _, guess in asked for token in guess]
+        assert max(drafted) < min(model.config.vocab_size, other.config.vocab_size)
+
+
 def test_another_vocabulary_is_refused():
     model = kit.tiny_model()
     small = kit.model_of(vocab_size=model.config.vocab_size - 1)

@@ -14,8 +14,9 @@ Source: speculative decoding (Leviathan et al., ICML 2023).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -62,9 +63,13 @@ class DraftModel:
       params: its parameters, on one device.
       size: of its pool: of one part, with pages for all that its rows may hold.
       max_tokens: most tokens of a guess.
+      vocab_size: of the target. Tables are padded: a token that one of the two has no row for is neither read nor said.
     """
 
-    def __init__(self, config: ModelConfig, params: steps.Params, size: PoolSize, max_tokens: int) -> None:
+    def __init__(
+        self, config: ModelConfig, params: steps.Params, size: PoolSize, max_tokens: int, vocab_size: int
+    ) -> None:
+        self._vocab_size = min(vocab_size, config.vocab_size)
         self.max_tokens = min(max_tokens, size.max_tokens // 2)
         """Most tokens of a guess."""
         self.runner = Runner(config, params, RunnerSizes(pool=size, chunk_tokens=_PASS_TOKENS[-1]))
@@ -121,7 +126,8 @@ class DraftModel:
         by_row = {self._rows[job].number: job for job in counts}
         slots = runner.placed(by_row)
         running = [None if slot is None else by_row[slot] for slot in slots]
-        tokens: Any = runner.to_device([0 if job is None else job.token_ids[-1] for job in running], np.int32)
+        last = self._readable([0 if job is None else job.token_ids[-1] for job in running])
+        tokens: Any = runner.to_device(last, np.int32)
         lengths = np.array([0 if job is None else job.num_tokens - 1 - self._rows[job].first for job in running])
         # Draws are numbered as the target's are, by all tokens that were before them.
         num_gone = np.array([0 if job is None else job.num_gone + self._rows[job].first for job in running])
@@ -135,10 +141,16 @@ class DraftModel:
             if job is not None:
                 row, written = self._rows[job], found[:, column].tolist()
                 row.num_known, row.guesses = job.num_tokens - row.first, written[:-1]  # The last one has no KV yet.
-                guesses[job] = written[: counts[job]]
+                guesses[job] = list(itertools.takewhile(self._is_said, written[: counts[job]]))
         key = len(slots)
         self._step_s[key] = _mixed(self._step_s.get(key, step_s), (time.perf_counter() - started_s) / len(drawn))
         return guesses
+
+    def _is_said(self, token: int) -> bool:
+        return token < self._vocab_size
+
+    def _readable(self, token_ids: Sequence[int]) -> list[int]:
+        return [token if self._is_said(token) else 0 for token in token_ids]
 
     def _num_missing(self, job: Job) -> int:
         """Tokens of its context that are to be computed before its last one is."""
@@ -175,7 +187,7 @@ class DraftModel:
                 row.first, row.num_gone = first, job.num_gone
             row.num_known, row.guesses = job.num_tokens - 1 - first, []
             if new := job.token_ids[first + num_held : -1]:
-                missing[row.number] = num_held, new
+                missing[row.number] = num_held, self._readable(new)
         for size in self._sizes(sum(len(new) for _, new in missing.values())):
             started_s, spans, room = time.perf_counter(), {}, size
             for number, (start, new) in list(missing.items()):

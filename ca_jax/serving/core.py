@@ -118,7 +118,8 @@ class EngineCore:
             check_may_draft(model.config, config, processes)
             check_draft_model(draft_model, model)
             size = draft_pool(draft_model.config, config, window)
-            drafter = DraftModel(draft_model.config, draft_model.params, size, config.max_draft_tokens)
+            vocab_size = model.config.vocab_size
+            drafter = DraftModel(draft_model.config, draft_model.params, size, config.max_draft_tokens, vocab_size)
         self._draft_model, draft_bytes = drafter, 0 if drafter is None else drafter.num_bytes
         sizes = RunnerSizes(
             pool=_pool_size(model, config, window, draft_bytes),
@@ -315,7 +316,7 @@ def check_may_draft(model: ModelConfig, config: EngineConfig, processes: Process
 
 
 def check_draft_model(draft: LoadedModel, model: LoadedModel) -> None:
-    """Checks that a draft model's guesses are tokens of the model.
+    """Checks that a draft model's guesses are tokens of the model: of as many, or of equal tokenizers.
 
     Raises:
       ValueError: they are not, or its layers keep states, or it is on a mesh.
@@ -323,13 +324,14 @@ def check_draft_model(draft: LoadedModel, model: LoadedModel) -> None:
     check(not draft.config.num_states, "draft_model", "one whose layers keep no states", draft.config.architecture)
     check(draft.sharding is None, "draft_model", "on one device", draft.name)
     wanted, found = model.config.vocab_size, draft.config.vocab_size
-    check(found == wanted, "draft_model", f"of the model's vocabulary, {wanted} tokens", found)
     if draft.tokenizer is None or model.tokenizer is None:
+        check(found == wanted, "draft_model", f"of the model's vocabulary, {wanted} tokens", found)
         return
     of_each = [each.tokenizer.backend.get_vocab(with_added_tokens=True) for each in (draft, model)]  # type: ignore[union-attr]
     if of_each[0] != of_each[1]:
         spelled = [{number: token for token, number in vocab.items()} for vocab in of_each]
-        at = min(number for number in range(found) if spelled[0].get(number) != spelled[1].get(number))
+        numbers = range(max(wanted, found))
+        at = min(number for number in numbers if spelled[0].get(number) != spelled[1].get(number))
         token, other = spelled[1].get(at), spelled[0].get(at)
         check(False, "draft_model", f"of the model's vocabulary, with token {at} {token!r}", other)
 
