@@ -5,13 +5,18 @@ No other code of the package asks for the platform's name, but for reports that 
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import jax
+
+_LOG = logging.getLogger(__name__)
+_TRIAL_ATOL = 0.05  # Of numbers of order one in 16 bits.
 
 Kernel = Literal["cpu", "triton", "mosaic"]
 """A form of attention over pages that we wrote: in C++ for a CPU, in Pallas for a GPU and for a TPU."""
@@ -100,3 +105,28 @@ def assumed(backend: Backend) -> Iterator[None]:
     finally:
         _assumed.pop()
         jax.clear_caches()
+
+
+def passes_trial(name: str, error: Callable[[], jax.Array]) -> bool:
+    """Whether a kernel runs on the default device and computes what it should. A warning says why it does not.
+
+    May be called while a function is traced.
+
+    Args:
+      name: of the kernel, in the warning.
+      error: how far it is off on small arrays, whose results are of order one; compiled here.
+    """
+
+    def run() -> float:
+        with jax.transfer_guard("allow"):
+            return float(jax.jit(error)())
+
+    try:
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:  # A function that is traced on this one is not there.
+            found = thread.submit(run).result()
+    except Exception as failure:  # Whatever it is, another implementation serves.
+        _LOG.warning("%s is not used, it does not run here: %s", name, failure)
+        return False
+    if not found <= _TRIAL_ATOL:
+        _LOG.warning("%s is not used, it was off by %g", name, found)
+    return found <= _TRIAL_ATOL

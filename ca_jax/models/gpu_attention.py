@@ -11,9 +11,7 @@ Source: flash attention (Dao, 2023); splitting keys over programs is flash decod
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
-import logging
 import math
 from typing import Any, NamedTuple
 
@@ -21,17 +19,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ca_jax import backend
 from ca_jax.models import rope
 from ca_jax.models.config import RopeConfig
-
-_LOG = logging.getLogger(__name__)
 
 _MASKED = -1e30
 _LEAST_TILE = 16  # Fewer rows or columns than this no tensor core takes.
 _MAX_SPLITS = 16
 _HALF = (jnp.bfloat16, jnp.float16)
-_TRIAL_ATOL = 0.05
-"""Most that an implementation may be off in its trial, on attention over numbers of order one in 16 bits."""
 
 
 class Tiling(NamedTuple):
@@ -268,16 +263,4 @@ def kernel_is_served(dtype: jnp.dtype, head_dim: int) -> bool:
         found = [attend_pages_kernel(q, pages, rows, rotation, one_each=one_each) for one_each in (True, False)]
         return jnp.abs(jnp.stack(found).astype(jnp.float32) - expected[:, 0].astype(jnp.float32)).max()
 
-    def run() -> float:
-        with jax.transfer_guard("allow"):
-            return float(jax.jit(error)())
-
-    try:
-        with concurrent.futures.ThreadPoolExecutor(1) as thread:  # A function that is traced on this one is not there.
-            found = thread.submit(run).result()
-    except Exception as failure:  # Whatever it is, another implementation serves.
-        _LOG.warning("the kernel over pages is not used, it does not run here: %s", failure)
-        return False
-    if not found <= _TRIAL_ATOL:
-        _LOG.warning("the kernel over pages is not used, it was off by %g", found)
-    return found <= _TRIAL_ATOL
+    return backend.passes_trial("the kernel over pages", error)

@@ -13,9 +13,7 @@ Not here: what weights are rounded to (small_weights).
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -29,14 +27,10 @@ from ca_jax import backend
 from ca_jax.models.attention import matmul_precision
 from ca_jax.models.small_weights import GROUP, Int4Matrix
 
-_LOG = logging.getLogger(__name__)
-
 NAME = "int4_product"
 """Of the kernels, in compiled programs."""
 _HALF = GROUP // 2
 _HALVES = {"triton": (jnp.bfloat16, jnp.float16), "mosaic": (jnp.bfloat16,)}  # What each kernel is for.
-_TRIAL_ATOL = 0.05
-"""Most that a kernel may be off in its trial, on sums of order one of numbers in 16 bits."""
 _LEAST_ROWS = 16  # Of a tile: fewer no tensor core takes, and of 16-bit floats no TPU.
 # None of these was timed on a device.
 _GPU_ROWS, _GPU_OUTPUTS, _GPU_GROUPS = 128, 64, 4
@@ -399,16 +393,4 @@ def kernel_is_served(kernel: str, dtype: Any) -> bool:
         found = of_kernel(chosen, x, weights, dtype=jnp.float32)
         return jnp.abs(found - by_xla(x, weights, chosen[0], dtype=jnp.float32)).max()
 
-    def run() -> float:
-        with jax.transfer_guard("allow"):
-            return float(jax.jit(error)())
-
-    try:
-        with concurrent.futures.ThreadPoolExecutor(1) as thread:  # A function that is traced on this one is not there.
-            found = thread.submit(run).result()
-    except Exception as failure:  # Whatever it is, XLA serves.
-        _LOG.warning("the kernel for weights in 4 bits is not used, it does not run here: %s", failure)
-        return False
-    if not found <= _TRIAL_ATOL:
-        _LOG.warning("the kernel for weights in 4 bits is not used, it was off by %g", found)
-    return found <= _TRIAL_ATOL
+    return backend.passes_trial("the kernel for weights in 4 bits", error)
