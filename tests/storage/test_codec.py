@@ -11,6 +11,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 import tensorstore as ts
+from threadpoolctl import threadpool_info
 
 from ca_jax.storage.codec import CodecError, KVCodec
 from ca_jax.storage.inspector import StoreInspector, verify
@@ -363,10 +364,15 @@ def test_a_tier_keeps_coded_blocks_that_tensorstore_reads_alone(tmp_path):
     tier.close()
 
 
+def blas_threads() -> set[int]:
+    """Of products by numpy, in this process."""
+    return {each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"}
+
+
 def test_no_more_blocks_are_coded_at_a_time_than_there_are_cores(tmp_path, monkeypatch):
-    """A disk that answers is not taken for one that does not because all blocks of a move end at once."""
+    """And on one thread each. A disk that answers is not taken for one that does not because all end at once."""
     codec = make_codec(LAYOUT)
-    together, most, lock = [0], [0], threading.Lock()
+    together, most, lock, threads = [0], [0], threading.Lock(), set()
 
     def counted(name):
         do = getattr(KVCodec, name)
@@ -376,6 +382,7 @@ def test_no_more_blocks_are_coded_at_a_time_than_there_are_cores(tmp_path, monke
                 together[0] += 1
                 most[0] = max(most[0], together[0])
             time.sleep(0.01)
+            threads.update(blas_threads())
             try:
                 return do(*arguments)
             finally:
@@ -384,6 +391,7 @@ def test_no_more_blocks_are_coded_at_a_time_than_there_are_cores(tmp_path, monke
 
         return call
 
+    before = blas_threads()
     for name in ("encode", "decode"):
         monkeypatch.setattr(KVCodec, name, counted(name))
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
@@ -394,6 +402,8 @@ def test_no_more_blocks_are_coded_at_a_time_than_there_are_cores(tmp_path, monke
     most[0] = 0
     tier.read_blocks(list(range(12)), np.empty_like(blocks))
     assert most == [3]
+    assert threads == {1}
+    assert blas_threads() == before
     tier.close()
 
 

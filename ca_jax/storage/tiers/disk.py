@@ -12,7 +12,6 @@ import errno
 import functools
 import itertools
 import math
-import os
 import re
 import shutil
 import threading
@@ -25,6 +24,7 @@ import numpy as np
 from ca_jax.storage.codec import CodecError, KVCodec
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.records import BlockIoError, IoFailure
+from ca_jax.storage.tiers.coding import Places
 
 Blocks = Sequence[np.ndarray] | np.ndarray
 """Memory of several blocks, of the layout's `block_shape` each."""
@@ -89,8 +89,7 @@ class DiskTier(abc.ABC):
         # by a new file, and for a while there are both.
         self._reserved_bytes = 0
         self._lock = threading.Lock()
-        # So that blocks end one by one: all at once on few cores they would look like a disk that does not answer.
-        self._coding = threading.BoundedSemaphore(os.cpu_count() or 1)
+        self._coding = Places()
         self._reads, self._writes = (
             concurrent.futures.ThreadPoolExecutor(number, "ca_jax-ssd") for number in (MAX_READS, MAX_WRITES)
         )
@@ -121,7 +120,7 @@ class DiskTier(abc.ABC):
             if self.codec is not None:
                 data = self._read_coded(block)
                 try:
-                    with self._coding:
+                    with self._coding.taken():
                         self.codec.decode(data, self.layout, dst, wanted)
                 except CodecError as error:
                     raise BlockIoError(IoFailure.CORRUPT, f"block {block}: {error}") from error
@@ -167,7 +166,7 @@ class DiskTier(abc.ABC):
         def write(index: int, block: int, src: np.ndarray) -> None:
             if self.codec is not None:
                 try:
-                    with self._coding:
+                    with self._coding.taken():
                         data, found = self.codec.encode(src, self.layout)
                 except CodecError as error:
                     raise BlockIoError(IoFailure.NO_SPACE, f"block {block}: {error}") from error
