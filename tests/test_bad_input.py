@@ -54,7 +54,7 @@ BAD_VALUES: dict[type, dict[str, list[Any]]] = {
         "save_group_tokens": [0],
         "tensor_parallel_size": [0],
         "data_parallel_size": [0, 3],  # Slots are in equal parts.
-        "weight_dtype": ["int4", None],
+        "weight_dtype": ["int3", None],
         "kv_rest_dtype": ["int4"],
         "read_buffer": ["some", 1.5, None, True, -1],
         "read_buffer_gib": [-1.0, NAN, INF],
