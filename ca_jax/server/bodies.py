@@ -448,8 +448,8 @@ class SessionChange(_Body):
     ttl_s: Annotated[float, Field(ge=0)] | None = None
     """How long its KV is kept after its last use, seconds; null leaves it as it is."""
     expected_resume_s: Annotated[float, Field(ge=0)] | None = None
-    """In how many seconds its next turn is expected, of a tool that runs for so long, say: near whose time its KV is
-    kept near."""
+    """In how many seconds its next turn is expected, for example when a tool will be done. KV that is wanted soon stays
+    in DRAM for longer."""
 
 
 class Fork(_Body):

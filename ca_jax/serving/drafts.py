@@ -355,7 +355,7 @@ class Drafter:
     def took(self, num_rows: int, size: int, seconds: float) -> None:
         """A step of so many rows took so long, that checked drafts in so many tokens, or 0: that checked none.
 
-        What a model took to write them is none of what checking costs.
+        The time that a model took to write them does not count.
         """
         seconds, self._num_checked = seconds - self._model_s, self._num_checked + 1 if size else 0
         if not size:

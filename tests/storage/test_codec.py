@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-import time
 from contextlib import closing
 
 import numpy as np
@@ -372,7 +371,7 @@ def blas_threads() -> set[int]:
 def test_no_more_blocks_are_coded_at_a_time_than_there_are_cores(tmp_path, monkeypatch):
     """And on one thread each. A disk that answers is not taken for one that does not because all end at once."""
     codec = make_codec(LAYOUT)
-    together, most, lock, threads = [0], [0], threading.Lock(), set()
+    together, most, lock, threads, all_places = [0], [0], threading.Lock(), set(), threading.Barrier(3)
 
     def counted(name):
         do = getattr(KVCodec, name)
@@ -381,7 +380,7 @@ def test_no_more_blocks_are_coded_at_a_time_than_there_are_cores(tmp_path, monke
             with lock:
                 together[0] += 1
                 most[0] = max(most[0], together[0])
-            time.sleep(0.01)
+            all_places.wait(PATIENCE_S)  # Blocks are coded three at a time, or this fails.
             threads.update(blas_threads())
             try:
                 return do(*arguments)
