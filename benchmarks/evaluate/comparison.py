@@ -68,6 +68,11 @@ class Comparison:
         """The name of the method that others are held against; None where no method is `tt`."""
         return next((name_of(overflow) for overflow in self.methods if overflow.method == "tt"), None)
 
+    def check_bound(self, max_loss: float | None) -> None:
+        """Refuses (ValueError) a bound that nothing can be held against."""
+        if max_loss is not None and (not max_loss > 0 or self.baseline is None):
+            raise ValueError(f"max_loss must be above 0, beside a method tt; got {max_loss} and {list(self.by_name)}")
+
     def streams(self, model: LoadedModel) -> dict[str, ContextStream]:
         """An empty context for each method, by its name.
 
@@ -198,6 +203,8 @@ class AccuracyRow(MethodRow):
     """Share of questions with the same answer as `tt`'s, right or wrong."""
     logprob_difference: float | None
     """`mmlu`: mean of how far the log probabilities of A, B, C and D are from those of `tt`, nats."""
+    passes: bool | None
+    """Whether it keeps the bound, at the lower end of the difference's interval; None where there is no bound."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -225,8 +232,13 @@ def accuracy_rows(
     clusters: Sequence[Hashable],
     *,
     logprob_differences: Mapping[str, float] | None = None,
+    max_loss: float | None = None,
 ) -> list[AccuracyRow]:
-    """A row for each method; `clusters` are the records that the questions are on."""
+    """A row for each method; `clusters` are the records that the questions are on.
+
+    Args:
+      max_loss: most by which an accuracy may be below that of `tt`; None: there is no bound.
+    """
     base = None if comparison.baseline is None else answers[comparison.baseline]
     rows = []
     for name, each in answers.items():
@@ -251,6 +263,7 @@ def accuracy_rows(
                 mcnemar_p=p,
                 same_answers=same,
                 logprob_difference=(logprob_differences or {}).get(name),
+                passes=None if max_loss is None or interval is None else interval[0] >= -max_loss,
                 num_truncations=sum(each.num_truncations) / num,
                 seconds=each.seconds,
             )

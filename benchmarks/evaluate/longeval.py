@@ -93,6 +93,13 @@ class LongevalConfig(Checked):
     """Most tokens of an answer; None: 12 of one that goes on, 32 of one in chat."""
     seed: int = 0
     """Of which lines are in a record, and which are asked for."""
+    max_loss: float | None = None
+    """Most by which the share of right answers may be below that of `tt`, at the lower end of the difference's
+    interval; by default there is no bound. Where no other method keeps it the script exits with 1."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.comparison.check_bound(self.max_loss)
 
     @property
     def max_answer_tokens(self) -> int:
@@ -142,7 +149,9 @@ def run_longeval(model: LoadedModel, config: LongevalConfig, progress: Progress)
             )
             progress("longeval", len(items), num_items)
     clusters = [item["record"] for item in items]
-    return Evaluation(rows=accuracy_rows(Path(config.data).name, config.comparison, answers, clusters), items=items)
+    data = Path(config.data).name
+    rows = accuracy_rows(data, config.comparison, answers, clusters, max_loss=config.max_loss)
+    return Evaluation(rows=rows, items=items)
 
 
 def _limited(config: LongevalConfig, tokenizer: Tokenizer, begin: list[int]) -> list[Record]:

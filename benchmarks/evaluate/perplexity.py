@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.evaluate.comparison import Comparison, Evaluation, MethodRow, check_overflows
-from benchmarks.evaluate.statistics import block_estimate
+from benchmarks.evaluate.statistics import Estimate, block_estimate
 from benchmarks.evaluate.stream import ContextStream, Truncation
 from ca_jax.launch.texts import EvaluationError, read_ids
 from ca_jax.pretrained import LoadedModel, Progress
@@ -34,8 +35,12 @@ class PerplexityConfig:
     """A .txt file, or a .jsonl file whose rows have `text`."""
     max_tokens: int = 16_384
     """Tokens of it, from its beginning."""
+    max_loss: float | None = None
+    """Most by which perplexity may be above that of `tt`, a share, two standard errors of the gap included; by default
+    there is no bound. Where no other method keeps it the script exits with 1."""
 
     def __post_init__(self) -> None:
+        self.comparison.check_bound(self.max_loss)
         if self.max_tokens < 2:
             raise ValueError(f"max_tokens must be at least 2, one to predict behind the other; got {self.max_tokens}")
 
@@ -74,6 +79,8 @@ class PerplexityRow(MethodRow):
     """Of the gap, from paired differences; None likewise."""
     ratio_to_tt: float | None
     """The perplexity over that of `tt`."""
+    passes: bool | None
+    """Whether it keeps the bound; None where there is no bound."""
     tokens: int
     mean_kept_tokens: float | None
     """Tokens that stayed at an overflow, mean; None where there was none."""
@@ -113,7 +120,7 @@ def run_perplexity(model: LoadedModel, config: PerplexityConfig, progress: Progr
         PerplexityRow(
             text=path.name,
             **comparison.setting(name),
-            **_figures(each, None if each is base else base, comparison.step_tokens),
+            **_figures(each, None if each is base else base, comparison.step_tokens, config.max_loss),
         )
         for name, each in measured.items()
     ]
@@ -126,8 +133,8 @@ def _measure(name: str, stream: ContextStream, token_ids: Sequence[int], progres
     return _Measured(losses, stream.truncations, time.perf_counter() - started_s)
 
 
-def _figures(each: _Measured, base: _Measured | None, block: int) -> dict[str, Any]:
-    """The fields of a row that are measured."""
+def _figures(each: _Measured, base: _Measured | None, block: int, max_loss: float | None) -> dict[str, Any]:
+    """The fields of a row that are measured, and whether they keep the bound."""
     num_tokens, start = len(each.losses), each.first_overflow
     everywhere = block_estimate(each.losses[1:], block).exp()
     after = None if start is None else block_estimate(each.losses[start:], block).exp()
@@ -143,6 +150,7 @@ def _figures(each: _Measured, base: _Measured | None, block: int) -> dict[str, A
         "gap_to_tt": None if gap is None else gap.mean - 1,
         "gap_stderr": None if gap is None else gap.stderr,
         "ratio_to_tt": None if gap is None else gap.mean,
+        "passes": None if gap is None or max_loss is None else _upper(gap) - 1 <= max_loss,
         "tokens": num_tokens,
         "num_truncations": len(kept),
         "mean_kept_tokens": sum(kept) / len(kept) if kept else None,
@@ -153,6 +161,11 @@ def _figures(each: _Measured, base: _Measured | None, block: int) -> dict[str, A
             each.losses, None if base is None else base.losses, [place.num_fed for place in each.truncations]
         ),
     }
+
+
+def _upper(estimate: Estimate) -> float:
+    """Two standard errors above a mean; of one block nobody knows."""
+    return math.inf if estimate.stderr is None else estimate.mean + 2 * estimate.stderr
 
 
 def loss_curve(losses: np.ndarray, base_losses: np.ndarray | None, places: Sequence[int]) -> list[CurveBin]:

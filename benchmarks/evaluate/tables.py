@@ -104,6 +104,8 @@ def remarks_of(report: Report) -> list[str]:
     if report["task"] == "kv_gate":
         return [kv_verdict(report)]
     config, remarks = report["config"], []
+    if config.get("max_loss") is not None:
+        remarks.append(repair_verdict(report))
     if config.get("figure") in TIMED_FIGURES:
         load = report["machine"]["load_1m"]
         remarks.append(
@@ -148,6 +150,19 @@ def kv_verdict(report: Report) -> str:
         return f"no: {wanted}, is kept by none of {', '.join(row['name'] for row in report['rows'])}"
     least = min(passing, key=lambda row: row["bits"])
     return f"yes: {wanted}, is kept by {least['name']}, {least['times_smaller']:.1f} times smaller than bfloat16"
+
+
+def repair_verdict(report: Report) -> str:
+    """What a bound on what overflow costs says."""
+    most = percent(report["config"]["max_loss"], ".3g")
+    wanted = f"perplexity at most {most} above tt's" if report["task"] == "ppl" else f"at most {most} fewer right"
+    wanted += ", with its confidence interval"
+    tried = [row for row in report["rows"] if row["passes"] is not None]
+    passing = [row for row in tried if row["passes"]]
+    if not passing:
+        return f"no: {wanted}, is kept by none of: {'; '.join(row['name'] for row in tried)}"
+    least = min(passing, key=lambda row: row["repair_ratio"] if row["method"] == "ca" else 1)
+    return f"yes: {wanted}, is kept by: {least['name']}"
 
 
 def columns_of(report: Report) -> Columns:

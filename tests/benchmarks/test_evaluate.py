@@ -162,6 +162,21 @@ def test_a_gates_exit_says_whether_a_ratio_will_do(evaluate):
     assert (done.code, "yes: KL to full recompute" in done.out) == (0, True)
 
 
+@pytest.mark.parametrize("task", ["ppl", "longeval"])
+def test_a_bound_on_what_overflow_costs_decides_the_exit(evaluate, task):
+    lines = "--data=lines.jsonl --window=256 --step_tokens=32 --max_items=2 --answer_tokens=2 --asked_depth=128"
+    line = {"ppl": f"--data=text.txt {WINDOW} --max_tokens=300", "longeval": lines}[task]
+    line += " --method=tt,ca:repair=none,nkvt"
+    done, report = evaluate(task, f"{line} --max_loss=9")
+    assert done.code == 0, done.err
+    assert "is kept by: ca, keep 4" in done.out.replace("\n", " "), "it computes nothing anew"
+    assert [row["passes"] for row in report["rows"]] == [None, True, True]
+    if task == "ppl":
+        done, report = evaluate(task, f"{line} --max_loss=1e-9")
+        assert (done.code, [row["passes"] for row in report["rows"]]) == (1, [None, False, False])
+        assert "is kept by none of: ca, keep 4; nkvt, keep 4" in done.out.replace("\n", " ")
+
+
 def test_the_page_has_every_report_once_and_how_to_redo_it(evaluate, tmp_path):
     asked = (
         ("ppl", "--method=tt,ca:repair=none --window=128"),

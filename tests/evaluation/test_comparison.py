@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from benchmarks.evaluate.comparison import Comparison, name_of
+from benchmarks.evaluate.comparison import Answers, Comparison, accuracy_rows, name_of
 from benchmarks.evaluate.stream import ComparedOverflow
 from ca_jax.launch.texts import EvaluationError
 from tests import engine_kit as kit
@@ -58,3 +58,31 @@ def test_what_survives_is_what_streams_have_left(num_tokens, ratios):
         left &= {place for place in stream.token_ids if place < before}
     assert set(comparison.surviving(num_tokens).nonzero()[0].tolist()) == left
     assert bool(left) == (num_tokens > 64)
+
+
+def answers_of(is_right: str) -> Answers:
+    return Answers(
+        given=list(is_right), is_right=[each == "y" for each in is_right], num_truncations=[1] * len(is_right)
+    )
+
+
+def test_a_bound_on_right_answers_is_kept_with_the_whole_interval():
+    methods = (ComparedOverflow(method="tt"), ComparedOverflow(), ComparedOverflow(repair="none"))
+    comparison = Comparison(methods=methods)
+    tt, near, far = comparison.by_name
+    answers = {tt: answers_of("y" * 100), near: answers_of("n" * 4 + "y" * 96), far: answers_of("n" * 20 + "y" * 80)}
+
+    def passes(max_loss: float | None) -> list[bool | None]:
+        return [row.passes for row in accuracy_rows("a", comparison, answers, range(100), max_loss=max_loss)]
+
+    assert passes(None) == [None, None, None]
+    assert passes(0.05) == [None, False, False], "4 points fewer, and 8 at the interval's end"
+    assert passes(0.1) == [None, True, False]
+
+
+def test_a_bound_needs_something_to_be_held_against():
+    comparison = Comparison(methods=(ComparedOverflow(),))
+    comparison.check_bound(None)
+    for methods, bound in (((ComparedOverflow(),), 0.1), ((ComparedOverflow(method="tt"), ComparedOverflow()), 0.0)):
+        with pytest.raises(ValueError, match="max_loss must be above 0, beside a method tt"):
+            Comparison(methods=methods).check_bound(bound)

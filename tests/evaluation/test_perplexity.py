@@ -85,6 +85,17 @@ def test_what_is_recomputed_is_told(text):
     assert abs(rows[1].gap_to_tt) > 1e-3
 
 
+def test_a_bound_is_kept_by_what_computes_enough_anew(text):
+    methods = overflow("tt"), overflow("ca"), overflow("ca", repair_ratio=1.0)
+    bounded = dataclasses.replace(ask(text, *methods, max_tokens=200), max_loss=1e-3)
+    rows = run_perplexity(kit.tiny_model(), bounded, ignore).rows
+    assert [row.passes for row in rows] == [None, False, True]
+    above = rows[1].gap_to_tt + 2 * rows[1].gap_stderr
+    for bound, passes in ((above + 1e-6, True), (above - 1e-6, False)):
+        found = run_perplexity(kit.tiny_model(), dataclasses.replace(bounded, max_loss=bound), ignore).rows
+        assert found[1].passes is passes
+
+
 def test_too_little_text_is_refused_and_said_how_much_is_needed(tmp_path):
     short = tmp_path / "short.txt"
     short.write_text(TEXT[:48], encoding="utf-8")
