@@ -142,6 +142,11 @@ class Entry:
         return self.lineage if self.ssd is None or self.num_reserved_tokens else self.ssd.lineage
 
     @property
+    def is_far(self) -> bool:
+        """Whether it is on SSD only, and does not move."""
+        return self.ssd is not None and not (self.block_ids or self.fetch or self.flush)
+
+    @property
     def in_use(self) -> bool:
         """Whether a load or a save is open."""
         return bool(self.open_saves or self.num_open_loads)
@@ -180,7 +185,7 @@ class SessionIndex:
         self._look_ahead = look_ahead
         self._max_fetched_blocks = max_fetched_blocks
         self._entries: dict[str, Entry] = {}
-        self._returns, self._said = returns, said
+        self._returns, self.said = returns, said
         asked = None if returns is None else returns.group, said
         self.in_dram: TierOrders[Entry] = TierOrders(look_ahead, self._describe, *asked)
         """Sessions that hold blocks of DRAM."""
@@ -287,8 +292,8 @@ class SessionIndex:
         del self._entries[entry.key]
         self._share_changed(entry.key)
         self._expire_at(entry, None)
-        if self._said is not None and not self._pins[entry.key]:
-            self._said.forget(entry.key)
+        if self.said is not None and not self._pins[entry.key]:
+            self.said.forget(entry.key)
         others = tuple(key for key in self._by_name.pop(entry.owner.session_id) if key != entry.key)
         if others:
             self._by_name[entry.owner.session_id] = others
@@ -307,8 +312,8 @@ class SessionIndex:
             self._notes.pop(key, None)
             if self._returns is not None:
                 self._returns.left(key)  # A turn pins its session as long as it runs.
-            if self._said is not None:
-                (self._said.left if key in self._entries else self._said.forget)(key)
+            if self.said is not None:
+                (self.said.left if key in self._entries else self.said.forget)(key)
         entry = self._entries.get(key)
         if entry is not None:
             entry.num_pins += num_pins
@@ -316,10 +321,10 @@ class SessionIndex:
 
     def expect_back(self, key: str, seconds: float | None) -> None:
         """A session will be back so long after its turn, or from now where it has none; None: nobody knows."""
-        if self._said is None:
+        if self.said is None:
             return
         is_busy = self._look_ahead.next_ticket(key) is not None or bool(self._pins[key])
-        self._said.say(key, seconds, is_busy=is_busy)
+        self.said.say(key, seconds, is_busy=is_busy)
         for orders in self._tiers:
             if key in orders:
                 orders.said_anew(key)
@@ -375,9 +380,9 @@ class SessionIndex:
         self._put(self.on_ssd, entry, entry.ssd is not None, held)
         fetchable = (
             self._look_ahead.next_ticket(entry.key) is not None
-            and entry.ssd is not None
             and entry.miss is None
-            and not (in_dram or entry.fetch or entry.flush)
+            and entry.ssd is not None
+            and entry.is_far
             and len(entry.ssd.block_ids) <= self._max_fetched_blocks
         )
         self._put(self.to_fetch, entry, fetchable)
@@ -413,8 +418,8 @@ class SessionIndex:
         """A session's next job is another one now: only what a job waits for is fetched."""
         if self._returns is not None and before is None:
             self._returns.came(key)
-        if self._said is not None and before is None:
-            self._said.forget(key)
+        if self.said is not None and before is None:
+            self.said.forget(key)
         entry = self._entries.get(key)
         if entry is not None and (before is None) != (after is None):
             self.place(entry)
@@ -458,10 +463,10 @@ class SessionIndex:
 
     def _describe(self, entry: Entry, queue_position: int | None, num_blocks: int | None = None) -> StoredEntry:
         rate = away_s = 0.0
-        if self._said is not None and queue_position is None:
-            away_s = self._said.away_s(entry.key, entry.last_used_s)
+        if self.said is not None and queue_position is None:
+            away_s = self.said.away_s(entry.key, entry.last_used_s)
         if self._returns is not None and queue_position is None:
-            said = None if self._said is None else self._said.rate(entry.key)
+            said = None if self.said is None else self.said.rate(entry.key)
             rate = said or self._returns.rate(self._returns.group(entry.key), entry.last_used_s)
         return StoredEntry(
             key=entry.key,

@@ -330,17 +330,44 @@ class Placement:
             self._evict(victims)
 
     def _prefetch(self) -> None:
-        if self._ssd is None or self._ssd.is_late or not len(self._look_ahead):
+        if self._ssd is None or self._ssd.is_late or not len(self._index.on_ssd):
             return
         num_fetches = _MAX_FETCHES - self._ssd.num_fetching
-        if num_fetches <= 0 or not len(self._index.on_ssd):
-            return
+        if num_fetches > 0 and len(self._look_ahead):
+            self._fetch_waiting(self._ssd, num_fetches)
+            num_fetches = _MAX_FETCHES - self._ssd.num_fetching
+        if num_fetches > 0 and self._looks_at_queue:
+            self._fetch_expected(self._ssd, num_fetches)
+
+    def _fetch_waiting(self, ssd: SsdIndex, num_fetches: int) -> None:
+        """Fetches for the first jobs of the queue."""
         waiting, window_jobs = self._index.to_fetch.view(), self._prefetch_window()
         fetch, evict = self.room.plan_fetches(waiting, window_jobs, num_fetches, self._reserve_blocks)
         self._evict(evict)
         for entry in filter(None, map(self._index.get, fetch)):
             if entry.ssd is not None and self._blocks.lacking(len(entry.ssd.block_ids)) <= 0:
-                self._ssd.fetch(entry)
+                ssd.fetch(entry)
+
+    def _fetch_expected(self, ssd: SsdIndex, num_fetches: int) -> None:
+        """Fetches who is about to come back, as clients say, in place of those that will be away for longer."""
+        if (said := self._index.said) is None:
+            return
+        for entry in filter(None, map(self._index.get, said.take_due(num_fetches))):
+            if entry.ssd is None or not entry.is_far:
+                continue
+            away_s = said.away_s(entry.key, entry.last_used_s)
+            victims = self._victims(entry, entry.ssd.num_blocks)
+            if victims is not None and all(self._is_away_for(key, away_s) for key in victims):
+                self._evict(victims)
+                ssd.fetch(entry)
+                self._index.place(entry)
+
+    def _is_away_for(self, key: str, seconds: float) -> bool:
+        """Whether a session has no job waiting and will be away for longer than that, as far as anybody knows."""
+        entry, said = self._index.get(key), self._index.said
+        if entry is None or said is None or self._look_ahead.next_ticket(key) is not None:
+            return False
+        return said.away_s(key, entry.last_used_s) > seconds
 
     def _prefetch_window(self) -> int:
         """How many jobs from the queue's head on are fetched for."""

@@ -16,7 +16,7 @@ from ca_jax.storage.placement.returns import NUM_GROUPS, ReturnTimes, ReuseGaps,
 from ca_jax.storage.records import GAP_BOUNDS_S, GapHistogram, Residency
 from ca_jax.storage.store import AttentionStore
 
-from .store_helpers import LAYOUT, PATIENCE_S, StoppedClock, ids, load, make_kv, make_store, put, save
+from .store_helpers import LAYOUT, PATIENCE_S, StoppedClock, ids, load, make_kv, make_store, put, save, wait_until
 
 
 def serve(times: ReturnTimes, clock: StoppedClock, turns: list[tuple[float, str]]) -> None:
@@ -336,3 +336,52 @@ def test_what_is_said_of_a_session_that_never_is_stored_is_forgotten():
     assert (said.until_s("a"), said.away_s("a", -5.0), said.rate("a")) == (15, 15, 1 / 15)
     said.forget("a")
     assert (said.until_s("a"), said.away_s("a", -5.0), said.rate("a")) == (None, 5, None)
+
+
+@pytest.fixture
+def soon_back(open_store, clock):
+    """A store of room for two sessions: `a` is on SSD alone and b and c are in DRAM, used at 0, 100 and 200 s."""
+    store = open_store(4, clock=clock, eviction_policy="scheduler_aware")
+    for key in "abc":
+        put(store, key, 8)
+        clock.now_s += 100
+    assert [store.residency(key) for key in "abc"] == [Residency.SSD, Residency.DRAM, Residency.DRAM]
+    return store
+
+
+def test_what_is_expected_within_seconds_is_fetched_in_place_of_what_will_be_away_for_longer(soon_back, clock):
+    store = soon_back
+    store.expect_back("a", 60)
+    store.poll()
+    assert store.residency("a") is Residency.SSD, "a minute is no reason to hold DRAM"
+    clock.now_s += 55
+    store.poll()
+    wait_until(store, lambda: store.residency("a") is Residency.DRAM)
+    assert [store.residency(key) for key in "bc"] == [Residency.SSD, Residency.DRAM]
+    assert store.stats().ssd.num_fetches == 1
+
+
+@pytest.mark.parametrize("others", ["sooner", "queued"])
+def test_nothing_is_fetched_early_in_place_of_what_is_wanted_sooner(soon_back, clock, others):
+    store = soon_back
+    for number, key in enumerate("bc"):
+        if others == "sooner":
+            store.expect_back(key, 2)
+        else:
+            store.enqueue(number, key)
+    store.expect_back("a", 5)
+    store.poll()
+    assert [store.residency(key) for key in "abc"] == [Residency.SSD, Residency.DRAM, Residency.DRAM]
+
+
+def test_what_is_expected_is_fetched_once_and_not_after_it_has_come(soon_back, clock):
+    store = soon_back
+    store.expect_back("a", 5)
+    store.expect_back("a", None)
+    store.poll()
+    assert store.residency("a") is Residency.SSD
+    store.expect_back("a", 5)
+    store.drop("b")
+    store.poll()
+    wait_until(store, lambda: store.residency("a") is Residency.DRAM)
+    assert store.stats().ssd.num_fetches == 1

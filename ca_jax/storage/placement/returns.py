@@ -28,10 +28,12 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from sortedcontainers import SortedList
 
 from ca_jax.storage.records import GAP_BOUNDS_S, GapHistogram
 
@@ -144,6 +146,8 @@ class ReturnTimes:
 
 
 _SOONEST_S = 1.0  # That a session is expected in: nothing is worth endlessly much.
+EARLY_S = 10.0
+"""How long before its next turn a session is brought back from SSD: as long as tens of GB take to read."""
 _SAID_FOR = 1.5  # Times what was said, for which it holds: tools take longer than they were expected to.
 
 
@@ -161,6 +165,8 @@ class SaidReturns:
         self._clock = clock
         self._said_s: dict[str, float] = {}  # Of a turn that waits or runs.
         self._until_s: dict[str, float] = {}
+        self._due_s: dict[str, float] = {}  # Of those that `take_due` has not named.
+        self._by_due: SortedList[tuple[float, str]] = SortedList()
 
     def say(self, key: str, seconds: float | None, *, is_busy: bool) -> None:
         """A session will be back so long after its turn, or from now where none waits or runs; None: nobody knows."""
@@ -168,17 +174,26 @@ class SaidReturns:
         if seconds is not None and is_busy:
             self._said_s[key] = seconds
         elif seconds is not None:
-            self._until_s[key] = self._clock() + _SAID_FOR * seconds
+            self._expect(key, seconds)
 
     def left(self, key: str) -> None:
         """A turn of a session has ended."""
         if (seconds := self._said_s.pop(key, None)) is not None:
-            self._until_s[key] = self._clock() + _SAID_FOR * seconds
+            self._expect(key, seconds)
 
     def forget(self, key: str) -> None:
         """A session has come back, or is gone."""
         self._said_s.pop(key, None)
         self._until_s.pop(key, None)
+        self._not_due(key)
+
+    def take_due(self, most: int) -> tuple[str, ...]:
+        """Names at most so many sessions that are expected within `EARLY_S` seconds, the soonest first; each once."""
+        soon = itertools.takewhile(lambda due: due[0] <= self._clock() + EARLY_S, self._by_due)
+        keys = tuple(key for _, key in itertools.islice(soon, most))
+        for key in keys:
+            self._not_due(key)
+        return keys
 
     def until_s(self, key: str) -> float | None:
         """Up to when what was said of a session holds, by the clock; None where it does not, or nothing was said."""
@@ -202,6 +217,15 @@ class SaidReturns:
     def now_s(self) -> float:
         """By the clock."""
         return self._clock()
+
+    def _expect(self, key: str, seconds: float) -> None:
+        now_s = self._clock()
+        self._until_s[key], self._due_s[key] = now_s + _SAID_FOR * seconds, now_s + seconds
+        self._by_due.add((self._due_s[key], key))
+
+    def _not_due(self, key: str) -> None:
+        if (due_s := self._due_s.pop(key, None)) is not None:
+            self._by_due.remove((due_s, key))
 
 
 def _bin_of(waited_s: float) -> int:
