@@ -335,9 +335,8 @@ class Placement:
         num_fetches = _MAX_FETCHES - self._ssd.num_fetching
         if num_fetches > 0 and len(self._look_ahead):
             self._fetch_waiting(self._ssd, num_fetches)
-            num_fetches = _MAX_FETCHES - self._ssd.num_fetching
-        if num_fetches > 0 and self._looks_at_queue:
-            self._fetch_expected(self._ssd, num_fetches)
+        if not self._ssd.num_fetching and self._looks_at_queue:
+            self._fetch_expected(self._ssd)
 
     def _fetch_waiting(self, ssd: SsdIndex, num_fetches: int) -> None:
         """Fetches for the first jobs of the queue."""
@@ -348,16 +347,20 @@ class Placement:
             if entry.ssd is not None and self._blocks.lacking(len(entry.ssd.block_ids)) <= 0:
                 ssd.fetch(entry)
 
-    def _fetch_expected(self, ssd: SsdIndex, num_fetches: int) -> None:
-        """Fetches who is about to come back, as clients say, in place of those that will be away for longer."""
-        if (said := self._index.said) is None:
-            return
-        for entry in filter(None, map(self._index.get, said.take_due(num_fetches))):
-            if entry.ssd is None or not entry.is_far:
+    def _fetch_expected(self, ssd: SsdIndex) -> None:
+        """Fetches who is about to come back, as clients say, in place of those that will be away for longer.
+
+        One at a time, and only while no job waits for the SSD: what is fetched early is no sooner there for that, and
+        where the SSD is what limits, others would be later.
+        """
+        said = self._index.said
+        while said is not None and not ssd.num_fetching and (key := said.take_due()) is not None:
+            entry = self._index.get(key)
+            if entry is None or entry.ssd is None or not entry.is_far:
                 continue
-            away_s = said.away_s(entry.key, entry.last_used_s)
+            away_s = said.away_s(key, entry.last_used_s)
             victims = self._victims(entry, entry.ssd.num_blocks)
-            if victims is not None and all(self._is_away_for(key, away_s) for key in victims):
+            if victims is not None and all(self._is_away_for(other, away_s) for other in victims):
                 self._evict(victims)
                 ssd.fetch(entry)
                 self._index.place(entry)

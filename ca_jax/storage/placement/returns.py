@@ -28,7 +28,6 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -187,13 +186,13 @@ class SaidReturns:
         self._until_s.pop(key, None)
         self._not_due(key)
 
-    def take_due(self, most: int) -> tuple[str, ...]:
-        """Names at most so many sessions that are expected within `EARLY_S` seconds, the soonest first; each once."""
-        soon = itertools.takewhile(lambda due: due[0] <= self._clock() + EARLY_S, self._by_due)
-        keys = tuple(key for _, key in itertools.islice(soon, most))
-        for key in keys:
-            self._not_due(key)
-        return keys
+    def take_due(self) -> str | None:
+        """Names the session that is expected soonest, once, if that is within `EARLY_S` seconds."""
+        if not self._by_due or self._by_due[0][0] > self._clock() + EARLY_S:
+            return None
+        _, key = self._by_due[0]
+        self._not_due(key)
+        return key
 
     def until_s(self, key: str) -> float | None:
         """Up to when what was said of a session holds, by the clock; None where it does not, or nothing was said."""
