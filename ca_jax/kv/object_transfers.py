@@ -37,6 +37,7 @@ _COPY_BYTES = 256 << 20  # Copied for one publish at most; what is behind it goe
 _READ_BYTES = 2 << 20  # In one request, in whole layers.
 _READS_AHEAD = 16  # Requests in flight, while the parts that have arrived are checked and copied.
 _SAFETY = 0.8  # Of the rate that bytes came with so far: the one that is counted on.
+_CODED_SAFETY = 0.4  # The same where cores decode them that the turn may compute on from then on.
 
 
 class StoppedError(Exception):
@@ -68,15 +69,19 @@ class Arrival:
     One thread reports what arrived; any thread may ask.
 
     Args:
-      layer_bytes: of all objects, each layer's bytes, `[L]`.
+      layer_bytes: of all objects, each layer's bytes of KV, `[L]`.
       clock: seconds.
+      is_coded: whether they are decoded here.
     """
 
-    def __init__(self, layer_bytes: Sequence[int], clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, layer_bytes: Sequence[int], clock: Callable[[], float] = time.perf_counter, *, is_coded: bool = False
+    ) -> None:
         self.error: RestoreError | None = None
         """The first object that could not be read, and why; those before it are served all the same."""
         self._until = np.cumsum(layer_bytes)  # Bytes up to each layer, that one included.
         self._num_bytes = 0
+        self._safety = _CODED_SAFETY if is_coded else _SAFETY
         self._clock = clock
         self._begun_s = clock()
 
@@ -92,7 +97,7 @@ class Arrival:
         missing = self._until - self._num_bytes
         if missing[0] > 0 or self.error is not None:
             return False
-        rate = _SAFETY * self._num_bytes / (self._clock() - self._begun_s)
+        rate = self._safety * self._num_bytes / (self._clock() - self._begun_s)
         return bool((missing <= rate * layer_compute_s * np.arange(len(missing))).all())
 
 
@@ -190,7 +195,7 @@ class SharedKV:
     def arrival(self, wanted: Sequence[PartRef]) -> Arrival:
         """Of what `restore` is about to bring."""
         sizes = [parts.layer_bytes(self.layout, part.num_tokens) for part in wanted]
-        return Arrival(np.sum(sizes, axis=0).tolist())
+        return Arrival(np.sum(sizes, axis=0).tolist(), is_coded=self.coding is not None)
 
     def restore(
         self, moves: Sequence[tuple[SaveTicket, PartRef]], arrival: Arrival, wake: Callable[[], None] = lambda: None
