@@ -22,17 +22,25 @@ RUN_BLOCKS = 2
 
 
 def make_replica(
-    directory: Path, ssd: str | None = None, write: str = "turn", url: str | None = None, **changes: object
+    directory: Path,
+    ssd: str | None = None,
+    write: str = "turn",
+    url: str | None = None,
+    codec: object = None,
+    **changes: object,
 ) -> Engine:
     """An engine that shares `directory/shared` with others, or what is at a URL.
 
     Args:
       ssd: a directory of its own beside that; None: it has DRAM alone.
       write: when it publishes.
+      codec: file of what codes objects.
     """
     store = kit.SMALL.store if ssd is None else kit.ssd_store(directory / ssd)
     url = url or f"file://{directory}/shared"
     store = dataclasses.replace(store, objects_url=url, objects_write=write, objects_deadline_s=2.0)
+    if codec is not None:
+        store = dataclasses.replace(store, objects_codec=str(codec))
     return kit.small_engine(store=store, **changes)
 
 

@@ -36,9 +36,10 @@ FLOORS = (
 # The same within storage.
 STORAGE_FLOORS = (
     {"layout", "records", "transform"},
-    {"tokens"},
+    {"tokens", "planes"},
     {"placement", "catalog", "objects"},
     {"codec"},
+    {"layer_codec"},
     {"config", "tiers"},
     {"tickets"},
     {"sessions"},

@@ -103,13 +103,13 @@ def objects(run: Run[ObjectsConfig]) -> Iterator[ObjectsRow]:
         for engine in (served.engine, other):
             engine.warmup(max_history_tokens=max(config.history_tokens), max_new_tokens=max(config.new_tokens))
         if config.objects_gb_s is not None:
-            _pace(other, config.objects_gb_s * 1e9)
+            pace(other, config.objects_gb_s * 1e9)
         for num_history, num_new in config.cells:
             bench = _Bench(run, served, other, directory / "objects", shared, elsewhere)
             yield bench.row(num_history, num_new)
 
 
-def _pace(engine: Engine, bytes_per_s: float) -> None:
+def pace(engine: Engine, bytes_per_s: float) -> None:
     """Has what a replica reads of KV come one after the other over a link."""
     if engine._kv.shared is None:
         raise BenchError("a replica must share its sessions to be paced, got one that does not")

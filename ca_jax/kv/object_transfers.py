@@ -3,7 +3,7 @@
 Each function moves one session and waits for the store of objects. None touches the store's books: tickets are closed
 by the engine's thread, and what a closed ticket refuses ends the move.
 
-Not here: when something moves (shared_sessions), what objects are (storage.objects).
+Not here: when something moves (shared_sessions), what objects are (storage.objects), coding (object_coding).
 """
 
 from __future__ import annotations
@@ -11,22 +11,24 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
-import queue
 import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
-from ca_jax.storage.layout import KVLayout
+from ca_jax.kv.object_coding import Decoding, ObjectCoding
+from ca_jax.storage.codec import CodecError
+from ca_jax.storage.layout import KVLayout, as_bytes
 from ca_jax.storage.objects import ownership, parts
 from ca_jax.storage.objects.manifest import Manifest, ManifestError, PartRef, hint_name, manifest_name
 from ca_jax.storage.objects.ownership import Held, NotOwnerError
+from ca_jax.storage.objects.parts import PartError
 from ca_jax.storage.objects.store import ObjectsError, ObjectStore
 from ca_jax.storage.tickets import LoadTicket, SaveTicket
 
@@ -35,42 +37,7 @@ _COPY_BYTES = 256 << 20  # Copied for one publish at most; what is behind it goe
 _READ_BYTES = 2 << 20  # In one request, in whole layers.
 _READS_AHEAD = 16  # Requests in flight, while the parts that have arrived are checked and copied.
 _SAFETY = 0.8  # Of the rate that bytes came with so far: the one that is counted on.
-
-
-class Threads:
-    """Threads that do one thing after the other. They go on until the interpreter ends, also while it does.
-
-    A pool of the standard library takes nothing more by the time that engines are closed at exit.
-    """
-
-    def __init__(self, number: int, name: str) -> None:
-        self._asked: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None]
-        self._asked = queue.SimpleQueue()
-        self._threads = [threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True) for i in range(number)]
-        for thread in self._threads:
-            thread.start()
-
-    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Has a thread call a function; its result, or what it raises."""
-        future: Future[Any] = Future()
-        self._asked.put((future, function, args))
-        return future
-
-    def close(self) -> None:
-        """Ends the threads, once they have done what was submitted."""
-        for _ in self._threads:
-            self._asked.put(None)
-        for thread in self._threads:
-            thread.join()
-
-    def _run(self) -> None:
-        while (asked := self._asked.get()) is not None:
-            future, function, args = asked
-            try:
-                future.set_result(function(*args))
-            except Exception as error:
-                future.set_exception(error)
-            del asked, future, args  # What it was called with may be large.
+_CODED_SAFETY = 0.4  # The same where cores decode them that the turn may compute on from then on.
 
 
 class StoppedError(Exception):
@@ -102,15 +69,19 @@ class Arrival:
     One thread reports what arrived; any thread may ask.
 
     Args:
-      layer_bytes: of all objects, each layer's bytes, `[L]`.
+      layer_bytes: of all objects, each layer's bytes of KV, `[L]`.
       clock: seconds.
+      is_coded: whether they are decoded here.
     """
 
-    def __init__(self, layer_bytes: Sequence[int], clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, layer_bytes: Sequence[int], clock: Callable[[], float] = time.perf_counter, *, is_coded: bool = False
+    ) -> None:
         self.error: RestoreError | None = None
         """The first object that could not be read, and why; those before it are served all the same."""
         self._until = np.cumsum(layer_bytes)  # Bytes up to each layer, that one included.
         self._num_bytes = 0
+        self._safety = _CODED_SAFETY if is_coded else _SAFETY
         self._clock = clock
         self._begun_s = clock()
 
@@ -126,7 +97,7 @@ class Arrival:
         missing = self._until - self._num_bytes
         if missing[0] > 0 or self.error is not None:
             return False
-        rate = _SAFETY * self._num_bytes / (self._clock() - self._begun_s)
+        rate = self._safety * self._num_bytes / (self._clock() - self._begun_s)
         return bool((missing <= rate * layer_compute_s * np.arange(len(missing))).all())
 
 
@@ -138,6 +109,8 @@ class SharedKV:
     layout: KVLayout
     namespace: str
     replica: str
+    coding: ObjectCoding | None = None
+    """How objects are coded; None: they hold KV as it is computed. The namespace says which."""
 
     def publish(
         self,
@@ -184,7 +157,12 @@ class SharedKV:
                     named.append(each)
                     continue
                 part, written = parts.write_part(
-                    self.objects, each, layers, self.layout, self.namespace, is_damaged=each.name in damaged
+                    self.objects,
+                    each,
+                    functools.partial(self._stored, layers),
+                    self.layout,
+                    self.namespace,
+                    is_damaged=each.name in damaged,
                 )
                 named.append(part)
                 num_bytes += written
@@ -217,7 +195,7 @@ class SharedKV:
     def arrival(self, wanted: Sequence[PartRef]) -> Arrival:
         """Of what `restore` is about to bring."""
         sizes = [parts.layer_bytes(self.layout, part.num_tokens) for part in wanted]
-        return Arrival(np.sum(sizes, axis=0).tolist())
+        return Arrival(np.sum(sizes, axis=0).tolist(), is_coded=self.coding is not None)
 
     def restore(
         self, moves: Sequence[tuple[SaveTicket, PartRef]], arrival: Arrival, wake: Callable[[], None] = lambda: None
@@ -233,31 +211,31 @@ class SharedKV:
           How many of them are written, from the first on.
         """
         num_left = len(moves)
+        decoding = [None if self.coding is None else self.coding.of_object(part.num_tokens) for _, part in moves]
         wanted = (
-            (number, first, parts.read_layers(self.objects, moves[number][1], self.layout, first, stop))
+            (number, self._begin_restore(*moves[number], first, stop, decoding[number]))
             for first, stop in self._spans([part for _, part in moves])
             for number in range(len(moves))
             if number < num_left
         )
-        coming: collections.deque[tuple[int, int, Callable[[], Iterator[np.ndarray]]]] = collections.deque()
+        coming: collections.deque[tuple[int, Callable[[], int | None]]] = collections.deque()
         while True:
             coming.extend(itertools.islice(wanted, _READS_AHEAD - len(coming)))
             if not coming:
                 return num_left
-            number, first, wait = coming.popleft()
+            number, wait = coming.popleft()
             if number >= num_left:
                 continue
-            ticket, part = moves[number]
             try:
-                for layer, kv in enumerate(wait(), first):
-                    if not ticket.write(layer, kv[:, part.num_tokens - ticket.num_tokens :]):
-                        num_left = number
-                        break
-                    arrival.came(kv.nbytes)
+                num_bytes = wait()
+                if num_bytes is None:
+                    num_left = number
+                else:
+                    arrival.came(num_bytes)
                 wake()
             except Exception as error:
                 num_left = number
-                arrival.error = RestoreError(part.name, error)
+                arrival.error = RestoreError(moves[number][1].name, error)
                 for broken, _ in moves[number:]:
                     broken.break_off(error)
 
@@ -334,6 +312,37 @@ class SharedKV:
                     layers.append(into)
             copied.append(layers)
         return copied, True
+
+    def _stored(self, layers: Sequence[np.ndarray]) -> Sequence[bytes | memoryview]:
+        """Layers as an object has them."""
+        return [as_bytes(layer) for layer in layers] if self.coding is None else self.coding.encode(layers)
+
+    def _begin_restore(
+        self, ticket: SaveTicket, part: PartRef, first: int, stop: int, decoding: Decoding | None
+    ) -> Callable[[], int | None]:
+        """Begins to read layers of an object, and does not wait.
+
+        Returns:
+          What waits until they are written to the ticket: how many bytes of KV they are; None: it takes no more.
+        """
+        read = parts.read_layers(self.objects, part, self.layout, first, stop)
+
+        def bring() -> int | None:
+            num_bytes = 0
+            for layer, data in enumerate(read(), first):
+                if decoding is None:
+                    kv = parts.as_layer(data, part, self.layout, layer)
+                else:
+                    try:
+                        kv = decoding.decode(layer, data)
+                    except CodecError as error:
+                        raise PartError(f"{part.name} must hold what its codec coded: {error}") from error
+                if not ticket.write(layer, kv[:, part.num_tokens - ticket.num_tokens :]):
+                    return None
+                num_bytes += kv.nbytes
+            return num_bytes
+
+        return bring if decoding is None else decoding.begin(bring)
 
     def _spans(self, wanted: Sequence[PartRef]) -> Iterator[tuple[int, int]]:
         """Layers, as many at a time as one request reads of the largest object: first, and one past the last."""

@@ -29,6 +29,7 @@ from ca_jax.kv.kept_conversations import KeptConversations
 from ca_jax.kv.layer_loader import LayerLoader
 from ca_jax.kv.layout import kept_window, staging_bytes
 from ca_jax.kv.load import Histories, packed_prompt, sharable
+from ca_jax.kv.object_coding import ObjectCoding
 from ca_jax.kv.save import WriteBuffer, owner_of
 from ca_jax.kv.shared_sessions import SharedSessions
 from ca_jax.kv.snapshots import Snapshots, StateForm
@@ -65,7 +66,7 @@ class SessionKV:
       store_wrapper: given the store, returns what is used in its place.
 
     Raises:
-      ValueError: a size that does not fit machine or disk.
+      ValueError: a size that does not fit machine or disk, or a codec that is not the model's.
       NotADirectoryError, PermissionError, CatalogError: the store's directory cannot be used.
     """
 
@@ -86,6 +87,8 @@ class SessionKV:
         heads = [held_heads(kv_sharding, num_kv_heads) for _, num_kv_heads, _ in runner.config.kv_shapes]
         weights = " ".join([fingerprint, *(str(each) for each in dict.fromkeys(heads) if each is not None)])
         self.meter = RateMeter(layout.num_layers, layout.token_bytes // layout.num_layers)
+        codec = config.store.objects_codec
+        self._coding = None if codec is None else ObjectCoding.load(codec, layout, weights)
         of_store = StoreRuntime(on_progress=runtime.wake, on_fetch=self.meter.add_fetch, timeline=timeline)
         store = AttentionStore(layout, shard, weights=weights, runtime=of_store)
         try:
@@ -357,6 +360,8 @@ class SessionKV:
         if self.shared is not None:
             self.shared.drain(_DRAIN_S)
             self.shared.close()
+        if self._coding is not None:
+            self._coding.close()
         self.conversations.close()
         self._saver.close()
         self._loader.close()
@@ -376,7 +381,8 @@ class SessionKV:
         return SharedSessions(
             runtime,
             self.store,
-            self._salt.hex(),
+            self._salt.hex() if self._coding is None else self._coding.namespace(self._salt),
+            self._coding,
             pack=self.conversations.pack,
             is_quiet=is_quiet,
             restored=self.histories.restored,

@@ -30,12 +30,12 @@ from typing import Any
 import numpy as np
 
 from ca_jax.device.runtime import Runtime
-from ca_jax.kv.object_transfers import Arrival, Published, SharedKV, Source, StoppedError, Threads
+from ca_jax.kv.object_coding import ObjectCoding
+from ca_jax.kv.object_transfers import Arrival, Published, SharedKV, Source, StoppedError
+from ca_jax.kv.threads import Threads
 from ca_jax.session import Session
 from ca_jax.storage.objects import ownership, parts
 from ca_jax.storage.objects.manifest import Manifest, ManifestError, PartRef
-from ca_jax.storage.objects.ownership import Held, NotOwnerError
-from ca_jax.storage.objects.parts import PartError
 from ca_jax.storage.objects.store import ObjectsError, ObjectStore
 from ca_jax.storage.records import Owner, Residency
 from ca_jax.storage.store import AttentionStore
@@ -79,7 +79,7 @@ class _Shared:
     """What is known of one session."""
 
     session: Session | None = None  # Open here, with a turn that may not be published.
-    held: Held | None = None
+    held: ownership.Held | None = None
     published: Conversation | None = None  # The state that the manifest has, with all KV that is here.
     is_told_anew: bool = False  # The same state is to be published again: something else is said of it.
     to_restore: Manifest | None = None
@@ -99,7 +99,8 @@ class SharedSessions:
 
     Args:
       runtime: the engine's; it is woken when `collect` has something to do.
-      namespace: names weights, layout and positions of the KV; replicas with others never meet.
+      namespace: names weights, layout, positions and coding of the KV; replicas with others never meet.
+      coding: how objects are coded; None: they hold KV as it is computed. Whoever made it closes it.
       pack: a session's conversation as bytes, by its key.
       is_quiet: whether no turn of a session is queued or runs, and none of its KV is on its way to the store.
       restored: gets the keys of sessions whose KV was brought.
@@ -113,6 +114,7 @@ class SharedSessions:
         runtime: Runtime,
         store: AttentionStore,
         namespace: str,
+        coding: ObjectCoding | None,
         *,
         pack: Callable[[str, Conversation], bytes],
         is_quiet: Callable[[str], bool],
@@ -124,7 +126,7 @@ class SharedSessions:
         self.objects.probe()
         self.replica = ownership.replica_name(config.ssd_directory)
         """Names this engine as an owner. One with an SSD is the same after a restart."""
-        self._kv = SharedKV(self.objects, store.layout, namespace, self.replica)
+        self._kv = SharedKV(self.objects, store.layout, namespace, self.replica, coding)
         self.policy = config.objects_write
         self._store = store
         self._pack, self._is_quiet, self._restored = pack, is_quiet, restored
@@ -134,7 +136,7 @@ class SharedSessions:
         self._moving: dict[str, None] = {}  # Keys of those that are published, restored or looked for now.
         self._unpublished: dict[str, None] = {}  # Keys, the first to have changed first.
         self._lost: list[str] = []
-        self._claims: dict[str, Held] = {}  # Not looked at by `taken` yet.
+        self._claims: dict[str, ownership.Held] = {}  # Not looked at by `taken` yet.
         self._lock = threading.Lock()  # Of the claims.
         self._threads = Threads(_THREADS, "ca_jax-objects")
         self._is_draining = False
@@ -215,8 +217,7 @@ class SharedSessions:
 
     def closed(self, key: str) -> None:
         """A session is open here no more; what is not published still will be."""
-        shared = self._shared.get(key)
-        if shared is not None:
+        if (shared := self._shared.get(key)) is not None:
             shared.is_closed = True
             self._let_rest(key, shared)
 
@@ -248,8 +249,7 @@ class SharedSessions:
         """Has a session forgotten there too."""
         self.stop(key)
         self._unpublished.pop(key, None)
-        shared = self._shared.pop(key, None)
-        if shared is not None and shared.held is not None and shared.held.manifest is not None:
+        if (shared := self._shared.pop(key, None)) and shared.held and shared.held.manifest is not None:
             self._threads.submit(self._kv.forget, shared.held)
 
     def stop(self, key: str) -> None:
@@ -454,7 +454,7 @@ class SharedSessions:
     def _end_publish(self, key: str, shared: _Shared, publishing: _Publishing) -> None:
         try:
             published = publishing.done.result()
-        except NotOwnerError:
+        except ownership.NotOwnerError:
             self._metrics.refused_publishes += 1
             self._lost.append(key)
         except StoppedError:
@@ -490,7 +490,7 @@ class SharedSessions:
     def _learn(self, key: str, shared: _Shared, restoring: _Restoring) -> None:
         """What could not be read is written anew with the next publish, if it is not what it should be."""
         if (error := restoring.arrival.error) is not None:
-            if isinstance(error.error, PartError):
+            if isinstance(error.error, parts.PartError):
                 shared.damaged.add(error.name)
                 shared.published = None
             self._failed(f"stored KV of session {key} is computed: {error}")

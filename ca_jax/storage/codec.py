@@ -29,7 +29,7 @@ import hashlib
 import os
 import struct
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,22 +39,18 @@ import zstandard
 
 from ca_jax.storage.catalog.file import make_directory, sync_directory
 from ca_jax.storage.layout import PAGE_BYTES, KVLayout
-from ca_jax.storage.transform import ARRAYS, LEAST_SPREAD, GroupCodec
+from ca_jax.storage.planes import Planes, compressor, largest_codes, rows_of
+from ca_jax.storage.transform import ARRAYS, GroupCodec
 
 _VERSION = 2
 _PLAIN = 1  # The version that predicts nothing, and has a byte at least for each number.
 _HEAD = struct.Struct("<BBH")  # Version, how much coarser, tokens that are kept apart.
-_MOST = 127  # Of a whole number that is a byte.
-_MOST_WIDE = 32_000  # Of one that is two.
-_WIDE_SPREAD = 10.0  # Steps, from which it is.
-_NARROW_SPREAD = 0.9  # Steps, up to which two share a byte; what is beyond 4 bits lies elsewhere.
 _UNLIKE = 3.5  # Times the energy of other tokens from which one is kept apart.
 _COARSER = 2.0 ** (1 / 4)
 _MOST_COARSER = 80  # A factor of a million.
 _TOKENS_APART = 16  # One in so many may be kept apart.
 _KEPT = "codec.npz"  # Beside blocks.
-# Of zstd: whole numbers have no repetitions to be found, and their distribution changes every few channels.
-_PACKING = {"window_log": 15, "hash_log": 6, "min_match": 7, "strategy": zstandard.STRATEGY_FAST}
+_WINDOW_LOG = 15  # Of zstd.
 # What numpy raises where a file is another.
 _UNREADABLE = (AttributeError, EOFError, KeyError, OSError, TypeError, ValueError, zipfile.BadZipFile)
 
@@ -110,27 +106,15 @@ class KVCodec:
             found.update(array.tobytes())
         return found.hexdigest()
 
-    @functools.cached_property
-    def _order(self) -> np.ndarray:
-        """int64 `[C]`: which of the N numbers are kept, those that spread most first."""
-        spread = np.concatenate([each.spread.reshape(-1) for each in self.groups])
-        order = np.argsort(-spread, kind="stable")
-        return order[: np.count_nonzero(spread > LEAST_SPREAD)]
+    @property
+    def shares_bytes(self) -> bool:
+        """Whether numbers that spread little do."""
+        return self.version != _PLAIN
 
     @functools.cached_property
-    def _num_wide(self) -> int:
-        """W: how many of those kept, the first, are two bytes each."""
-        return int(sum(np.count_nonzero(each.spread > _WIDE_SPREAD) for each in self.groups))
-
-    @functools.cached_property
-    def _num_narrow(self) -> int:
-        """M: how many of those kept, the last, share a byte with another. An even number."""
-        if self.version == _PLAIN:
-            return 0
-        narrow = sum(
-            np.count_nonzero((each.spread > LEAST_SPREAD) & (each.spread < _NARROW_SPREAD)) for each in self.groups
-        )
-        return int(narrow) // 2 * 2
+    def _planes(self) -> Planes:
+        """Of all N numbers."""
+        return Planes(np.concatenate([each.spread.reshape(-1) for each in self.groups]), self.shares_bytes)
 
     @property
     def _num_rows(self) -> int:
@@ -151,10 +135,7 @@ class KVCodec:
     def payload_bytes(self, layout: KVLayout) -> int:
         """Of a block before zstd: a zarr3 chunk of bytes."""
         apart = self._most_apart(layout) * (2 + 4 * self._num_rows + self._num_numbers)
-        return _HEAD.size + -(-layout.block_tokens // 8) + apart + self._codes_bytes(layout)
-
-    def _codes_bytes(self, layout: KVLayout) -> int:
-        return (len(self._order) - self._num_narrow // 2 + self._num_wide + self._num_narrow) * layout.block_tokens
+        return _HEAD.size + -(-layout.block_tokens // 8) + apart + self._planes.num_bytes(layout.block_tokens)
 
     @staticmethod
     def _most_apart(layout: KVLayout) -> int:
@@ -162,8 +143,7 @@ class KVCodec:
 
     def _parts_of(self, payload: np.ndarray, layout: KVLayout) -> tuple[np.ndarray, ...]:
         """Views of a payload: its head, which tokens are NaN (a bit each), tokens that are kept apart u16 `[E]`, scales
-        f32 `[E, R]`, rows int8 `[E, N]`; of codes low bytes int8 `[C - M, T]`, low halves of two each int8
-        `[M / 2, T]`, and what is above them int8 `[W + M, T]`."""
+        f32 `[E, R]`, rows int8 `[E, N]`, and codes as `Planes` has them."""
         most, at = self._most_apart(layout), _HEAD.size
         views: list[np.ndarray] = []
         for dtype, shape in (
@@ -171,14 +151,11 @@ class KVCodec:
             (np.dtype("<u2"), (most,)),
             (np.dtype("<f4"), (most, self._num_rows)),
             (np.dtype(np.int8), (most, self._num_numbers)),
-            (np.dtype(np.int8), (len(self._order) - self._num_narrow, layout.block_tokens)),
-            (np.dtype(np.int8), (self._num_narrow // 2, layout.block_tokens)),
-            (np.dtype(np.int8), (self._num_wide + self._num_narrow, layout.block_tokens)),
         ):
             size = dtype.itemsize * int(np.prod(shape))
             views.append(payload[at : at + size].view(dtype).reshape(shape))
             at += size
-        return payload[: _HEAD.size], *views
+        return payload[: _HEAD.size], *views, payload[at:]
 
     # Coding.
 
@@ -196,25 +173,20 @@ class KVCodec:
           CodecError: it does not get small enough, however coarse: more of its tokens are huge than may be kept apart.
         """
         parts = [each.astype(np.float32, copy=False) for each in layout.by_group(block)]
-        with np.errstate(invalid="ignore", over="ignore"):
-            steps = [group.coded(part) for group, part in zip(self.groups, parts, strict=True)]  # [l, R, D, T]
-        is_nan = ~np.logical_and.reduce([np.isfinite(each).all((0, 1, 2)) for each in steps])
-        for each in steps:
-            each[..., is_nan] = 0
+        steps, is_nan = self.steps_of(parts)
         payload = np.zeros(self.payload_bytes(layout), np.uint8)
-        head, nans, tokens, scales, rows, *planes = self._parts_of(payload, layout)
+        head, nans, tokens, scales, rows, planes = self._parts_of(payload, layout)
         nans[:] = np.packbits(is_nan)
-        parameters = zstandard.ZstdCompressionParameters.from_level(1, **_PACKING)
-        compressor = zstandard.ZstdCompressor(compression_params=parameters)
+        pack = compressor(_WINDOW_LOG).compress
         most_bytes, coarser, apart = self.stored_bytes(layout), 0, None
         while coarser < _MOST_COARSER:
-            with np.errstate(invalid="ignore", over="ignore"):
-                codes = [g.rounded(each, _COARSER**coarser) for g, each in zip(self.groups, steps, strict=True)]
+            codes = self.rounded(steps, _COARSER**coarser)
             if apart is None:
-                apart = self._unlike(steps, codes, self._most_apart(layout))
+                apart = self.unlike(steps, codes)[: self._most_apart(layout)]
+                apart.sort()
                 tokens[: len(apart)] = apart
                 for index, token in enumerate(apart):
-                    scales[index], rows[index] = _rows_of([part[:, :, token] for part in parts])
+                    scales[index], rows[index] = rows_of([part[:, :, token] for part in parts])
             for each in codes:
                 each[..., apart] = 0
             coarser += 1
@@ -224,9 +196,9 @@ class KVCodec:
             ):
                 continue
             whole = np.concatenate([each.astype(np.int16).reshape(-1, layout.block_tokens) for each in codes])
-            self._pack(whole, planes)
+            self._planes.pack(whole, planes)
             head[:] = np.frombuffer(_HEAD.pack(self.version, coarser - 1, len(apart)), np.uint8)
-            data = compressor.compress(payload.data)
+            data = pack(payload.data)
             if len(data) <= most_bytes:
                 return data, self._sums(payload, whole, layout)
             # A number takes a quarter of a bit less for each time, at most.
@@ -246,9 +218,9 @@ class KVCodec:
           CodecError: it is another block, or was changed.
         """
         payload = self.unpacked(data, layout)
-        head, nans, tokens, scales, rows, *planes = self._parts_of(payload, layout)
+        head, nans, tokens, scales, rows, planes = self._parts_of(payload, layout)
         _, coarser, num_apart = _HEAD.unpack(head.tobytes())
-        whole = self._unpack(planes)
+        whole = self._planes.unpack(planes, layout.block_tokens)
         if sums is not None and not np.array_equal(found := self._sums(payload, whole, layout), sums):
             layer = int(np.argmax(found != sums))
             raise CodecError(f"layer {layer} must have crc32c {sums[layer]:#010x}, got {found[layer]:#010x}")
@@ -285,50 +257,47 @@ class KVCodec:
             raise CodecError(f"tokens kept apart must be of the block, got {tokens[:num_apart]}")
         return payload
 
-    def _unlike(self, steps: list[np.ndarray], codes: list[np.ndarray], most: int) -> np.ndarray:
-        """Tokens to keep apart, whose codes are large or that are far from all others, int64 `[E]`."""
+    # What layers that are coded one by one need as well (storage.layer_codec).
+
+    def steps_of(self, parts: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
+        """f32 `[l, P, T, K, H]` of each group in steps, `[l, R, D, T]`; and which tokens are no numbers, bool `[T]`.
+
+        The steps of these are 0.
+        """
+        with np.errstate(invalid="ignore", over="ignore"):
+            steps = [group.coded(part) for group, part in zip(self.groups, parts, strict=True)]
+        is_nan = ~np.logical_and.reduce([np.isfinite(each).all((0, 1, 2)) for each in steps])
+        for each in steps:
+            each[..., is_nan] = 0
+        return steps, is_nan
+
+    def rounded(self, steps: Sequence[np.ndarray], unit: float) -> list[np.ndarray]:
+        """See `GroupCodec.rounded`, of each group."""
+        with np.errstate(invalid="ignore", over="ignore"):
+            return [group.rounded(each, unit) for group, each in zip(self.groups, steps, strict=True)]
+
+    def unlike(self, steps: Sequence[np.ndarray], codes: Sequence[np.ndarray]) -> np.ndarray:
+        """Tokens to keep apart, whose codes do not fit or that are far from all others, int64 `[E]`, the worst first.
+
+        Args:
+          steps, codes: of each group `[l, R, D, T]`.
+        """
         with np.errstate(over="ignore"):
             each_far = [group.distance(each) for group, each in zip(self.groups, steps, strict=True)]
         far = np.average(each_far, axis=0, weights=[len(group.means) for group in self.groups])
         for each, limit in zip(codes, self._most, strict=True):
-            far += np.where((np.abs(each) > limit[..., None]).any((0, 1, 2)), _UNLIKE, 0)
-        worst = np.argsort(-far, kind="stable")[:most]
-        return np.sort(worst[far[worst] > _UNLIKE])
+            far += np.where((~(np.abs(each) <= limit[..., None])).any((0, 1, 2)), _UNLIKE, 0)
+        worst = np.argsort(-far, kind="stable")
+        return worst[far[worst] > _UNLIKE]
 
     @functools.cached_property
     def _most(self) -> list[np.ndarray]:
         """Of each group f32 `[l, R, D]`: the largest code that fits."""
-        return [np.where(each.spread > _WIDE_SPREAD, np.float32(_MOST_WIDE), np.float32(_MOST)) for each in self.groups]
-
-    def _pack(self, whole: np.ndarray, planes: list[np.ndarray]) -> None:
-        """Writes codes, int16 `[N, T]`, into a payload's planes."""
-        low, pairs, high = planes
-        codes = whole[self._order]
-        low[:] = codes[: len(low)].astype(np.int8)  # The low byte, as a number of its own.
-        wide = self._num_wide
-        high[:wide] = (codes[:wide] - low[:wide]) >> 8
-        narrow = codes[len(low) :].astype(np.int8)
-        half = (narrow << 4) >> 4  # -8 to 7.
-        high[wide:] = (narrow - half) >> 4
-        pairs[:] = (half[::2] & 15) | (half[1::2] << 4)
-
-    def _unpack(self, planes: list[np.ndarray]) -> np.ndarray:
-        """int16 `[N, T]`: codes where their numbers are, and 0 where none is kept."""
-        low, pairs, high = planes
-        codes = np.empty((len(self._order), low.shape[1]), np.int16)
-        codes[: len(low)] = low
-        wide = self._num_wide
-        codes[:wide] += high[:wide].astype(np.int16) << 8
-        narrow = codes[len(low) :]
-        narrow[::2], narrow[1::2] = (pairs << 4) >> 4, pairs >> 4
-        narrow += high[wide:].astype(np.int16) << 4
-        whole = np.zeros((self._num_numbers, codes.shape[1]), np.int16)
-        whole[self._order] = codes
-        return whole
+        return [largest_codes(each.spread) for each in self.groups]
 
     def _sums(self, payload: np.ndarray, whole: np.ndarray, layout: KVLayout) -> np.ndarray:
         """crc32c of each layer's codes, and of all that is not of one layer, uint32 `[L]`."""
-        head = payload[: len(payload) - self._codes_bytes(layout)]
+        head = payload[: len(payload) - self._planes.num_bytes(layout.block_tokens)]
         of_all, start = crc32c.crc32c(head.data), 0
         sums = np.empty(layout.num_layers, np.uint32)
         for group, of_layout in zip(self.groups, layout.groups, strict=True):
@@ -381,17 +350,6 @@ class KVCodec:
             raise
         except _UNREADABLE as error:
             raise ValueError(f"the file must be of a codec, got {os.fspath(path)}: {error}") from error
-
-
-def _rows_of(parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """A token's numbers `[l, P, K, H]` of each group as scales f32 `[R]` and int8 `[N]`."""
-    scales, rows = [], []
-    for part in parts:
-        largest = np.abs(part).max(-1)
-        scale = np.where(largest > 0, largest / _MOST, 1).astype(np.float32)
-        scales.append(scale.reshape(-1))
-        rows.append(np.rint(part / scale[..., None]).astype(np.int8).reshape(-1))
-    return np.concatenate(scales), np.concatenate(rows)
 
 
 def keep_codec(codec: KVCodec, directory: Path) -> None:

@@ -57,6 +57,10 @@ class StoreConfig:
     objects_write: str = "turn"
     """When: after each `turn`, once a session has been `idle` for half a minute, or as the engine is closed (`drain`).
     What was not published is lost with its machine."""
+    objects_codec: str | None = None
+    """File of the model's codec, by which KV takes a few bits a number there, as `ssd_codec` has it on SSD. Replicas
+    with another one, or with none, do not find it. What comes back is a little other, and takes the host time to
+    decode. None: it lies there as it is computed."""
     objects_deadline_s: float = 5.0
     """Seconds after which a request to that store is given up. No turn fails for it: KV is recomputed, and what could
     not be published is tried again."""
@@ -92,6 +96,8 @@ class StoreConfig:
             raise ValueError(f"objects_write must be one of {', '.join(OBJECTS_WRITES)}; got {self.objects_write!r}")
         if self.objects_url is not None and not self.dram_gib:
             raise ValueError("dram_gib must be above 0 with an objects_url, whose KV passes through DRAM; got 0")
+        if self.objects_codec is not None and self.objects_url is None:
+            raise ValueError(f"objects_codec must have an objects_url, got none beside {self.objects_codec!r}")
         if self.block_tokens <= 0:
             raise ValueError(f"block_tokens must be positive, got {self.block_tokens}")
         if self.eviction_policy not in EVICTION_POLICIES:

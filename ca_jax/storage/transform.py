@@ -131,19 +131,36 @@ class GroupCodec:
 
     def decode(self, codes: np.ndarray, unit: float, into: np.ndarray) -> None:
         """Writes what was `[l, R, D, T]` in multiples of a unit into `[l, P, T, K, H]`."""
-        num_layers, num_parts, num_heads, width = self.shape
+        decoded: dict[int, np.ndarray] = {}
+        for layer in range(len(self.means)):
+            self.decode_layer(layer, codes[layer], unit, decoded, into[layer])
+
+    def decode_layer(
+        self, layer: int, codes: np.ndarray, unit: float, decoded: dict[int, np.ndarray], into: np.ndarray
+    ) -> None:
+        """Writes one layer's numbers, once those before are decoded.
+
+        Args:
+          layer: which of the group's.
+          codes: `[R, D, T]`, multiples of a unit.
+          unit: steps.
+          decoded: steps of the layers before, f32 `[R, D, T]`, by layer. This layer's are added, and those that no
+            later layer needs are taken out.
+          into: `[P, T, K, H]`.
+        """
+        _, num_parts, num_heads, width = self.shape
         num_bundles = self.spread.shape[1]
         by_bundle = (num_parts, -1, num_bundles, num_heads // num_bundles, width)
-        decoded = np.empty(codes.shape, np.float32)
-        for layer in range(num_layers):
-            np.multiply(codes[layer], np.float32(unit), out=decoded[layer])
-            decoded[layer] += self._predicted(decoded, layer)
-            found = np.matmul(np.swapaxes(decoded[layer], -1, -2), self.inverse[layer])  # [R, T, D]
-            found = found.reshape(num_bundles, found.shape[1], -1, num_parts, width).transpose(3, 1, 0, 2, 4)
-            means = self.means[layer][:, None].reshape(by_bundle)
-            np.add(found, means, out=into[layer].reshape(by_bundle, copy=False), casting="unsafe")
+        steps = np.multiply(codes, np.float32(unit), dtype=np.float32)
+        steps += self._predicted(decoded, layer)
+        decoded[layer] = steps
+        decoded.pop(layer - self.earlier.shape[1], None)
+        found = np.matmul(np.swapaxes(steps, -1, -2), self.inverse[layer])  # [R, T, D]
+        found = found.reshape(num_bundles, found.shape[1], -1, num_parts, width).transpose(3, 1, 0, 2, 4)
+        means = self.means[layer][:, None].reshape(by_bundle)
+        np.add(found, means, out=into.reshape(by_bundle, copy=False), casting="unsafe")
 
-    def _predicted(self, decoded: np.ndarray, layer: int) -> np.ndarray | np.float32:
+    def _predicted(self, decoded: np.ndarray | dict[int, np.ndarray], layer: int) -> np.ndarray | np.float32:
         """A layer's steps by those of layers before that are decoded, `[R, D, T]`; 0 of the first."""
         found: np.ndarray | np.float32 = np.float32(0)
         for back in range(1, min(layer, self.earlier.shape[1]) + 1):

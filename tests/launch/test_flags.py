@@ -47,6 +47,7 @@ CHANGED = {
     StoreConfig(): "dram_gib=1.5 dram_free_fraction=0.25 ssd_dir=/kv ssd_gib=3.0 ssd_free_floor_gib=0.0 "
     "ssd_driver=zarr3 ssd_url=memory://kv ssd_codec=codec.npz eviction_policy=fifo ttl_s=90.0 tenant_quota_gib=0.125 "
     "objects_url=memory://shared objects_write=idle objects_deadline_s=2.5 "
+    "objects_codec=codec.npz "
     "tenant_quotas=(('a=b',1),('bob',5000))",
     ServerConfig(): "served_model_name=mine max_queue=5 request_timeout_s=1.5 shutdown_grace_s=2.0 max_body_bytes=9 "
     "max_choices=2 max_chunks=3 max_chunk_tokens=77 max_lookups=4 max_open_sessions=6 max_step_s=8.0 "

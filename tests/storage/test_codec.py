@@ -14,11 +14,23 @@ from threadpoolctl import threadpool_info
 
 from ca_jax.storage.codec import CodecError, KVCodec
 from ca_jax.storage.inspector import StoreInspector, verify
-from ca_jax.storage.layout import KVLayout, LayerGroup
+from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.records import BlockIoError, Residency
 from ca_jax.storage.tiers.formats import RawTier, Zarr3Tier
 from ca_jax.storage.transform import GroupCodec
 
+from .codec_kit import (
+    BLOCK_TOKENS,
+    DEEP,
+    LAYOUT,
+    TWO_SHAPES,
+    in_steps,
+    make_codec,
+    make_correlated,
+    make_numbers,
+    make_predicting,
+    most_steps,
+)
 from .store_helpers import (
     NAMESPACE,
     PATIENCE_S,
@@ -32,86 +44,12 @@ from .store_helpers import (
     save,
 )
 
-BLOCK_TOKENS = 32
-LAYOUT = make_layout(block_tokens=BLOCK_TOKENS, num_layers=3, num_kv_heads=2, head_dim=8)
-DEEP = make_layout(block_tokens=4 * BLOCK_TOKENS, num_layers=12, num_kv_heads=4, head_dim=8)
 NAME_OF_VERSION_1 = "67b0bf444448b5fe014185f69d677309156584b0a6aa0f30c890ecbb9bfc5828"
-TWO_SHAPES = KVLayout(
-    groups=(
-        LayerGroup(layers=(0, 2), num_kv_heads=2, head_dim=8),
-        LayerGroup(layers=(1,), num_kv_heads=1, head_dim=12, num_parts=1, window=9),
-    ),
-    dtype="float16",
-    block_tokens=24,
-)
-
-
-def make_codec(layout: KVLayout, bits: float = 8.0, seed: int = 0, step: float = 0.05, **fields: int) -> KVCodec:
-    """Of any matrices, with numbers of `make_numbers` in mind. Nothing is predicted."""
-    rng, groups = np.random.default_rng(seed), []
-    for group in layout.groups:
-        shape = (len(group.layers), group.num_parts, group.num_kv_heads, group.head_dim)
-        num_bundles = group.num_kv_heads if group.num_kv_heads < 3 else 1
-        width = group.token_numbers // num_bundles
-        forward = rng.normal(size=(len(group.layers), num_bundles, width, width)) / step / np.sqrt(width)
-        spread = np.sqrt(np.square(forward).sum(-2))
-        groups.append(GroupCodec(means=rng.normal(size=shape), forward=forward, spread=spread))
-    return KVCodec(groups=tuple(groups), fingerprint=NAMESPACE.weights, bits=bits, **fields)
-
-
-def make_predicting(layout: KVLayout, bits: float = 8.0, left: float = 1.5) -> KVCodec:
-    """The same, whose layers are predicted by two before, all but numbers that spread by `left` steps."""
-    rng, groups = np.random.default_rng(5), []
-    for group in make_codec(layout).groups:
-        num_layers, num_bundles, width = group.spread.shape
-        turns = np.linalg.qr(rng.normal(size=(num_layers, 2, num_bundles, width, width)))[0]
-        gains = np.array([1.0, 0.5])[:, None, None, None]
-        spread = np.where(np.arange(num_layers)[:, None, None] == 0, 10 * left, left * np.ones(group.spread.shape))
-        energy = np.square(spread).sum(-1)
-        for layer in range(1, num_layers):
-            energy[layer] += energy[layer - 1] + (0.25 * energy[layer - 2] if layer > 1 else 0)
-        groups.append(dataclasses.replace(group, spread=spread, earlier=turns * gains, energy=energy))
-    return dataclasses.replace(make_codec(layout, bits), groups=tuple(groups))
-
-
-def make_correlated(codec: KVCodec, layout: KVLayout, seed: int = 0, outliers: float = 0.0) -> np.ndarray:
-    """A block of numbers of which each layer is what those before say, and what nothing says beside."""
-    block = np.zeros(layout.block_shape, layout.numpy_dtype)
-    rng = np.random.default_rng(seed)
-    for group, part in zip(codec.groups, layout.by_group(block), strict=True):
-        num_layers, num_bundles, width = group.spread.shape
-        _, num_parts, num_heads, head_dim = group.shape
-        steps: list[np.ndarray] = []  # [R, T, D]
-        for layer in range(num_layers):
-            found = rng.normal(size=(num_bundles, layout.block_tokens, width)) * group.spread[layer][:, None]
-            is_far = rng.random(found.shape) < outliers * (layer > 0)
-            found = np.where(is_far, -24 * group.spread[layer][:, None], found)
-            for matrix, each in zip(group.earlier[layer], steps[::-1], strict=False):
-                found += each @ matrix
-            steps.append(found)
-            numbers = found @ np.linalg.inv(group.forward[layer])
-            for head in range(num_heads):
-                bundle, place = divmod(head, num_heads // num_bundles)
-                for which in range(num_parts):
-                    at = (place * num_parts + which) * head_dim
-                    part[layer, which, :, head] = (
-                        numbers[bundle][:, at : at + head_dim] + group.means[layer, which, head]
-                    )
-    return block
 
 
 def unit_of(codec: KVCodec, layout: KVLayout, block: np.ndarray) -> float:
     """To how many steps' multiples a block was rounded."""
     return 2.0 ** (float(codec.unpacked(codec.encode(block, layout)[0], layout)[1]) / 4)
-
-
-def make_numbers(codec: KVCodec, layout: KVLayout, seed: int = 0) -> np.ndarray:
-    """A block of numbers as the codec expects them: normal ones about its means."""
-    block = np.zeros(layout.block_shape, layout.numpy_dtype)
-    rng = np.random.default_rng(seed)
-    for group, part in zip(codec.groups, layout.by_group(block), strict=True):
-        part[:] = group.means[:, :, None] + rng.normal(size=part.shape)
-    return block
 
 
 def coded(codec: KVCodec, layout: KVLayout, block: np.ndarray) -> np.ndarray:
@@ -121,26 +59,6 @@ def coded(codec: KVCodec, layout: KVLayout, block: np.ndarray) -> np.ndarray:
     found = np.full_like(block, 7)
     codec.decode(data, layout, found, sums)
     return found
-
-
-def in_steps(group: GroupCodec, numbers: np.ndarray) -> np.ndarray:
-    """Differences `[l, P, T, K, H]` in the codec's steps, by another way than it takes."""
-    num_bundles = group.forward.shape[1]
-    found = []
-    for layer, each in enumerate(numbers):
-        for bundle, heads in enumerate(np.split(each, num_bundles, axis=2)):
-            rows = [np.concatenate([heads[p, :, k] for k in range(heads.shape[2]) for p in range(len(heads))], axis=-1)]
-            found.append(rows[0] @ group.forward[layer, bundle])
-    return np.stack(found)
-
-
-def most_steps(codec: KVCodec, layout: KVLayout, a: np.ndarray, b: np.ndarray) -> float:
-    """The largest difference of two blocks, in the codec's steps, by another way than it takes."""
-    worst = 0.0
-    for group, *parts in zip(codec.groups, layout.by_group(a), layout.by_group(b), strict=True):
-        gap = parts[0].astype(np.float64) - parts[1].astype(np.float64)
-        worst = max(worst, float(np.abs(in_steps(group, gap)).max()))
-    return worst
 
 
 # A block.
@@ -185,7 +103,7 @@ def test_numbers_that_share_a_byte_may_be_larger_than_half_of_one():
     block = make_correlated(codec, DEEP, outliers=0.0001)
     assert most_steps(codec, DEEP, coded(codec, DEEP, block), block) < 0.501
     payload = codec.unpacked(codec.encode(block, DEEP)[0], DEEP)
-    codes = codec._unpack(codec._parts_of(payload, DEEP)[5:])
+    codes = codec._planes.unpack(codec._parts_of(payload, DEEP)[5], DEEP.block_tokens)
     assert np.abs(codes[len(codes) // DEEP.num_layers :]).max() > 8
 
 

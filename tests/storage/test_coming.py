@@ -264,3 +264,7 @@ def test_kv_is_in_time_that_no_layer_would_wait_for(num_bytes, after_s, layer_co
     clock.now_s = after_s
     arrival.came(num_bytes)
     assert arrival.is_in_time(layer_compute_s) is is_in_time
+    coded = Arrival([100] * 4, helpers.StoppedClock(), is_coded=True)
+    coded._clock.now_s = after_s
+    coded.came(num_bytes)
+    assert coded.is_in_time(2 * layer_compute_s) is is_in_time, "half of the rate, once the turn takes cores as well"

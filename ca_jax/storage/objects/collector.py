@@ -274,7 +274,7 @@ class _Books:
                 before = self._uses[of, part.name]
                 self._uses[of, part.name] = before + sign
                 if 0 in (before, before + sign):
-                    self.num_bytes[of] += sign * part.num_tokens * manifest.token_bytes
+                    self.num_bytes[of] += sign * part.num_bytes(manifest.token_bytes)
 
 
 def _going(look: Survey, limits: Limits, tenant: str | None, now_s: float) -> list[Forgotten]:

@@ -41,11 +41,28 @@ class PartRef:
     """SHA-256 of the ids of all tokens up to its last, as hex."""
     sums: tuple[int, ...]
     """crc32c of each layer's bytes, `[L]`."""
+    layer_bytes: tuple[int, ...] = ()
+    """Of each layer, `[L]`, where it is coded. Empty: as many as the layout says."""
 
     @property
     def stop(self) -> int:
         """One past its last token."""
         return self.first + self.num_tokens
+
+    def num_bytes(self, token_bytes: int) -> int:
+        """Of its layers, where a token of KV that is not coded has so many in all of them."""
+        return sum(self.layer_bytes) if self.layer_bytes else self.num_tokens * token_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields for JSON; of KV that is not coded as they were before any was."""
+        fields = {**dataclasses.asdict(self), "sums": list(self.sums), "layer_bytes": list(self.layer_bytes)}
+        return fields if self.layer_bytes else {name: value for name, value in fields.items() if name != "layer_bytes"}
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> PartRef:
+        """What `to_dict` gave, also after a way through JSON. Raises KeyError or TypeError where it is another."""
+        lists = {name: tuple(fields.get(name, ())) for name in ("sums", "layer_bytes")}
+        return cls(**{**fields, **lists})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,7 +96,7 @@ class Manifest:
     parts: tuple[PartRef, ...] = ()
     """Its KV, in token order, without gaps from the first token on."""
     token_bytes: int = 0
-    """Of a token in all layers."""
+    """Of a token in all layers, where it is not coded."""
     used_s: float = 0.0
     """When its last turn ended, by its owner's clock: for times to live and for who goes first, never for ownership."""
     ttl_s: float | None = None
@@ -94,7 +111,7 @@ class Manifest:
     @property
     def num_bytes(self) -> int:
         """Of KV that it names."""
-        return self.num_tokens * self.token_bytes
+        return sum(part.num_bytes(self.token_bytes) for part in self.parts)
 
     def written(self, write_id: str, **changes: Any) -> Manifest:
         """The next state of it, by a write of that name."""
@@ -105,7 +122,7 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """As an object."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        fields["parts"] = [dataclasses.asdict(part) for part in self.parts]
+        fields["parts"] = [part.to_dict() for part in self.parts]
         if self.conversation is not None:
             fields["conversation"] = base64.b64encode(self.conversation).decode("ascii")
         body = json.dumps({"format": FORMAT, **fields}).encode()
@@ -132,8 +149,8 @@ class Manifest:
                 raise ManifestError(f"a manifest must be of version {FORMAT}, got another")
             if fields["conversation"] is not None:
                 fields["conversation"] = base64.b64decode(fields["conversation"], validate=True)
-            parts = (PartRef(**{**part, "sums": tuple(part["sums"])}) for part in fields.pop("parts"))
-            manifest = cls(parts=tuple(parts), **fields)
+            parts = tuple(PartRef.from_dict(part) for part in fields.pop("parts"))
+            manifest = cls(parts=parts, **fields)
         except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError, binascii.Error) as error:
             raise ManifestError(f"a manifest must have the fields of version {FORMAT}: {error}") from error
         for name, wanted in (("namespace", namespace), ("key", key)):

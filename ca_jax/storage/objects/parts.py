@@ -11,6 +11,8 @@ session, its owner's epoch and a name made up for each publish.
 
     object     header, 8 KiB: JSON, padded | layer 0 [P, T, K, H] | layer 1 | ...
 
+Where KV is coded, each layer is what the codec makes of it, and the manifest says how many bytes it has.
+
 Plain KV may be there though no manifest names it any more. A collector that is about to delete such an object marks it
 first; a publish that finds the mark writes the object anew, and the collector leaves what has changed.
 
@@ -30,7 +32,7 @@ from typing import Any
 import crc32c
 import numpy as np
 
-from ca_jax.storage.layout import KVLayout, as_bytes
+from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.objects.manifest import PartRef
 from ca_jax.storage.objects.store import ObjectsError, ObjectStore
 
@@ -165,7 +167,7 @@ def layer_bytes(layout: KVLayout, num_tokens: int) -> list[int]:
 def write_part(
     store: ObjectStore,
     wanted: Wanted,
-    layers: Sequence[np.ndarray],
+    layers: Callable[[], Sequence[bytes | memoryview]],
     layout: KVLayout,
     namespace: str,
     *,
@@ -174,7 +176,7 @@ def write_part(
     """Writes an object, unless there is one of its name: then that one's checksums are what is named.
 
     Args:
-      layers: of each layer `[P, T, K, H]`, C-contiguous.
+      layers: gives the bytes of each layer; called where there is no such object.
       is_damaged: whether the one that is there is known to be, so that it is written anew.
 
     Returns:
@@ -187,27 +189,28 @@ def write_part(
     is_doomed = is_plain_name(wanted.name) and store.read(doomed_name(wanted.name)).value is not None
     header, generation = _read_header(store, wanted, layout, namespace)
     if header is not None and not is_damaged and not is_doomed:
-        return _ref(wanted, header), 0
+        return _ref(wanted, header, layout), 0
+    stored = layers()
     fields = {
         **dataclasses.asdict(wanted),
         "namespace": namespace,
-        "sums": [crc32c.crc32c(as_bytes(layer)) for layer in layers],
-        "layer_bytes": [layer.nbytes for layer in layers],
+        "sums": [crc32c.crc32c(layer) for layer in stored],
+        "layer_bytes": [len(layer) for layer in stored],
         "write_id": uuid.uuid4().hex,  # Where a generation is a hash of the bytes, equal KV written anew has another.
     }
     text = json.dumps({"format": _FORMAT, **fields}).encode()
     if len(text) > _HEADER_BYTES:
-        raise ValueError(f"a header must be at most {_HEADER_BYTES} bytes, got {len(text)} of {len(layers)} layers")
-    data = b"".join([text.ljust(_HEADER_BYTES), *map(as_bytes, layers)])
+        raise ValueError(f"a header must be at most {_HEADER_BYTES} bytes, got {len(text)} of {len(stored)} layers")
+    data = b"".join([text.ljust(_HEADER_BYTES), *stored])
     if store.write(wanted.name, data, replaces=generation) is not None:
-        return _ref(wanted, fields), len(data)
+        return _ref(wanted, fields, layout), len(data)
     header, generation = _read_header(store, wanted, layout, namespace)
     if header is not None:  # Another replica has the same tokens, and was faster.
-        return _ref(wanted, header), 0
+        return _ref(wanted, header, layout), 0
     # It was deleted meanwhile, or is of something else.
     if store.write(wanted.name, data, replaces=generation) is None:
         raise ObjectsError(f"{wanted.name} must be KV of {wanted.num_tokens} tokens, got another object")
-    return _ref(wanted, fields), len(data)
+    return _ref(wanted, fields, layout), len(data)
 
 
 def find_part(store: ObjectStore, wanted: Wanted, layout: KVLayout, namespace: str) -> PartRef | None:
@@ -217,23 +220,23 @@ def find_part(store: ObjectStore, wanted: Wanted, layout: KVLayout, namespace: s
       ObjectsError: that cannot be found out.
     """
     header, _ = _read_header(store, wanted, layout, namespace)
-    return None if header is None else _ref(wanted, header)
+    return None if header is None else _ref(wanted, header, layout)
 
 
 def read_layers(
     store: ObjectStore, part: PartRef, layout: KVLayout, first: int, stop: int
-) -> Callable[[], Iterator[np.ndarray]]:
+) -> Callable[[], Iterator[memoryview]]:
     """Begins to read layers `first` to `stop` of an object, and does not wait.
 
     Returns:
-      What waits for them: gives each, `[P, T, K, H]`, once it is held against its checksum. It raises ObjectsError
+      What waits for them: gives the bytes of each, once they are held against their checksum. It raises ObjectsError
       where the object cannot be read, and PartError where it is not there, or not what was written.
     """
-    sizes = layer_bytes(layout, part.num_tokens)
+    sizes = part.layer_bytes or layer_bytes(layout, part.num_tokens)
     start = _HEADER_BYTES + sum(sizes[:first])
     reading = store.begin_read(part.name, start, start + sum(sizes[first:stop]), may_be_short=True)
 
-    def wait() -> Iterator[np.ndarray]:
+    def wait() -> Iterator[memoryview]:
         data, at = reading().value, 0
         if data is None:
             raise PartError(f"{part.name} must be there, and is not")
@@ -242,9 +245,14 @@ def read_layers(
             at += sizes[layer]
             if len(of_layer) != sizes[layer] or crc32c.crc32c(of_layer) != part.sums[layer]:
                 raise PartError(f"layer {layer} of {part.name} must have crc32c {part.sums[layer]:#010x}, and has not")
-            yield np.frombuffer(of_layer, layout.numpy_dtype).reshape(layout.layer_shape(layer, part.num_tokens))
+            yield of_layer
 
     return wait
+
+
+def as_layer(data: memoryview, part: PartRef, layout: KVLayout, layer: int) -> np.ndarray:
+    """The KV `[P, T, K, H]` that a layer's bytes are, where it is not coded."""
+    return np.frombuffer(data, layout.numpy_dtype).reshape(layout.layer_shape(layer, part.num_tokens))
 
 
 def check_part(store: ObjectStore, part: PartRef, namespace: str) -> None:
@@ -257,8 +265,8 @@ def check_part(store: ObjectStore, part: PartRef, namespace: str) -> None:
     data = store.read(part.name).value
     if data is None:
         raise PartMissingError(f"{part.name} must be there, and is not")
-    header, wanted = _parsed(data[:_HEADER_BYTES]), {**dataclasses.asdict(part), "sums": list(part.sums)}
-    for name, value in {"format": _FORMAT, "namespace": namespace, **wanted}.items():
+    header = _parsed(data[:_HEADER_BYTES])
+    for name, value in {"format": _FORMAT, "namespace": namespace, **part.to_dict()}.items():
         if header.get(name) != value:
             raise PartError(f"the header of {part.name} must say {name} {value}, got {header.get(name)}")
     sizes = _layer_bytes(header)
@@ -316,5 +324,14 @@ def _read_header(
     return header if is_it else None, found.generation
 
 
-def _ref(wanted: Wanted, header: dict[str, Any]) -> PartRef:
-    return PartRef(wanted.name, wanted.first, wanted.num_tokens, wanted.tokens, tuple(header["sums"]))
+def _ref(wanted: Wanted, header: dict[str, Any], layout: KVLayout) -> PartRef:
+    sizes = _layer_bytes(header) or []
+    is_as_computed = sizes in ([], layer_bytes(layout, wanted.num_tokens))
+    return PartRef(
+        wanted.name,
+        wanted.first,
+        wanted.num_tokens,
+        wanted.tokens,
+        tuple(header["sums"]),
+        () if is_as_computed else tuple(sizes),
+    )

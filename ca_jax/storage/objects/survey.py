@@ -208,7 +208,7 @@ def _verified(
     for part in manifest.parts:
         of = manifest.namespace, part
         if of not in known:
-            num_bytes += part.num_tokens * manifest.token_bytes
+            num_bytes += part.num_bytes(manifest.token_bytes)
             known[of] = None
             try:
                 parts.check_part(objects, part, manifest.namespace)

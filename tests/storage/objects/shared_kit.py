@@ -5,13 +5,15 @@ Blocks are of four tokens and runs of two blocks. KV follows from the tokens alo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+from ca_jax.kv.object_coding import ObjectCoding
 
 from ca_jax.kv.object_transfers import SharedKV, Source
+from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.objects import ownership, parts
 from ca_jax.storage.objects.manifest import Manifest, manifest_name
 from ca_jax.storage.objects.ownership import Held
@@ -42,10 +44,21 @@ def kv_of(token_ids: Sequence[int]) -> np.ndarray:
 class Replica:
     """Publishes sessions as an engine does."""
 
-    def __init__(self, objects: ObjectStore, name: str = "a", namespace: str = SPACE) -> None:
-        self.kv = SharedKV(objects, LAYOUT, namespace, name)
-        self.store = helpers.make_store(256)
+    def __init__(
+        self,
+        objects: ObjectStore,
+        name: str = "a",
+        namespace: str = SPACE,
+        coding: ObjectCoding | None = None,
+        layout: KVLayout = LAYOUT,
+        kv_of: Callable[[Sequence[int]], np.ndarray] = kv_of,
+    ) -> None:
+        self.kv = SharedKV(objects, layout, namespace, name, coding)
+        self.store = helpers.make_store(256, layout=layout)
         self.held: dict[str, Held | None] = {}
+        self.num_written = 0
+        """Bytes, by publishes so far."""
+        self.kv_of = kv_of
 
     def claim(self, key: str) -> Manifest | None:
         """Takes a session over; what was published of it."""
@@ -61,7 +74,7 @@ class Replica:
         source, lineage = None, 0 if num_plain is None else 1
         if len(ids):
             ticket = self.store.prepare_save(key, 0, ids, num_dropped=lineage, num_plain=num_plain)
-            ticket.write_all(kv_of(token_ids))
+            ticket.write_all(self.kv_of(token_ids))
             assert self.store.complete_save(ticket)
             source = Source(self.store.hold(key, ids, num_dropped=lineage))
         fields = {
@@ -72,7 +85,7 @@ class Replica:
             "lineage": lineage,
             "num_plain": num_plain,
             "is_to_repair": False,
-            "token_bytes": TOKEN_BYTES,
+            "token_bytes": self.kv.layout.token_bytes,
             "used_s": NOW_S,
             "ttl_s": None,
             "pinned": False,
@@ -80,6 +93,7 @@ class Replica:
         }
         published = self.kv.publish(key, self.held.get(key), fields, ids, source, (), lambda: None)
         assert published.is_whole
+        self.num_written += published.num_bytes
         if source is not None:
             self.store.let_go(source.ticket)
         self.held[key] = published.held
@@ -88,9 +102,11 @@ class Replica:
     def restored(self, key: str) -> np.ndarray:
         """The KV that a session's manifest names, `[L, 2, T, K, H]`, held against its checksums."""
         manifest = stored(self.kv.objects, key, self.kv.namespace)
-        read = (parts.read_layers(self.kv.objects, part, LAYOUT, 0, LAYOUT.num_layers) for part in manifest.parts)
-        layers = [list(wait()) for wait in read]
-        return np.concatenate([np.stack(each) for each in layers], axis=2)
+        pieces = []
+        for part in manifest.parts:
+            wait = parts.read_layers(self.kv.objects, part, LAYOUT, 0, LAYOUT.num_layers)
+            pieces.append(np.stack([parts.as_layer(data, part, LAYOUT, layer) for layer, data in enumerate(wait())]))
+        return np.concatenate(pieces, axis=2)
 
 
 def stored(objects: ObjectStore, key: str, namespace: str = SPACE) -> Manifest | None:
