@@ -17,8 +17,11 @@ Not here: how codes are packed (storage.codec), how matrices are found (`ca_jax.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
+
+from ca_jax.storage.transform_amx import PackedTransform, is_served
 
 LEAST_SPREAD = 0.2
 """Steps. What spreads less is 0 but for one number in a hundred, and is left out."""
@@ -89,6 +92,22 @@ class GroupCodec:
         """D."""
         return int(self.spread.shape[-1])
 
+    @property
+    def is_kept(self) -> np.ndarray:
+        """bool `[l, R, D]`: which numbers are not left out."""
+        return self.spread > LEAST_SPREAD
+
+    @property
+    def _packed(self) -> PackedTransform | None:
+        """None: numpy computes."""
+        return self._made if is_served() else None
+
+    @functools.cached_property
+    def _made(self) -> PackedTransform:
+        return PackedTransform(
+            means=self.means, kept=self.is_kept, forward=self.forward, inverse=self.inverse, earlier=self.earlier
+        )
+
     def bundled(self, part: np.ndarray) -> np.ndarray:
         """`[l, P, T, K, H]` as bundles `[l, R, D, T]`."""
         num_layers, _, num_tokens = part.shape[:3]
@@ -96,6 +115,8 @@ class GroupCodec:
 
     def coded(self, part: np.ndarray) -> np.ndarray:
         """`[l, P, T, K, H]` in steps, `[l, R, D, T]`."""
+        if self._packed is not None:
+            return self._packed.coded(part)
         found = np.matmul(np.swapaxes(self.forward, -1, -2), self.bundled(part))
         found -= self.offset
         return found
@@ -117,8 +138,10 @@ class GroupCodec:
         Returns:
           Multiples, whole f32 `[l, R, D, T]`.
         """
+        if self._packed is not None:
+            return self._packed.rounded(steps, unit)
         codes, decoded = np.empty_like(steps), np.empty_like(steps)
-        is_kept = (self.spread > LEAST_SPREAD)[..., None]
+        is_kept = self.is_kept[..., None]
         for layer, wanted in enumerate(steps):
             predicted = self._predicted(decoded, layer)
             np.subtract(wanted, predicted, out=codes[layer])
@@ -130,7 +153,9 @@ class GroupCodec:
         return codes
 
     def decode(self, codes: np.ndarray, unit: float, into: np.ndarray) -> None:
-        """Writes what was `[l, R, D, T]` in multiples of a unit into `[l, P, T, K, H]`."""
+        """Writes what was int16 `[l, R, D, T]` in multiples of a unit into `[l, P, T, K, H]`."""
+        if self._packed is not None:
+            return self._packed.decode(codes, unit, into)
         num_layers, num_parts, num_heads, width = self.shape
         num_bundles = self.spread.shape[1]
         by_bundle = (num_parts, -1, num_bundles, num_heads // num_bundles, width)
