@@ -223,7 +223,7 @@ class KVCodec:
                 for each, most in zip(codes, self._most, strict=True)
             ):
                 continue
-            whole = np.concatenate([each.astype(np.int16).reshape(-1, layout.block_tokens) for each in codes])
+            whole = np.concatenate([each.reshape(-1, layout.block_tokens) for each in codes])
             self._pack(whole, planes)
             head[:] = np.frombuffer(_HEAD.pack(self.version, coarser - 1, len(apart)), np.uint8)
             data = compressor.compress(payload.data)
@@ -297,8 +297,8 @@ class KVCodec:
 
     @functools.cached_property
     def _most(self) -> list[np.ndarray]:
-        """Of each group f32 `[l, R, D]`: the largest code that fits."""
-        return [np.where(each.spread > _WIDE_SPREAD, np.float32(_MOST_WIDE), np.float32(_MOST)) for each in self.groups]
+        """Of each group int16 `[l, R, D]`: the largest code that fits."""
+        return [np.where(each.spread > _WIDE_SPREAD, _MOST_WIDE, _MOST).astype(np.int16) for each in self.groups]
 
     def _pack(self, whole: np.ndarray, planes: list[np.ndarray]) -> None:
         """Writes codes, int16 `[N, T]`, into a payload's planes."""

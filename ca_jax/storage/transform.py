@@ -25,6 +25,8 @@ from ca_jax.storage.transform_amx import PackedTransform, is_served
 
 LEAST_SPREAD = 0.2
 """Steps. What spreads less is 0 but for one number in a hundred, and is left out."""
+MOST_CODE = 32_767
+"""Whole numbers that are larger are this one."""
 ARRAYS = ("means", "forward", "spread", "earlier", "energy")
 """Of a group, as a file has them."""
 
@@ -136,19 +138,21 @@ class GroupCodec:
           unit: to whose multiples it is rounded, steps.
 
         Returns:
-          Multiples, whole f32 `[l, R, D, T]`.
+          Multiples, int16 `[l, R, D, T]`, up to `MOST_CODE` either way.
         """
         if self._packed is not None:
             return self._packed.rounded(steps, unit)
-        codes, decoded = np.empty_like(steps), np.empty_like(steps)
+        codes, decoded = np.empty(steps.shape, np.int16), np.empty_like(steps)
         is_kept = self.is_kept[..., None]
         for layer, wanted in enumerate(steps):
             predicted = self._predicted(decoded, layer)
-            np.subtract(wanted, predicted, out=codes[layer])
-            codes[layer] /= np.float32(unit)
-            np.rint(codes[layer], out=codes[layer])
-            codes[layer] *= is_kept[layer]
-            np.multiply(codes[layer], np.float32(unit), out=decoded[layer])
+            found = decoded[layer]
+            np.subtract(wanted, predicted, out=found)
+            found /= np.float32(unit)
+            np.rint(found, out=found)
+            found *= is_kept[layer]
+            codes[layer] = np.clip(found, -MOST_CODE, MOST_CODE)
+            found *= np.float32(unit)
             decoded[layer] += predicted
         return codes
 

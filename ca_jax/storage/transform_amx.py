@@ -75,12 +75,12 @@ class PackedTransform:
     def rounded(self, steps: np.ndarray, unit: float) -> np.ndarray:
         """As that of a `GroupCodec`."""
         steps = np.ascontiguousarray(steps, np.float32)
-        codes = np.empty_like(steps)
+        codes = np.empty(steps.shape, np.int16)
         self._call(_ROUND, steps, codes, steps.shape[-1], unit)
         return codes
 
     def decode(self, codes: np.ndarray, unit: float, into: np.ndarray) -> None:
-        """As that of a `GroupCodec`; codes are int16."""
+        """As that of a `GroupCodec`."""
         codes, is_half = np.ascontiguousarray(codes, np.int16), into.dtype.name == "bfloat16"
         is_written = into.flags.c_contiguous and (is_half or into.dtype == np.float32)
         found = into if is_written else np.empty(into.shape, np.float32)

@@ -97,7 +97,7 @@ struct Wide {
 // [l, P, T, K, H], steps and codes [l, R, D, T].
 struct Transform {
   enum What : int64_t { CODE = 0, ROUND = 1, DECODE = 2 };
-  int64_t what;                             // Numbers to steps; those to codes, floats; codes, int16, to numbers.
+  int64_t what;                             // Numbers to steps; those to codes, int16; codes to numbers.
   int64_t layers, parts, heads, dim, bundles, width, tokens;  // l, P, K, H, R, D, T
   int64_t earlier;                          // Layers that predict one, J.
   int64_t has_rest;                         // Matrices of those layers do not fit one bfloat16.

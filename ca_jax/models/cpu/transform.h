@@ -9,11 +9,14 @@
 //               bfloat16 leaves nothing
 
 using avx512::VH;
+typedef int16_t VS __attribute__((vector_size(32)));
 
 constexpr int64_t SIDE = 32;  // Inputs, outputs and tokens of a block.
 
-// Blocks of matrices times those of columns, onto tiles 0 to 3.
-inline void add_blocks(const uint8_t* w, const uint8_t* x, int64_t blocks, bool has_rest) {
+// Blocks of matrices times those of columns, onto tiles 0 to 3. What is needed next, so many bytes for each block from
+// `ahead` on, is fetched meanwhile: matrices do not fit the caches.
+inline void add_blocks(const uint8_t* w, const uint8_t* x, int64_t blocks, bool has_rest, const uint8_t* ahead,
+                       int64_t bytes) {
   const auto multiply = [](const uint8_t* tiles) {
     if (tiles) {
       _tile_loadd(6, tiles, 64);
@@ -25,6 +28,7 @@ inline void add_blocks(const uint8_t* w, const uint8_t* x, int64_t blocks, bool 
     _tile_dpbf16ps(3, 5, 7);
   };
   for (int64_t k = 0; k < blocks; k++, x += 4 * TILE) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(ahead + k * bytes + i, 0, 2);
     _tile_loadd(4, w, 64);
     _tile_loadd(5, w + TILE, 64);
     multiply(x + 2 * TILE);  // Small ones go first.
@@ -67,14 +71,19 @@ inline void transpose(V* rows) {
   exchange<8>(rows, LANES), exchange<4>(rows, LANES), exchange<2>(rows, LANES), exchange<1>(rows, LANES);
 }
 
-// Up to 16 of something; what is not there is 0.
-template <class T>
-inline V some(const T* from, int64_t count) {
-  typedef T Row __attribute__((vector_size(16 * sizeof(T))));
-  Row row{};
-  if (count >= 16) std::memcpy(&row, from, sizeof(row));
-  else std::memcpy(&row, from, count * sizeof(T));
-  return __builtin_convertvector(row, V);
+// Up to 16 numbers; what is not there is 0.
+inline V some(const float* from, int64_t count) {
+  V row{};
+  if (count >= 16) row = avx512::floats(from);
+  else std::memcpy(&row, from, count * 4);
+  return row;
+}
+
+inline V some(const int16_t* from, int64_t count) {
+  VS row{};
+  if (count >= 16) std::memcpy(&row, from, 32);
+  else std::memcpy(&row, from, count * 2);
+  return __builtin_convertvector(__builtin_convertvector(row, VI), V);  // In one step it takes one lane after the other.
 }
 
 inline void store_some(float* to, V v, int64_t count) {
@@ -86,6 +95,13 @@ inline void store_some(uint16_t* to, V v, int64_t count) {  // Bfloat16.
   const VH words = __builtin_convertvector(rounded(v) >> 16, VH);
   if (count >= 16) std::memcpy(to, &words, 32);
   else std::memcpy(to, &words, count * 2);
+}
+
+inline void store_some(int16_t* to, V v, int64_t count) {  // Codes; those that do not fit, and none, are the largest.
+  const V low = v > -32767.0f ? v : avx512::all(-32767);
+  const VI words = __builtin_convertvector(low < 32767.0f ? low : avx512::all(32767), VI);
+  const VS row = __builtin_convertvector(words, VS);
+  std::memcpy(to, &row, std::min<int64_t>(count, 16) * 2);
 }
 
 // A bundle of heads of a layer.
@@ -157,7 +173,7 @@ struct Bundle {
           } else {
             const V left = (some(static_cast<const float*>(c.from) + at, count) - predicted) / c.unit;
             codes = (V)_mm512_maskz_roundscale_ps(0xffff, (__m512)left, 0) * c.kept[place];
-            store_some(static_cast<float*>(c.to) + at, codes, count);
+            store_some(static_cast<int16_t*>(c.to) + at, codes, count);
           }
           decoded[j] = codes * c.unit + predicted;
         }
@@ -183,12 +199,15 @@ inline void transform(const Transform& c, uint8_t* scratch) {
   // Sums over `count` matrices of a bundle, of J a layer, times columns of layers from `layer` backward.
   const auto products = [&](const uint8_t* w, bool has_rest, int64_t count, int64_t layer, const auto& done) {
     const int64_t panel = blocks * (has_rest ? 4 : 2) * TILE;  // Of 32 outputs.
+    const int64_t share = panel / blocks / ((c.tokens + SIDE - 1) / SIDE);
     for (int64_t o = 0; o < blocks; o++)
       for (int64_t t = 0; t * SIDE < c.tokens; t++) {
         asm volatile("" ::: "memory");  // Tiles are loaded and stored behind the compiler's back.
         clear();
-        for (int64_t j = 0; j < count; j++)
-          add_blocks(w + (j * c.bundles * blocks + o) * panel, columns(layer - j) + t * blocks * 4 * TILE, blocks, has_rest);
+        for (int64_t j = 0; j < count; j++) {
+          const uint8_t* from = w + (j * c.bundles * blocks + o) * panel;
+          add_blocks(from, columns(layer - j) + t * blocks * 4 * TILE, blocks, has_rest, from + panel + t * share * blocks, share);
+        }
         store_tiles(sums);
         asm volatile("" ::: "memory");
         done(o, t);
