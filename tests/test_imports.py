@@ -55,8 +55,8 @@ STORAGE_FLOORS = (
 )
 # Modules, or rooms of them, that load no jax.
 WITHOUT_JAX = {
-    *("errors", "native", "telemetry.timeline", "telemetry.wakeup", "storage", "overflow", "turns", "config", "session"),
-    "simulate",
+    *("errors", "telemetry.timeline", "telemetry.wakeup", "storage", "overflow", "turns", "config", "session"),
+    *("native", "simulate"),
     *("kv.costs", "serving.scheduler"),
 }
 LINKS = {"models", "storage", "launch"}

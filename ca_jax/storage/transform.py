@@ -9,15 +9,16 @@ A layer's keys and values come from a stream that changes little from layer to l
 before have predicted a layer is smaller, and takes fewer bits. The coder predicts from what the decoder will have, and
 what a number loses is what its own rounding takes: errors do not add up from layer to layer. Bundles of heads are
 predicted from the same bundle of other layers. With matrices of D = 384 a layer's product takes nearly all the time of
-decoding, and each layer that predicts it takes as much again.
+decoding, and each layer that predicts it takes as much again. Where the machine multiplies tiles of bfloat16 they do
+all of this; elsewhere numpy does.
 
-Not here: how codes are packed (storage.codec), how matrices are found (`ca_jax.recompute.codec_fit`).
+Not here: those tiles (storage.transform_amx), how codes are packed (storage.codec), how matrices are found
+(`ca_jax.recompute.codec_fit`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import numpy as np
 
@@ -55,6 +56,8 @@ class GroupCodec:
     """f32 `[l, R, D, D]`."""
     offset: np.ndarray = dataclasses.field(init=False)
     """f32 `[l, R, D, 1]`, what the means become."""
+    packed: PackedTransform | None = dataclasses.field(init=False, repr=False)
+    """The matrices for a machine with tiles of bfloat16, made at once, so that no turn waits for it; None elsewhere."""
 
     def __post_init__(self) -> None:
         if np.size(self.earlier) == 0:
@@ -83,6 +86,9 @@ class GroupCodec:
         object.__setattr__(self, "inverse", inverse)
         means = self.bundled(self.means[:, :, None])[..., 0]
         object.__setattr__(self, "offset", np.einsum("lrd,lrdj->lrj", means, self.forward)[..., None])
+        matrices = {"forward": self.forward, "inverse": inverse, "earlier": self.earlier}
+        packed = PackedTransform(means=self.means, kept=self.is_kept, **matrices) if is_served() else None
+        object.__setattr__(self, "packed", packed)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -102,13 +108,7 @@ class GroupCodec:
     @property
     def _packed(self) -> PackedTransform | None:
         """None: numpy computes."""
-        return self._made if is_served() else None
-
-    @functools.cached_property
-    def _made(self) -> PackedTransform:
-        return PackedTransform(
-            means=self.means, kept=self.is_kept, forward=self.forward, inverse=self.inverse, earlier=self.earlier
-        )
+        return self.packed if is_served() else None
 
     def bundled(self, part: np.ndarray) -> np.ndarray:
         """`[l, P, T, K, H]` as bundles `[l, R, D, T]`."""

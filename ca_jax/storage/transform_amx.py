@@ -1,8 +1,8 @@
 """The transform where the machine multiplies tiles of bfloat16 (AMX): by a function of the C++ library.
 
-All layers of a block are computed in one call, which takes one thread and does not hold Python's lock. A number is the sum
-of two bfloat16 there, and results differ from numpy's by a few 10,000ths of a step: a block that was coded here is decoded
-anywhere, and the other way round.
+All layers of a block are computed in one call, which takes one thread and does not hold Python's lock. A number is the
+sum of two bfloat16 there, and results differ from numpy's by a few 10,000ths of a step: a block that was coded here is
+decoded anywhere, and the other way round.
 
 Not here: what is computed (storage.transform), how (ca_jax/models/cpu/transform.h).
 """
@@ -101,7 +101,7 @@ class PackedTransform:
 
 
 def _packed(matrices: np.ndarray, has_rest: bool = True) -> np.ndarray:
-    """Matrices f32 `[..., D, D]` as the library has them, u8 `[bytes]`: 4 a number, or 2 where bfloat16 leaves nothing."""
+    """Matrices f32 `[..., D, D]` as the library has them, u8: 4 bytes a number, or 2 where bfloat16 leaves nothing."""
     matrices = np.ascontiguousarray(matrices)
     *many, _, width = matrices.shape
     size = int(np.prod(many)) * (-(-width // _SIDE) * _SIDE) ** 2 * (4 if has_rest else 2)

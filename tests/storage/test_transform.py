@@ -1,4 +1,4 @@
-"""The transform's products against float64, by numpy and by the library on tiles of bfloat16, and one of them with the other.
+"""The transform's products against float64, by numpy and on tiles of bfloat16, and blocks that one codes for the other.
 
 Not here: blocks, which are coded with them (test_codec).
 """
@@ -15,7 +15,7 @@ from ca_jax.storage.transform import MOST_CODE, GroupCodec
 
 ATOL = {"numpy": 0.001, "tiles": 0.002}
 """Steps: matrices here are turned and stretched alike in all directions, and steps are about 40."""
-# l, P, K, H, R, T, J: wide as a model's; odd; two bundles; of numbers not 16 together; more layers before than there are.
+# l, P, K, H, R, T, J: wide as a model's; odd; two bundles; heads that are no 16s; more layers before than there are.
 SHAPES = [(4, 2, 3, 64, 1, 128, 2), (5, 2, 2, 5, 1, 37, 2), (3, 1, 4, 8, 2, 17, 1), (2, 2, 4, 24, 2, 50, 0)]
 SHAPES += [(3, 2, 1, 40, 1, 1, 5), (2, 1, 1, 48, 1, 33, 1)]
 
