@@ -8,7 +8,7 @@ setup(
         Extension(
             "ca_jax.models._cpu_kernels",
             ["ca_jax/models/cpu/kernels.cc"],
-            depends=[f"ca_jax/models/cpu/{name}.h" for name in ("amx", "calls", "inner")],
+            depends=[f"ca_jax/models/cpu/{name}.h" for name in ("amx", "calls", "inner", "transform")],
             include_dirs=[f"{jaxlib.__path__[0]}/include"],
             extra_compile_args=["-std=gnu++17", "-O3", "-fno-math-errno", "-Wno-psabi"],
             language="c++",

@@ -15,7 +15,7 @@ import ca_jax
 # Rooms (subpackages and modules right under ca_jax; "" is the package itself) by floor, the lowest first. A room
 # imports lower floors alone; imports for type checkers and in functions count like all others.
 FLOORS = (
-    {"errors", "telemetry", "backend"},
+    {"errors", "telemetry", "backend", "native"},
     {"private"},
     {"models", "storage"},
     {"overflow", "turns", "testing"},
@@ -35,6 +35,7 @@ FLOORS = (
 )
 # The same within storage.
 STORAGE_FLOORS = (
+    {"transform_amx"},
     {"layout", "records", "transform"},
     {"tokens", "planes"},
     {"placement", "catalog", "objects"},
@@ -56,7 +57,7 @@ STORAGE_FLOORS = (
 # Modules, or rooms of them, that load no jax.
 WITHOUT_JAX = {
     *("errors", "telemetry.timeline", "telemetry.wakeup", "storage", "overflow", "turns", "config", "session"),
-    "simulate",
+    *("native", "simulate"),
     *("kv.costs", "serving.scheduler"),
 }
 LINKS = {"models", "storage", "launch"}

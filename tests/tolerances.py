@@ -11,3 +11,6 @@ PROJECTION_ATOL = {"float32": 1e-5}
 
 ATTENTION_ATOL = {"float32": 2e-6, "bfloat16": 0.03}
 """Absolute, on attention over values of order one against float64."""
+
+CODED_ATOL = {"float32": 0.001, "two bfloat16": 0.07}
+"""Absolute, in steps, on KV that was coded beside its rounding, by matrices with condition numbers up to 2,400."""

@@ -13,23 +13,18 @@ from __future__ import annotations
 import concurrent.futures
 import ctypes
 import functools
-import importlib.machinery
-import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ca_jax import backend
+from ca_jax import backend, native
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import LayerKV
-
-_LOG = logging.getLogger(__name__)
 
 _MAX_PACKED_ROWS = 32
 
@@ -39,34 +34,24 @@ for each 32 (GGUF's Q4_0 and Q4_1), 8 bits with a scale (Q8_0), bfloat16."""
 
 _INPUTS, _OUTPUTS = 32, 16  # Of a block of packed weights.
 _TARGETS = ("ca_attend_pages", "ca_write_pages", "ca_packed_dot")
-_WITHOUT = "CA_JAX_NO_CPU_KERNELS"  # In the environment: everything is computed by XLA.
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The library, its functions known to XLA; None where it was not built or is not wanted."""
-    if os.environ.get(_WITHOUT):
+    if (found := native.library()) is None:
         return None
-    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
-        path = Path(__file__).with_name(f"_cpu_kernels{suffix}")
-        if not path.exists():
-            continue
-        try:
-            found = ctypes.CDLL(str(path))
-        except OSError:
-            _LOG.warning("%s cannot be used: everything is computed by XLA", path, exc_info=True)
-            return None
-        for name in _TARGETS:
-            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(found, name)), platform="cpu")
-        found.ca_kind.restype = ctypes.c_char_p
-        found.ca_pack.restype = ctypes.c_int
-        found.ca_pack.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 5, ctypes.c_void_p]
-        return found
-    return None
+    for name in _TARGETS:
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(found, name)), platform="cpu")
+    found.ca_kind.restype = ctypes.c_char_p
+    found.ca_pack.restype = ctypes.c_int
+    found.ca_pack.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 5, ctypes.c_void_p]
+    return found
 
 
 def kind() -> str | None:
-    """What the library's inner loops were compiled for, as the machine takes them: `amx`, `avx512`, `avx2` or `plain`.
+    """What the library's inner loops were compiled for, as the machine takes them: `amx`, `avx512_bf16`, `avx512`,
+    `avx2` or `plain`.
 
     None: everything is computed by XLA.
     """

@@ -270,6 +270,8 @@ def _predicting(basis: _Basis, step: float) -> GroupCodec:
     for layer in range(1, num_layers if most > 1 else 0):
         matrices, turn = _least_squares(products, layer, min(layer, most - 1))
         matrices = [np.swapaxes(turns[layer - 1 - i], -1, -2) @ each @ turn for i, each in enumerate(matrices)]
+        # Half as much to read where tiles of bfloat16 are multiplied, and no more bits to what is left.
+        matrices = [each.astype(jnp.bfloat16).astype(np.float64) for each in matrices]
         left = np.swapaxes(turn, -1, -2) @ sample[layer]
         for each, before in zip(matrices, decoded[::-1], strict=False):
             left -= np.swapaxes(each, -1, -2) @ before

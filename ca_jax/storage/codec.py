@@ -195,7 +195,7 @@ class KVCodec:
                 for each, most in zip(codes, self._most, strict=True)
             ):
                 continue
-            whole = np.concatenate([each.astype(np.int16).reshape(-1, layout.block_tokens) for each in codes])
+            whole = np.concatenate([each.reshape(-1, layout.block_tokens) for each in codes])
             self._planes.pack(whole, planes)
             head[:] = np.frombuffer(_HEAD.pack(self.version, coarser - 1, len(apart)), np.uint8)
             data = pack(payload.data)
@@ -292,7 +292,7 @@ class KVCodec:
 
     @functools.cached_property
     def _most(self) -> list[np.ndarray]:
-        """Of each group f32 `[l, R, D]`: the largest code that fits."""
+        """Of each group int16 `[l, R, D]`: the largest code that fits."""
         return [largest_codes(each.spread) for each in self.groups]
 
     def _sums(self, payload: np.ndarray, whole: np.ndarray, layout: KVLayout) -> np.ndarray:

@@ -24,6 +24,7 @@ import zstandard
 from ca_jax.storage.codec import CodecError, KVCodec
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.planes import Planes, compressor, rows_of
+from ca_jax.storage.transform import DecodedSteps
 
 _FORMAT = 1
 _COUNT = np.dtype("<u4")
@@ -59,7 +60,7 @@ class LayerCodec:
             head[0], tokens[:], nans[:] = len(apart), apart, np.packbits(is_nan)
             of_apart = rows_of([layers[layer][:, apart].swapaxes(0, 1).astype(np.float32)])
             scales.reshape(-1)[:], rows.reshape(-1)[:] = of_apart
-            planes.pack(codes[group][index].astype(np.int16).reshape(-1, num_tokens), packed)
+            planes.pack(codes[group][index].reshape(-1, num_tokens), packed)
             frames.append(compressor(_window_log(payload.nbytes)).compress(payload.data))
         return frames
 
@@ -113,7 +114,7 @@ class LayerDecoder:
 
     def __init__(self, codec: LayerCodec, num_tokens: int) -> None:
         self._codec, self._num_tokens = codec, num_tokens
-        self._decoded: list[dict[int, np.ndarray]] = [{} for _ in codec.codec.groups]  # Steps, by the group's layers.
+        self._decoded = [DecodedSteps() for _ in codec.codec.groups]
         self._next = 0
 
     def decode(self, layer: int, data: bytes | memoryview) -> np.ndarray:
@@ -135,10 +136,8 @@ class LayerDecoder:
         if (tokens >= num_tokens).any():
             raise CodecError(f"layer {layer} must keep apart tokens below {num_tokens}, got {tokens}")
         place, index = codec.layout.place(layer)
-        group, into = (
-            codec.codec.groups[place],
-            np.empty(codec.layout.layer_shape(layer, num_tokens), codec.layout.numpy_dtype),
-        )
+        group = codec.codec.groups[place]
+        into = np.empty(codec.layout.layer_shape(layer, num_tokens), codec.layout.numpy_dtype)
         codes = codec._planes[layer].unpack(packed, num_tokens).reshape(*group.spread.shape[1:], num_tokens)
         group.decode_layer(index, codes, 1.0, self._decoded[place], into)
         into[:, tokens] = (rows * scales).swapaxes(0, 1)

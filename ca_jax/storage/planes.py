@@ -34,8 +34,8 @@ def compressor(window_log: int) -> zstandard.ZstdCompressor:
 
 
 def largest_codes(spread: np.ndarray) -> np.ndarray:
-    """The largest whole number that fits, f32, of numbers that spread so far."""
-    return np.where(spread > _WIDE_SPREAD, np.float32(_MOST_WIDE), np.float32(_MOST))
+    """The largest whole number that fits, int16, of numbers that spread so far."""
+    return np.where(spread > _WIDE_SPREAD, _MOST_WIDE, _MOST).astype(np.int16)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

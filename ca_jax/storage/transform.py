@@ -9,9 +9,11 @@ A layer's keys and values come from a stream that changes little from layer to l
 before have predicted a layer is smaller, and takes fewer bits. The coder predicts from what the decoder will have, and
 what a number loses is what its own rounding takes: errors do not add up from layer to layer. Bundles of heads are
 predicted from the same bundle of other layers. With matrices of D = 384 a layer's product takes nearly all the time of
-decoding, and each layer that predicts it takes as much again.
+decoding, and each layer that predicts it takes as much again. Where the machine multiplies tiles of bfloat16 they do
+all of this; elsewhere numpy does.
 
-Not here: how codes are packed (storage.codec), how matrices are found (`ca_jax.recompute.codec_fit`).
+Not here: those tiles (storage.transform_amx), how codes are packed (storage.codec), how matrices are found
+(`ca_jax.recompute.codec_fit`).
 """
 
 from __future__ import annotations
@@ -20,10 +22,24 @@ import dataclasses
 
 import numpy as np
 
+from ca_jax.storage.transform_amx import PackedTransform, is_served
+
 LEAST_SPREAD = 0.2
 """Steps. What spreads less is 0 but for one number in a hundred, and is left out."""
+MOST_CODE = 32_767
+"""Whole numbers that are larger are this one."""
 ARRAYS = ("means", "forward", "spread", "earlier", "energy")
 """Of a group, as a file has them."""
+
+
+@dataclasses.dataclass
+class DecodedSteps:
+    """Decoded steps of a group's last layers, as far as the next ones need them, of T tokens."""
+
+    by_layer: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
+    """f32 `[R, D, T]`, where numpy computes."""
+    columns: np.ndarray | None = None
+    """Where the library does, as it has them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,6 +66,8 @@ class GroupCodec:
     """f32 `[l, R, D, D]`."""
     offset: np.ndarray = dataclasses.field(init=False)
     """f32 `[l, R, D, 1]`, what the means become."""
+    packed: PackedTransform | None = dataclasses.field(init=False, repr=False)
+    """The matrices for a machine with tiles of bfloat16, made at once, so that no turn waits for it; None elsewhere."""
 
     def __post_init__(self) -> None:
         if np.size(self.earlier) == 0:
@@ -78,6 +96,9 @@ class GroupCodec:
         object.__setattr__(self, "inverse", inverse)
         means = self.bundled(self.means[:, :, None])[..., 0]
         object.__setattr__(self, "offset", np.einsum("lrd,lrdj->lrj", means, self.forward)[..., None])
+        matrices = {"forward": self.forward, "inverse": inverse, "earlier": self.earlier}
+        packed = PackedTransform(means=self.means, kept=self.is_kept, **matrices) if is_served() else None
+        object.__setattr__(self, "packed", packed)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -89,6 +110,16 @@ class GroupCodec:
         """D."""
         return int(self.spread.shape[-1])
 
+    @property
+    def is_kept(self) -> np.ndarray:
+        """bool `[l, R, D]`: which numbers are not left out."""
+        return self.spread > LEAST_SPREAD
+
+    @property
+    def _packed(self) -> PackedTransform | None:
+        """None: numpy computes."""
+        return self.packed if is_served() else None
+
     def bundled(self, part: np.ndarray) -> np.ndarray:
         """`[l, P, T, K, H]` as bundles `[l, R, D, T]`."""
         num_layers, _, num_tokens = part.shape[:3]
@@ -96,6 +127,8 @@ class GroupCodec:
 
     def coded(self, part: np.ndarray) -> np.ndarray:
         """`[l, P, T, K, H]` in steps, `[l, R, D, T]`."""
+        if self._packed is not None:
+            return self._packed.coded(part)
         found = np.matmul(np.swapaxes(self.forward, -1, -2), self.bundled(part))
         found -= self.offset
         return found
@@ -115,46 +148,52 @@ class GroupCodec:
           unit: to whose multiples it is rounded, steps.
 
         Returns:
-          Multiples, whole f32 `[l, R, D, T]`.
+          Multiples, int16 `[l, R, D, T]`, up to `MOST_CODE` either way.
         """
-        codes, decoded = np.empty_like(steps), np.empty_like(steps)
-        is_kept = (self.spread > LEAST_SPREAD)[..., None]
+        if self._packed is not None:
+            return self._packed.rounded(steps, unit)
+        codes, decoded = np.empty(steps.shape, np.int16), np.empty_like(steps)
+        is_kept = self.is_kept[..., None]
         for layer, wanted in enumerate(steps):
             predicted = self._predicted(decoded, layer)
-            np.subtract(wanted, predicted, out=codes[layer])
-            codes[layer] /= np.float32(unit)
-            np.rint(codes[layer], out=codes[layer])
-            codes[layer] *= is_kept[layer]
-            np.multiply(codes[layer], np.float32(unit), out=decoded[layer])
+            found = decoded[layer]
+            np.subtract(wanted, predicted, out=found)
+            found /= np.float32(unit)
+            np.rint(found, out=found)
+            found *= is_kept[layer]
+            codes[layer] = np.clip(found, -MOST_CODE, MOST_CODE)
+            found *= np.float32(unit)
             decoded[layer] += predicted
         return codes
 
     def decode(self, codes: np.ndarray, unit: float, into: np.ndarray) -> None:
-        """Writes what was `[l, R, D, T]` in multiples of a unit into `[l, P, T, K, H]`."""
-        decoded: dict[int, np.ndarray] = {}
+        """Writes what was int16 `[l, R, D, T]` in multiples of a unit into `[l, P, T, K, H]`."""
+        if self._packed is not None:
+            return self._packed.decode(codes, unit, into)
+        decoded = DecodedSteps()
         for layer in range(len(self.means)):
             self.decode_layer(layer, codes[layer], unit, decoded, into[layer])
 
-    def decode_layer(
-        self, layer: int, codes: np.ndarray, unit: float, decoded: dict[int, np.ndarray], into: np.ndarray
-    ) -> None:
+    def decode_layer(self, layer: int, codes: np.ndarray, unit: float, decoded: DecodedSteps, into: np.ndarray) -> None:
         """Writes one layer's numbers, once those before are decoded.
 
         Args:
           layer: which of the group's.
-          codes: `[R, D, T]`, multiples of a unit.
+          codes: int16 `[R, D, T]`, multiples of a unit.
           unit: steps.
-          decoded: steps of the layers before, f32 `[R, D, T]`, by layer. This layer's are added, and those that no
-            later layer needs are taken out.
+          decoded: what is known of the layers before; this layer's is added.
           into: `[P, T, K, H]`.
         """
+        if (packed := self._packed) is not None and not decoded.by_layer:
+            decoded.columns = packed.columns(codes.shape[-1]) if decoded.columns is None else decoded.columns
+            return packed.decode(codes[None], unit, into[None], layer, decoded.columns)
         _, num_parts, num_heads, width = self.shape
         num_bundles = self.spread.shape[1]
         by_bundle = (num_parts, -1, num_bundles, num_heads // num_bundles, width)
         steps = np.multiply(codes, np.float32(unit), dtype=np.float32)
-        steps += self._predicted(decoded, layer)
-        decoded[layer] = steps
-        decoded.pop(layer - self.earlier.shape[1], None)
+        steps += self._predicted(decoded.by_layer, layer)
+        decoded.by_layer[layer] = steps
+        decoded.by_layer.pop(layer - self.earlier.shape[1], None)
         found = np.matmul(np.swapaxes(steps, -1, -2), self.inverse[layer])  # [R, T, D]
         found = found.reshape(num_bundles, found.shape[1], -1, num_parts, width).transpose(3, 1, 0, 2, 4)
         means = self.means[layer][:, None].reshape(by_bundle)

@@ -47,6 +47,7 @@ def of_tokens(layout: KVLayout, num_tokens: int) -> KVLayout:
     return dataclasses.replace(layout, block_tokens=num_tokens)
 
 
+@pytest.mark.usefixtures("by_numpy")
 @pytest.mark.parametrize("num_tokens", [1, 13, 37, 200])
 @pytest.mark.parametrize(
     ("layout", "make", "slack"),
@@ -72,6 +73,7 @@ def test_layers_come_back_as_numpy_codes_them(layout, make, slack, num_tokens):
         assert max(np.abs(in_steps(*each)).max() for each in zip(codec.groups, gap, strict=True)) < 0.51
 
 
+@pytest.mark.usefixtures("by_numpy")
 def test_they_are_what_a_block_codec_gives_of_the_same_tokens():
     codec = make_predicting(DEEP, bits=32)
     block = make_correlated(codec, DEEP)
@@ -109,6 +111,7 @@ def test_tokens_unlike_the_others_are_kept_apart_and_nans_come_back(make):
     assert np.isfinite(np.stack(round_trip(codec, LAYOUT, list(np.full_like(block, 1e30))))).all()
 
 
+@pytest.mark.usefixtures("by_numpy")
 def test_codes_that_do_not_fit_their_width_keep_their_token_apart():
     """Energy alone does not tell of one number among many."""
     codec = make_predicting(DEEP, left=0.5)
@@ -124,6 +127,7 @@ def test_codes_that_do_not_fit_their_width_keep_their_token_apart():
     assert np.abs(in_steps(group, np.delete(found - block, 40, axis=2))).max() < 0.51
 
 
+@pytest.mark.usefixtures("by_numpy")
 def test_what_came_back_once_comes_back_the_same():
     """A run of which a part was restored is written anew, with KV that was decoded."""
     codec = make_predicting(DEEP)

@@ -165,9 +165,11 @@ inline void product(const Product& p, const Range& panels, const Range& groups, 
   product_of<BF16>(p, panels, groups, x, scratch);
 }
 
+#include "transform.h"
+
 constexpr Wide WIDE{GROUP, PANELS * PANEL_BYTES + (2 + WIDE_ROWS / GROUP * PANELS) * GROUP * PANEL * 4, group_bytes,
                     lay_out, product};
-constexpr Inner INNER{avx512::many_rows, avx512::few_rows, avx512::tile, avx512::INNER.lanes, "amx", &WIDE};
+constexpr Inner INNER{avx512::many_rows, avx512::few_rows, avx512::tile, avx512::INNER.lanes, "amx", &WIDE, transform};
 
 // Whether the machine has it, and the system lets this process use it.
 inline bool is_served() {

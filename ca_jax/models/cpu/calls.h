@@ -93,6 +93,29 @@ struct Wide {
   void (*multiply)(const Product&, const Range& panels, const Range& groups, const uint8_t* laid_out, uint8_t* scratch);
 };
 
+// KV coded for storage: numbers to steps and back, of a group of layers, as `ca_jax.storage.transform` has them. Numbers are
+// [l, P, T, K, H], steps and codes [l, R, D, T].
+struct Transform {
+  enum What : int64_t { CODE = 0, ROUND = 1, DECODE = 2 };
+  int64_t what;                             // Numbers to steps; those to codes, int16; codes to numbers.
+  int64_t layers, parts, heads, dim, bundles, width, tokens;  // l, P, K, H, R, D, T
+  int64_t earlier;                          // Layers that predict one, J.
+  int64_t has_rest;                         // Matrices of those layers do not fit one bfloat16.
+  int64_t is_half;                          // Numbers that come back are bfloat16.
+  int64_t first, stop;                      // Of all layers those that are computed; `from` and `to` have no others.
+  const uint8_t *matrices, *predicting;     // [l, R], forward or inverse; [l, J, R], those of layers before.
+  const float *means, *kept;                // [l, P, K, H]; [l, R, D], 0 of steps that are left out, else 1.
+  const void* from;
+  void* to;
+  uint8_t* kept_columns;                    // [R, J + 1], decoded steps between calls, in whole lines; or none: first is 0.
+  float unit;                               // To whose multiples steps are rounded.
+
+  int64_t blocks() const { return (width + 31) / 32; }
+  int64_t token_step() const { return heads * dim; }
+  int64_t matrix_bytes(bool has_rest) const { return blocks() * blocks() * (has_rest ? 4096 : 2048); }
+  int64_t bundle_bytes() const { return (tokens + 31) / 32 * blocks() * 4096; }  // As columns.
+};
+
 // The inner loops, as compiled for one kind of machine.
 struct Inner {
   void (*many_rows)(const Call&, const Task&, float* scratch);
@@ -101,6 +124,7 @@ struct Inner {
   int64_t lanes;  // Rows of a task of many.
   const char* name;
   const Wide* wide;  // None: many rows are multiplied as few are.
+  void (*transform)(const Transform&, uint8_t* scratch);  // None: the machine multiplies no tiles.
 };
 
 // Runs body(0) to body(count - 1) on the threads of XLA's pool and on this one, each as soon as a thread is free.

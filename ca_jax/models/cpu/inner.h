@@ -393,6 +393,6 @@ inline void tile(const Product& p, int64_t number) {
   tile_of<BF16>(p, number);
 }
 
-constexpr Inner INNER{many_rows, few_rows, tile, LANE_VECTORS * W, CA_NAME, nullptr};
+constexpr Inner INNER{many_rows, few_rows, tile, LANE_VECTORS * W, CA_NAME, nullptr, nullptr};
 
 #undef CA_INLINE

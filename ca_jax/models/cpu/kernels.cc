@@ -1,5 +1,5 @@
 // CPU kernels behind `jax.ffi`: attention that reads keys and values once, and products with weights that stay as small
-// in memory as their file has them. Float32 arithmetic throughout.
+// in memory as their file has them. Float32 arithmetic throughout. And the products of KV that is coded for storage.
 //
 // The inner loops (inner.h) are compiled for several kinds of x86-64, of which the machine takes the best; elsewhere for
 // what the compiler is set to.
@@ -333,6 +333,12 @@ bool pack_block(const float* w, int64_t kind, int lane, uint8_t* block) {
   return true;
 }
 
+float to_bf16(float x) {  // The nearest, ties to even.
+  const uint32_t bits = (bits_of(x) + 0x7fff + (bits_of(x) >> 16 & 1)) & 0xffff0000u;
+  std::memcpy(&x, &bits, sizeof(x));
+  return x;
+}
+
 }  // namespace
 }  // namespace ca
 
@@ -344,6 +350,34 @@ extern "C" int ca_use(const char* name) {
   for (const ca::Inner* inner : ca::served())
     if (!std::strcmp(inner->name, name)) return ca::chosen.store(inner), 1;
   return 0;
+}
+
+// Whether `ca_transform` is for this machine: 1, else 0.
+extern "C" int ca_has_transform() { return ca::chosen.load()->transform != nullptr; }
+
+// Codes or decodes KV, on this thread; 1, or 0 where it is not for this machine.
+extern "C" int ca_transform(const ca::Transform* wanted) {
+  const auto transform = ca::chosen.load()->transform;
+  if (!transform) return 0;
+  thread_local ca::Kept scratch;
+  transform(*wanted, scratch.of((wanted->earlier + 1) * wanted->bundle_bytes()));
+  return 1;
+}
+
+// Packs matrices [count, width, width] of inputs and outputs for `ca_transform` (transform.h).
+extern "C" void ca_pack_transform(const float* w, int64_t count, int64_t width, int64_t has_rest, uint16_t* to) {
+  const int64_t blocks = (width + 31) / 32;
+  for (const float* end = w + count * width * width; w < end; w += width * width)
+    for (int64_t first = 0; first < blocks * 32; first += 32)
+      for (int64_t block = 0; block < blocks * 32; block += 32, to += has_rest ? 2048 : 1024)
+        for (int64_t i = 0; i < 32; i++)
+          for (int64_t o = 0; o < 32; o++) {
+            const bool is_there = block + i < width && first + o < width;
+            const float weight = is_there ? w[(block + i) * width + first + o] : 0;
+            const float first = ca::to_bf16(weight);
+            to[o * 32 + i] = ca::bits_of(first) >> 16;
+            if (has_rest) to[1024 + o * 32 + i] = ca::bits_of(ca::to_bf16(weight - first)) >> 16;
+          }
 }
 
 // Packs weights, `w[input * input_step + output * output_step]`; 1 where they are such numbers, else 0.

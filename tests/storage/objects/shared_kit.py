@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ca_jax.kv.object_coding import ObjectCoding
 
+from ca_jax.kv.object_coding import ObjectCoding
 from ca_jax.kv.object_transfers import SharedKV, Source
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.objects import ownership, parts

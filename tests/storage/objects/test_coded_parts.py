@@ -70,6 +70,7 @@ def restored_here(replica: Replica, key: str = "s") -> tuple[np.ndarray | None, 
     return load(replica.store, key, IDS[: moves[num_done - 1][1].stop]) if num_done else None, error
 
 
+@pytest.mark.usefixtures("by_numpy")
 @pytest.mark.parametrize("codec", [CODEC, PREDICTING], ids=["alone", "predicted"])
 def test_a_session_comes_back_as_numpy_codes_it(objects, codec):
     """But for numbers that are nearly halfway, and what they predict."""
