@@ -83,7 +83,7 @@ for task in $tasks; do
             evaluate "longeval_512_overflows_${each%%:*}" --task=longeval --data="$halves/400_lines_even.jsonl" \
                 --window=512 --answer_tokens=8 --method="tt,ca,$plain" ${each#*:}
         done
-        for each in 1024_overflows_10:--num_lines=268 2048_overflows_1:; do
+        for each in 1024_overflows_4:--num_lines=115 1024_overflows_10:--num_lines=268 2048_overflows_1:; do
             # shellcheck disable=SC2086 # Nothing, or a flag.
             evaluate "longeval_${each%%:*}" --task=longeval --data="$halves/400_lines_even.jsonl" --window="${each%%_*}" \
                 --answer_tokens=8 --method=tt,ca,ca:repair_ratio=0.15 --max_items=48 ${each#*:}
