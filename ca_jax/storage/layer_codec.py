@@ -126,7 +126,7 @@ class LayerDecoder:
 
         Raises:
           ValueError: it is not the layer's turn.
-          CodecError: the frame is none of such a layer.
+          CodecError: the frame is damaged, or of another layer or another number of tokens.
         """
         if layer != self._next:
             raise ValueError(f"layer must be {self._next}, the next one, got {layer}")
