@@ -126,7 +126,7 @@ def next_turn_rows(run: Run[OverflowBenchConfig], engines: Engines, rng: np.rand
 
 def _next_turn_sample(engine: Engine, place: str, num_new: int, rng: np.random.Generator) -> Sample:
     session, ids = engine.session(), partial(random_ids, rng, engine.model)
-    if place != "answer":
+    if not place.startswith("answer"):
         num_history = engine.window - num_new // 2
         if place == NOWHERE and (overflow := engine.config.overflow) is not None:
             num_history -= round(overflow.truncation_ratio * engine.window)
@@ -136,9 +136,10 @@ def _next_turn_sample(engine: Engine, place: str, num_new: int, rng: np.random.G
         collections.deque(session.send_ids(ids(engine.window - _TOKENS_BEFORE), sampling=params), maxlen=0)
         if not session.num_dropped:
             raise BenchError("an answer must overflow, got no tokens dropped")
-    take_back(
-        engine, session, len(session.token_ids) - 1
-    )  # An answer's last token was never computed: it would be now.
+    while place.endswith("idle") and engine.step():
+        pass
+    # An answer's last token was never computed: it would be now.
+    take_back(engine, session, len(session.token_ids) - 1)
     _, ttft_s = send_turn(engine, session, ids(num_new))
     usage = session.usage
     session.close()

@@ -12,8 +12,9 @@ from benchmarks.harness import Row, ServingConfig, Spread, require
 from ca_jax.overflow.config import METHODS, OverflowConfig
 from ca_jax.storage.config import StoreConfig
 
-PLACES = ("prompt", "answer")
-"""Where a window overflows: before a turn's prefill, or in the middle of an answer."""
+PLACES = ("prompt", "answer", "answer, then idle")
+"""Where a window overflows: before a turn's prefill, or in the middle of an answer; then the turn behind that comes at
+once, or once the engine has had time for what is left to do."""
 NOWHERE = "nowhere"
 """Of a turn over as many tokens as an overflow leaves, that never overflowed."""
 TIERS = ("dram", "ssd")
@@ -215,7 +216,7 @@ class NextTurnRow(Row):
     measured: str = "next_turn"
     method: str
     overflowed: str
-    """One of `PLACES`: by this turn's message, or in the middle of the answer before; or `NOWHERE`."""
+    """One of `PLACES`, or `NOWHERE`."""
     history_tokens: int
     """That were left."""
     new_tokens: int

@@ -26,6 +26,7 @@ from ca_jax.kv.costs import Rates, Tier
 from ca_jax.models.adapters import Adapter
 from ca_jax.pretrained import LoadedModel, Progress, load_model
 from ca_jax.serving.core import EngineCore, enable_compile_cache, keep_going, layout_of
+from ca_jax.serving.idle_repair import IdleRepairs
 from ca_jax.serving.open_sessions import Elsewhere, OpenSessions
 from ca_jax.serving.prompts import params_of_each, prompt_ids
 from ca_jax.serving.stored_sessions import StoredSessions
@@ -80,10 +81,10 @@ class Engine:
         self.model, self.window, self.metrics, self._adapters = core.model, core.window, core.metrics, core.adapters
         self._scheduler, self._runner = core.scheduler, core.runner
         self._kv, self._truncator, self._turns, self._batch = core.kv, core.truncator, core.turns, core.batch
-        self._lock = threading.RLock()
-        self._closed = False
+        self._lock, self._closed = threading.RLock(), False
         self._sessions = OpenSessions(partial(Session, self), core.kv, core.batch, self._processes, core.adapters)
         self._abandoned: collections.deque[Job] = collections.deque()
+        self._repairs = IdleRepairs(core, self._sessions) if core.repairs_when_idle else None
         keep_going(weakref.ref(self), self._wakeup)
 
     @classmethod
@@ -253,8 +254,7 @@ class Engine:
           EmptyMessageError: a prompt without tokens.
           ContextWindowError: a prompt that leaves no room for an answer. Nothing has been run then.
         """
-        each = params_of_each(prompts, params)
-        ids = [prompt_ids(self.model, prompt) for prompt in prompts]
+        each, ids = params_of_each(prompts, params), [prompt_ids(self.model, prompt) for prompt in prompts]
         with self._open_now():
             sessions = [self._sessions.new(None, self._adapters.begin(adapter=adapter), keeps="kv") for _ in prompts]
             jobs = list(map(self._turns.job, ids, each, sessions))
@@ -356,17 +356,19 @@ class Engine:
     # Running.
 
     def step(self) -> bool:
-        """Decodes one token for every running job and runs at most one pass of one prefill.
+        """Decodes one token for every running job and runs at most one pass; with no job, repairs one history.
 
-        Where nothing can run, because the KV of all waiting jobs is on its way from SSD or the write buffer is full,
-        waits until something moves. Returns whether there was anything to do.
+        Where nothing can run yet, because the KV that it takes is on its way or the write buffer is full, waits until
+        something moves. Returns whether there was anything to do.
         """
         seen = self._wakeup.count
         with self._open_now():
             self.end_abandoned()
             self._collect()
-            has_run = self._batch.step()
-            stalled = not (has_run or self._scheduler.idle)
+            has_run, waits = self._batch.step(), not self._scheduler.idle
+            if not (has_run or waits) and self._repairs is not None:
+                has_run, waits = self._repairs.step(), self._repairs.waits
+            stalled = waits and not has_run
         if stalled:
             self._wakeup.wait(seen, _STALL_S if self._processes.count == 1 else _STALL_TOGETHER_S)
         return stalled or has_run
@@ -435,8 +437,7 @@ class Engine:
         It must not block. See `AttentionStore.watch`.
         """
         with self._open_now():
-            store = self._kv.store
-            store.watch(partial(watcher, store))
+            self._kv.store.watch(partial(watcher, self._kv.store))
 
     def truncate_stored(self, session: Session, num_tokens: int, left: Conversation | None = None) -> None:
         """Forgets a conversation's KV behind its first `num_tokens` tokens, and takes it back to what is `left` of it.

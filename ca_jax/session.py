@@ -44,6 +44,7 @@ class Job:
     context_tokens: int = 0  # Tokens of its prompt that are chunks.
     spans: tuple[ChunkSpan, ...] = ()  # Chunks in its prompt, in order, whose KV is loaded and blended where stored.
     chunk: ChunkSpan | None = None  # Its prompt ends with this chunk, whose KV is all that is wanted.
+    is_repair: bool = False  # Its session's history is to be repaired, and that is all.
     note: Callable[[Job, FinishReason], tuple[str, str]] | None = None  # As of `TurnRequest`.
     tenant: str = ""  # Of the chunk.
     matcher: Matcher | None = None  # What its text must be like; None: anything.
@@ -88,6 +89,11 @@ class Job:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_ids)
+
+    @property
+    def answers(self) -> bool:
+        """Whether tokens are generated."""
+        return self.chunk is None and not self.is_repair
 
     @property
     def done(self) -> bool:
@@ -214,7 +220,7 @@ class _Host(Protocol):
         """Ends a job. What it has generated so far stays part of the conversation."""
 
     def abandon(self, job: Job) -> None:
-        """Notes that a job is to be cancelled later. Takes no lock: a destructor may call it on any thread."""
+        """Notes that a job is to be cancelled later. Takes no lock."""
 
     def end_abandoned(self) -> None:
         """Cancels the jobs that `abandon` has noted."""
@@ -271,8 +277,7 @@ class Session:
         ttl_s: float | None = None,
         keeps: requests.Keeps = "all",
     ) -> None:
-        self._engine = engine
-        self._closed = False
+        self._engine, self._closed = engine, False
         self._packed_ids: np.ndarray | None = None
         self.conversation = conversation
         """All that is to be known to go on with it elsewhere, but for its KV."""
@@ -339,21 +344,19 @@ class Session:
     ) -> Answer:
         """Queues a turn and returns its answer, piece by piece.
 
-        The turn is queued by this call; iterating runs the engine. A caller that stops early, closes the answer or lets
-        go of it ends the turn: what was generated so far stays part of the conversation.
+        The turn is queued by this call; iterating runs the engine. A caller that closes the answer or lets go of it
+        ends the turn: what was generated so far stays part of the conversation.
 
         Args:
-          message: of the user; or messages, each a `role`, its `content` and possibly its `context`, where more was
-            said since the last answer: those of a conversation that was held elsewhere, say.
-          context: the last message's: chunks of text, or token ids, that stand in front of it, part of it: documents
-            that were found for it, say. The KV of each is computed once, by itself, and used wherever in a prompt the
-            chunk comes (`EngineConfig.blend`), by all sessions of the tenant; `Engine.precompute` does that in advance.
-            A text is tokenised alone, a blank line behind it.
+          message: of the user; or messages, each a `role`, its `content` and possibly its `context`.
+          context: chunks of text, or token ids, that stand in front of the last message, documents for example. The KV
+            of each is computed once, by itself, and used wherever in a prompt it comes (`EngineConfig.blend`), by all
+            sessions of the tenant; `Engine.precompute` does that in advance. A text is tokenised alone.
           max_tokens: in place of the one in `sampling`.
           sampling: how to draw; greedy if not given.
           priority: turns of lower values go first; none waits forever.
-          truncation: `auto` has tokens leave where the window is full, as `EngineConfig.overflow` says, those of a
-            history that is given whole too; `disabled` is an error there, and ends an answer that fills the window.
+          truncation: `auto` has tokens leave where the window is full, as `EngineConfig.overflow` says; `disabled` is
+            an error there, and ends an answer that fills the window.
 
         Raises:
           SessionClosedError: the session or its engine is closed.
@@ -381,10 +384,9 @@ class Session:
         priority: int = 0,
         truncation: Truncation = "auto",
     ) -> Answer:
-        """Queues a turn whose new tokens are given as they are, without template; otherwise as `send`.
+        """Queues a turn of token ids, which are taken as they are, without template; otherwise as `send`.
 
-        Raises, besides what `send` does, EmptyMessageError for no tokens and InvalidRequestError for an id outside the
-        vocabulary.
+        Raises too: EmptyMessageError for no tokens, InvalidRequestError for an id outside the vocabulary.
         """
         params = requests.with_max_tokens(sampling, max_tokens)
         job = self.submit(token_ids, context=context, sampling=params, priority=priority, truncation=truncation)
@@ -404,8 +406,8 @@ class Session:
     ) -> Job:
         """Queues a turn of messages or of token ids, without running the engine; otherwise as `send` and `send_ids`.
 
-        Nothing ends the job by itself but what `sampling` says: `Engine.cancel` does. With `texts` it may raise
-        `TextWork`, as `Engine.submit_turn` says. `reader` says what of the answer's text is which part of its message.
+        Only `sampling` or `Engine.cancel` ends the job. With `texts` it may raise `TextWork`, as `Engine.submit_turn`
+        says. `reader` says what of the answer's text is which part of its message.
         """
         self._check_ready()
         last = new[-1] if len(new) else None
@@ -433,8 +435,6 @@ class Session:
 
     def discard(self, tokens: npt.ArrayLike) -> int:
         """Forgets some tokens of the conversation and their KV; what remains is used as it stands.
-
-        Nothing is computed anew but the anchor and the repair that `EngineConfig.overflow` asks for.
 
         Args:
           tokens: which: their places in `token_ids`, or a bool mask over it.

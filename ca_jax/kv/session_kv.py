@@ -176,7 +176,7 @@ class SessionKV:
         if job not in self._queued:
             return True
         key, loaded = self._queued[job]
-        coming = {each for each in (key, *loaded) if self._is_being_saved(each)}
+        coming = {each for each in (key, *loaded) if self.is_being_saved(each)}
         if coming == {key} and self._comes_in_time(job, key):
             coming.clear()
         found = [self.store.ready(each, is_next) for each in loaded if each not in coming]  # Not up to the first alone.
@@ -223,7 +223,7 @@ class SessionKV:
         places = [self.store.residency(each) for each in loaded]
         is_there = (Residency.DRAM in places[:1] and loaded[0] not in self.resident) or bool(job.spans)
         is_there = is_there and not any(place in (Residency.PENDING, Residency.SSD) for place in places)
-        is_busy = self.write_buffer.is_running(key) or any(self._is_being_saved(each) for each in (key, *loaded))
+        is_busy = self.write_buffer.is_running(key) or any(self.is_being_saved(each) for each in (key, *loaded))
         return all_agree(self._processes, "preload", is_there and not is_busy)
 
     def collect(self) -> None:
@@ -376,7 +376,7 @@ class SessionKV:
 
         def is_quiet(key: str) -> bool:
             is_queued = any(key == queued for queued, _ in self._queued.values())
-            return not (is_queued or self.write_buffer.is_running(key) or self._is_being_saved(key))
+            return not (is_queued or self.write_buffer.is_running(key) or self.is_being_saved(key))
 
         return SharedSessions(
             runtime,
@@ -394,7 +394,7 @@ class SessionKV:
         if self.shared is not None:
             self.shared.stop(key)
 
-    def _is_being_saved(self, key: str) -> bool:
+    def is_being_saved(self, key: str) -> bool:
         """Whether KV is on its way to the store that a turn builds on: a chunk's, or that of turns that have ended."""
         if self.chunks.is_coming(key) or (self.shared is not None and self.shared.is_coming(key)):
             return True

@@ -95,7 +95,7 @@ class Batch:
     def cancel(self, job: Job) -> None:
         """Ends a job that has not ended: what it has generated so far stands, its slot is free."""
         if not job.done:
-            self._metrics.cancelled += 1
+            self._metrics.cancelled += not job.is_repair
             self._finish(job, FinishReason.CANCELLED)
             for orphan in self._kv.orphans(job):
                 self.cancel(orphan)
@@ -170,8 +170,9 @@ class Batch:
         """All of a prompt is computed: takes the token that was drawn behind it."""
         job = prefilling.job
         prefilling.finish()
-        if job.chunk is not None:  # It is on its way to the store, and that is all.
-            self._metrics.computed_chunks += 1
+        if not job.answers:  # Its KV is on its way to the store, and that is all.
+            self._metrics.computed_chunks += job.chunk is not None
+            self._metrics.idle_repairs += job.is_repair
             self._finish(job, FinishReason.LENGTH)
             return
         if drawn is None:
@@ -292,10 +293,11 @@ class Batch:
     def _finish(self, job: Job, reason: FinishReason) -> None:
         job.show_rest(job.output.finish())
         self._kv.snapshots.keep(job, self._runner.states)
-        self._release(job, keeps_pages=bool(job.output_ids))
+        is_whole = job.is_repair and reason is FinishReason.LENGTH
+        self._release(job, keeps_pages=is_whole or bool(job.output_ids))
         job.finished_s = time.perf_counter()
         self._metrics.completion_tokens += len(job.output_ids)
-        self._metrics.turns += reason is not FinishReason.CANCELLED and job.chunk is None
+        self._metrics.turns += reason is not FinishReason.CANCELLED and job.answers
         try:
             if job.session is not None and job.output_ids:
                 job.session.adopt(job, reason)
@@ -342,7 +344,8 @@ class Batch:
         if job.slot is not None:
             self._runner.sampler.free_slot(job.slot)
             if keeps_pages and job.session is not None and job.session.is_kept and self._keeps_pages:
-                session, tokens = job.session, np.fromiter(job.token_ids[:-1], np.int32)
+                num_computed = job.num_tokens - bool(job.output_ids)  # Not the last one that was drawn.
+                session, tokens = job.session, np.fromiter(job.token_ids[:num_computed], np.int32)
                 state = (session.conversation.lineage, session.conversation.num_slid)
                 self._kv.resident.keep(session.key, job.slot, tokens, state, owner_of(session).domain)
             else:

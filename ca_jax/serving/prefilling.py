@@ -102,7 +102,7 @@ class Prefilling:
             num_head = 0 if job.chunk is None else len(job.prompt_ids) - job.chunk.num_tokens  # It is not stored.
             self.saver.begin_pass(tokens, prefill.start - num_head)
         self._layer_since_s = time.perf_counter()
-        is_last = len(tokens) == prefill.num_left and job.chunk is None
+        is_last = len(tokens) == prefill.num_left and job.answers
         behind = len(job.prompt_ids) + job.num_gone if is_last else None
         part, mended = PassPart(prefill, len(tokens), history, self._take_layer, behind, error=error), self._mended
         if job.params.prompt_logprobs is not None:

@@ -375,6 +375,12 @@ class TurnBuilder:
                 job.spans = (ChunkSpan(key, part.start, part.num_tokens, first=part.first), *job.spans)
         return job
 
+    def repair(self, session: Session) -> Job:
+        """The job that has a session's history repaired. Raises what `job` does."""
+        job = self.job(list(session.token_ids), SamplingParams(max_tokens=1), session)
+        job.is_repair, job.num_gone = True, session.num_dropped
+        return job
+
     def missing_chunks(self, job: Job, session: Session) -> list[Job]:
         """The jobs that compute the chunks of a turn of which nothing is stored; none of one that keeps nothing."""
         alone = [span for span in job.spans if span.first is None] if session.is_kept else []

@@ -10,6 +10,7 @@ Source: CachedAttention (Gao et al., USENIX ATC 2024), section 3.4.
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable
 from functools import partial
 
@@ -73,9 +74,11 @@ class Truncator:
         self._share = leaving_at_once(self._overflow, runner.window)
         # Whether what stays would have to be used as it is, and states stand in the way.
         self._is_bound = runner.config.num_states > 0 and self._overflow.method == "ca"
-        # Whether what stays is repaired: at once in its pages, as far as that is quick, and by the next prefill.
         recomputes = self._overflow.recomputes or drift is not None
-        self._repairs = self._overflow.method == "ca" and recomputes and not self._is_bound
+        self.repairs = self._overflow.method == "ca" and recomputes and not self._is_bound
+        """Whether what stays is repaired: at once in its pages, as far as that is quick, and by the next prefill."""
+        self.unrepaired: weakref.WeakValueDictionary[str, Session] = weakref.WeakValueDictionary()
+        """Sessions that may be repaired before their next turn comes, by key, the one that was cut first first."""
 
     @property
     def rule(self) -> str:
@@ -95,7 +98,7 @@ class Truncator:
 
     def repair_of(self, session: Session, num_tokens: int) -> Repair | None:
         """What is to be done to a session's history before its prefill reads it; None: it is used as it is stored."""
-        if not self._repairs:
+        if not self.repairs:
             return None
         found = session.conversation.with_kv_of(num_tokens)
         plan = self._plan(found.num_to_repair)
@@ -152,11 +155,11 @@ class Truncator:
             shapes.compiled(add_drift, kept, drift, scalar, scalar)
 
         found: list[Compile] = [cut]
-        if self._repairs and drift is not None:
+        if self.repairs and drift is not None:
             padded = runner.history_buckets[1:]
             found += [partial(add, layer, drift[layer], size) for size in padded for layer in runner.shapes]
         plans = dict[tuple[int, ...], Plan]()
-        for num_tokens in (*range(_WARM_STEP, self._window, _WARM_STEP), self._window) if self._repairs else ():
+        for num_tokens in (*range(_WARM_STEP, self._window, _WARM_STEP), self._window) if self.repairs else ():
             plan = self._plan(num_tokens)  # What is left may be of any length: of a discard by hand, too.
             if plan is not None:
                 plans.setdefault(plan.rows, plan)
@@ -229,8 +232,9 @@ class Truncator:
         by = OTHERWISE if by_hand else self._rule_of(discarded)
         left = session.conversation.cut(discarded, by=by)
         if method == "ca":
-            if self._repairs:
+            if self.repairs:
                 left = left.with_repair(len(left.token_ids), drifts=not by_hand)
+                self.unrepaired[session.key] = session
             self._kv.discard(session, discarded, left)
         else:
             if method == "of":
@@ -271,8 +275,9 @@ class Truncator:
         kept = np.flatnonzero(~discarded)
         own, others = discarded[:num_history], discarded[num_history:]
         left = session.conversation.cut(own, others=others, by=self._rule_of(discarded))
-        if self._repairs:
+        if self.repairs:
             left = left.with_repair(len(kept), drifts=True)
+            self.unrepaired[session.key] = session
         recomputes = overflow.method != "ca"
         self._metrics.invalidated_histories += overflow.method == "of"
         if saver is not None:

@@ -1,0 +1,174 @@
+"""What stays after a cut, repaired before the next turn comes: the same KV, once, and in nobody's way."""
+
+from __future__ import annotations
+
+import gc
+
+import jax
+import numpy as np
+import pytest
+
+from ca_jax.overflow.config import OverflowConfig
+from ca_jax.storage.records import Residency
+from tests import engine_kit as kit
+from tests import overflow_kit as ok
+from tests.test_overflow_repair import REPAIRS, drift, repairing  # noqa: F401
+
+
+def idle(pair: ok.Pair) -> None:
+    """The engine goes on until there is nothing to do; where it repairs, so is the reference, as by its next turn."""
+    pair.engine.wait_for_saves()
+    num_repairs = pair.engine.metrics.idle_repairs
+    while pair.engine.step():
+        pass
+    reference = pair.reference
+    if pair.engine.metrics.idle_repairs == num_repairs:
+        return
+    reference._repair(min(reference.num_to_repair, len(reference.cache.token_ids)))
+    reference.num_to_repair = 0
+    reference.cache.feed(reference.pending)
+    reference.pending = []
+
+
+@pytest.mark.parametrize("keeps_pages", [False, True], ids=["loads", "keeps pages"])
+@pytest.mark.parametrize("name", [*REPAIRS])
+def test_a_repair_while_nothing_is_to_be_done_is_that_of_the_next_turn(name, keeps_pages, drift):  # noqa: F811
+    """After a cut in an answer, and one by hand: the KV, the turns behind it, and what these still have to do."""
+    overflow, values = repairing(name, drift)
+    with ok.pair(overflow, values, keep_pages=keeps_pages) as pair:
+        metrics = pair.engine.metrics
+        pair.turn(kit.prompt(100), 40)
+        assert pair.session.conversation.num_to_repair
+        usage = pair.session.usage
+        idle(pair)
+        assert metrics.idle_repairs == 1
+        assert pair.session.usage is usage
+        assert pair.session.conversation.num_to_repair == 0
+        assert pair.session.conversation.to_drift == []
+        pair.expect_stored_kv()
+        repaired = metrics.repaired_tokens
+        pair.turn(kit.prompt(10, 1), 8)
+        assert pair.session.usage.repaired_tokens == 0
+        assert metrics.repaired_tokens == repaired
+        assert metrics.resident_histories == keeps_pages
+        pair.expect_stored_kv()
+        pair.discard(np.arange(len(pair.session.token_ids)) % 3 == 1)
+        idle(pair)
+        assert metrics.idle_repairs == (1 if name == "drift" else 2), "what leaves by hand does not drift"
+        pair.turn(kit.prompt(10, 2), 8)
+        assert pair.session.usage.repaired_tokens == 0
+        pair.expect_stored_kv()
+        assert metrics.turns == 3
+        assert metrics.cancelled == 0
+
+
+def test_a_repair_ahead_is_done_once_and_waits_for_what_is_being_saved(drift):  # noqa: F811
+    """Nothing of a turn is stored yet when it ends: the step after it waits for that, and then repairs."""
+    overflow, values = repairing("default", drift)
+    with ok.pair(overflow, values) as pair:
+        answer = pair.session.send_ids(kit.prompt(100), max_tokens=40)
+        kit.drain(answer)
+        num_steps = 0
+        while pair.engine.step():
+            num_steps += 1
+        assert num_steps
+        assert pair.engine.metrics.idle_repairs == 1
+        assert not pair.engine.step()
+        assert pair.engine.metrics.idle_repairs == 1
+
+
+def test_a_job_goes_before_repairs(drift):  # noqa: F811
+    """Of two sessions one answers: the other, which was cut, is repaired when it has ended, and no sooner."""
+    overflow, values = repairing("default", drift)
+    with ok.pair(overflow, values) as pair:
+        other = pair.engine.session()
+        pair.turn(kit.prompt(100), 40)
+        pair.engine.wait_for_saves()
+        answer = other.send_ids(kit.prompt(20), max_tokens=12)
+        while not answer.job.done:
+            pair.engine.step()
+            assert pair.engine.metrics.idle_repairs == 0
+        idle(pair)
+        assert pair.engine.metrics.idle_repairs == 1
+        kit.expect_right(other)
+        pair.turn(kit.prompt(10, 1), 8)
+
+
+@pytest.mark.parametrize(
+    "why", ["asked for", "closed", "let go of", "forgotten", "not in DRAM", "lost in part", "moved on"]
+)
+def test_what_cannot_be_repaired_ahead_is_left_to_its_next_turn(why, drift, tmp_path):  # noqa: F811
+    overflow, values = repairing("default", drift)
+    changes = {"repair_when_idle": False} if why == "asked for" else {}
+    overflow = OverflowConfig(**{**overflow.__dict__, **changes})
+    with ok.pair(overflow, values, store=kit.ssd_store(tmp_path / "store")) as pair:
+        engine, session = pair.engine, pair.session
+        pair.turn(kit.prompt(100), 40)
+        engine.wait_for_saves()
+        if why == "closed":
+            session.close()
+        elif why == "let go of":
+            engine.release(session)
+        elif why == "forgotten":
+            engine.drop_stored(session)
+            pair.reference.forget(0)
+        elif why == "not in DRAM":
+            engine._kv.store.leave_dram(session.key)
+            assert engine._kv.store.residency(session.key) is Residency.SSD
+        elif why == "lost in part":
+            pair.lose(20)
+        elif why == "moved on":
+            pair.turn(kit.prompt(10, 1), 8)
+            engine.wait_for_saves()
+        while engine.step():
+            pass
+        assert engine.metrics.idle_repairs == 0
+        if why not in ("closed", "let go of"):
+            pair.turn(kit.prompt(10, 2), 8)
+            pair.expect_stored_kv()
+
+
+def test_a_repair_ahead_that_breaks_is_done_by_the_next_turn(drift, monkeypatch):  # noqa: F811
+    def fail(*_: object) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    overflow, values = repairing("default", drift)
+    with ok.pair(overflow, values) as pair:
+        pair.turn(kit.prompt(100), 40)
+        pair.engine.wait_for_saves()
+        with monkeypatch.context() as patch:
+            patch.setattr(pair.engine._runner, "run_pass", fail)
+            while pair.engine.step():
+                pass
+        assert pair.engine.metrics.idle_repairs == 0
+        pair.turn(kit.prompt(10, 1), 8)
+        assert pair.session.usage.repaired_tokens > 0
+        pair.expect_stored_kv()
+
+
+def test_sessions_that_nobody_has_any_more_are_not_kept_for_their_repair(drift):  # noqa: F811
+    """Nobody may ever call `step` while there is nothing to do."""
+    overflow, values = repairing("default", drift)
+    with ok.pair(overflow, values) as pair:
+        unrepaired = pair.engine._truncator.unrepaired
+        pair.turn(kit.prompt(100), 40)
+        assert list(unrepaired) == [pair.session.key]
+        pair.session.close()
+        pair.session = None
+        gc.collect()
+        assert not list(unrepaired)
+
+
+def test_what_is_repaired_ahead_outlives_the_engine(drift, tmp_path):  # noqa: F811
+    overflow, values = repairing("default", drift)
+    store, reference = kit.ssd_store(tmp_path / "store"), None
+    for start in range(2):
+        with kit.small_engine(**ok.SMALL, overflow=overflow, store=store) as engine:
+            pair = ok.Pair(engine, engine.session(session_id="one"), reference, values)
+            reference = pair.reference
+            pair.turn(kit.prompt(100 if not start else 9, seed=start), 40 if not start else 4)
+            assert pair.session.usage.repaired_tokens == 0
+            if not start:
+                idle(pair)
+                assert engine.metrics.idle_repairs == 1
+            engine.wait_for_saves()
