@@ -26,7 +26,7 @@ from ca_jax.kv.costs import Rates, Tier
 from ca_jax.models.adapters import Adapter
 from ca_jax.pretrained import LoadedModel, Progress, load_model
 from ca_jax.serving.core import EngineCore, enable_compile_cache, keep_going, layout_of
-from ca_jax.serving.idle_repair import IdleRepairs
+from ca_jax.serving.idle_recompute import IdleRecompute
 from ca_jax.serving.open_sessions import Elsewhere, OpenSessions
 from ca_jax.serving.prompts import params_of_each, prompt_ids
 from ca_jax.serving.stored_sessions import StoredSessions
@@ -74,17 +74,16 @@ class Engine:
         draft_model: LoadedModel | None = None,
     ) -> None:
         self.config = config or EngineConfig()
-        self._processes = processes or current()
-        self._wakeup = Wakeup()
+        self._processes, self._wakeup = processes or current(), Wakeup()
         together = self._processes, timeline, self._wakeup.tell, store_wrapper, draft_model
         self._core = core = EngineCore(model, self.config, *together)
         self.model, self.window, self.metrics, self._adapters = core.model, core.window, core.metrics, core.adapters
-        self._scheduler, self._runner = core.scheduler, core.runner
-        self._kv, self._truncator, self._turns, self._batch = core.kv, core.truncator, core.turns, core.batch
+        self._scheduler, self._runner, self._kv = core.scheduler, core.runner, core.kv
+        self._truncator, self._turns, self._batch = core.truncator, core.turns, core.batch
         self._lock, self._closed = threading.RLock(), False
         self._sessions = OpenSessions(partial(Session, self), core.kv, core.batch, self._processes, core.adapters)
         self._abandoned: collections.deque[Job] = collections.deque()
-        self._repairs = IdleRepairs(core, self._sessions) if core.repairs_when_idle else None
+        self._num_asked, self._at_idle = 0, IdleRecompute(core, self._sessions, lambda: self._num_asked)
         keep_going(weakref.ref(self), self._wakeup)
 
     @classmethod
@@ -272,8 +271,7 @@ class Engine:
     def _run(self, jobs: Sequence[Job]) -> None:
         """Runs the engine until all of these have ended."""
         for job in jobs:
-            for _ in self.stream(job):
-                pass
+            collections.deque(self.stream(job), maxlen=0)
 
     def stream(self, job: Job) -> Iterator[str]:
         """Runs the engine until `job` ends and yields its text as it comes.
@@ -356,7 +354,7 @@ class Engine:
     # Running.
 
     def step(self) -> bool:
-        """Decodes one token for every running job and runs at most one pass; with no job, repairs one history.
+        """Decodes one token for every running job and runs at most one pass; with no job, recomputes one history.
 
         Where nothing can run yet, because the KV that it takes is on its way or the write buffer is full, waits until
         something moves. Returns whether there was anything to do.
@@ -366,8 +364,8 @@ class Engine:
             self.end_abandoned()
             self._collect()
             has_run, waits = self._batch.step(), not self._scheduler.idle
-            if not (has_run or waits) and self._repairs is not None:
-                has_run, waits = self._repairs.step(), self._repairs.waits
+            if not (has_run or waits):
+                has_run, waits = self._at_idle.step(), self._at_idle.waits
             stalled = waits and not has_run
         if stalled:
             self._wakeup.wait(seen, _STALL_S if self._processes.count == 1 else _STALL_TOGETHER_S)
@@ -469,7 +467,8 @@ class Engine:
         self.close()
 
     def wake(self) -> None:
-        """Has a `step` that waits for something to move look again. Takes no lock."""
+        """Has a `step` that waits, or computes for nobody, look again. Takes no lock."""
+        self._num_asked += 1
         self._wakeup.tell()
 
     @property
@@ -494,6 +493,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _open_now(self) -> Iterator[None]:
+        self._num_asked += 1
         with self._lock:
             if self._closed:
                 raise SessionClosedError("the engine is closed")

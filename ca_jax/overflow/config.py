@@ -254,9 +254,9 @@ class OverflowConfig:
     of an answer at once."""
     repair_ratio: float = 0.1
     """Share of the tokens that stay that `repair` computes anew, the anchors among them, in [0, 1]."""
-    repair_when_idle: bool = True
-    """Whether `repair` is done before the next turn comes, once nothing else is to be done, so that this one does not
-    wait for it: by a server, or whoever goes on calling `Engine.step`. Of one process alone."""
+    exact_when_idle: bool = True
+    """Whether all that stays is computed anew, as `tt` would have, once there is nothing else to do: by a server, or by
+    whoever goes on calling `Engine.step`. Where `repair` repairs nothing, nothing is; of one process alone."""
     drift: str | None = None
     """File of the model's drift (`ca_jax.recompute.drift`), which is added to what stays; None adds nothing."""
     whole_turns: bool = False

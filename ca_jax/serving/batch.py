@@ -35,6 +35,8 @@ from ca_jax.session import Job
 from ca_jax.turns.conversations import padded
 from ca_jax.turns.requests import FinishReason
 
+_IDLE_TOKENS = 128  # Of a pass that nobody waits for, and for which others may have to wait.
+
 
 class Batch:
     """Runs jobs. Belongs to the engine's thread."""
@@ -95,7 +97,7 @@ class Batch:
     def cancel(self, job: Job) -> None:
         """Ends a job that has not ended: what it has generated so far stands, its slot is free."""
         if not job.done:
-            self._metrics.cancelled += not job.is_repair
+            self._metrics.cancelled += not job.is_recompute
             self._finish(job, FinishReason.CANCELLED)
             for orphan in self._kv.orphans(job):
                 self.cancel(orphan)
@@ -121,8 +123,11 @@ class Batch:
 
     def _run_pass(self, prefilling: list[Prefilling], jobs: list[Job]) -> None:
         """Runs a pass of the first prompt, of others as far as there is room, and of jobs that decode."""
-        self._stepped_s = None
-        num_left, packed = self._pass_tokens(prefilling[0].prefill, len(jobs)), list[tuple[Prefilling, PassPart]]()
+        self._stepped_s, first = None, prefilling[0]
+        num_left, packed = (
+            self._pass_tokens(first.prefill, len(jobs), first.job.is_recompute),
+            list[tuple[Prefilling, PassPart]](),
+        )
         started_s = time.perf_counter()
         for each in prefilling:
             if (each.joins and (packed or jobs)) or (packed and not (num_left and each.may_pack)):
@@ -169,10 +174,13 @@ class Batch:
     def _complete(self, prefilling: Prefilling, drawn: Draw | None, rows: dict[int, int]) -> None:
         """All of a prompt is computed: takes the token that was drawn behind it."""
         job = prefilling.job
-        prefilling.finish()
-        if not job.answers:  # Its KV is on its way to the store, and that is all.
+        if job.is_recompute:
+            prefilling.save_all()
+            self._metrics.idle_recomputes += 1
+        else:
+            prefilling.finish()
             self._metrics.computed_chunks += job.chunk is not None
-            self._metrics.idle_repairs += job.is_repair
+        if not job.answers:  # Its KV is on its way to the store, and that is all.
             self._finish(job, FinishReason.LENGTH)
             return
         if drawn is None:
@@ -186,7 +194,7 @@ class Batch:
         self._scheduler.prefilled(job)
         self._accept(job, drawn, rows[prefilling.prefill.slot])
 
-    def _pass_tokens(self, prefill: Prefill, num_jobs: int) -> int:
+    def _pass_tokens(self, prefill: Prefill, num_jobs: int, is_idle: bool) -> int:
         """How many tokens of prompts the next pass takes: fewer where jobs that decode would wait too long for it."""
         most, rates = self._runner.chunk_tokens - num_jobs, self._kv.meter.rates
         if num_jobs and self._max_tpot_ms is not None:
@@ -195,7 +203,7 @@ class Batch:
                 sizes = [size - num_jobs for size in self._runner.token_buckets if size > num_jobs]
                 most = costs.largest_pass(rates, prefill.start, sizes, budget_s)
             [most] = least(self._processes, "tokens of a pass", [most])
-        return max(most, 1)
+        return max(min(most, _IDLE_TOKENS) if is_idle else most, 1)
 
     def _with_room(self, jobs: list[Job]) -> list[Job]:
         """Jobs that decode, the contexts of which have room for another token now."""
@@ -293,7 +301,7 @@ class Batch:
     def _finish(self, job: Job, reason: FinishReason) -> None:
         job.show_rest(job.output.finish())
         self._kv.snapshots.keep(job, self._runner.states)
-        is_whole = job.is_repair and reason is FinishReason.LENGTH
+        is_whole = job.is_recompute and reason is FinishReason.LENGTH
         self._release(job, keeps_pages=is_whole or bool(job.output_ids))
         job.finished_s = time.perf_counter()
         self._metrics.completion_tokens += len(job.output_ids)

@@ -149,9 +149,9 @@ class EngineCore:
         self.batch = Batch(self.scheduler, self.runner, self.kv, self.truncator, runtime, drafter)
         self._processes = processes
         self._warming: Background | None = None
-        wants = overflow is not None and overflow.repair_when_idle and self.truncator.repairs
-        self.repairs_when_idle = wants and processes.count == 1 and not sizes.with_attention
-        """Whether histories are repaired while there is nothing else to do."""
+        wants = overflow is not None and overflow.exact_when_idle and self.truncator.repairs
+        self.recomputes_when_idle = wants and processes.count == 1 and not sizes.with_attention
+        """Whether what was cut is computed anew while there is nothing else to do."""
 
     def warm_up(
         self,

@@ -62,7 +62,7 @@ class Prefilling:
         job = self.job
         if job.chunk is not None:
             self.saver = self._kv.chunks.begin_saving(job.chunk, job.tenant, job.adapter.fingerprint)
-        elif job.session is not None:
+        elif job.session is not None and not job.is_recompute:
             history = self._history = self._kv.histories.open(job, job.session)
             if history.resident is not None:
                 self._runner.pool.take(self.prefill.slot, history.resident)
@@ -147,7 +147,7 @@ class Prefilling:
             _LOG.warning("the load of job %d broke: it begins anew without", self.job.job_id, exc_info=True)
             self._begin_anew(session, history)
             return
-        self._metrics.prefill_passes += 1
+        self._metrics.prefill_passes += not self.job.is_recompute
 
     def finish(self) -> None:
         """Measures what it took. Its logits were waited for."""
@@ -166,6 +166,11 @@ class Prefilling:
         was_mended = job.repaired_tokens or (history is not None and history.chunks)
         if self._was_alone and num_new <= self._runner.chunk_tokens and not was_mended:
             self._kv.histories.learn(history, prefill.history_length, num_new, self._computing_s)
+
+    def save_all(self) -> None:
+        """Has all of the prompt, which is computed, stored in place of what is stored of its session."""
+        if (session := self.job.session) is not None:
+            self._save_read(session, len(self.job.prompt_ids), None)
 
     def release(self) -> None:
         """Lets go of staging, however far it is."""
@@ -227,14 +232,21 @@ class Prefilling:
         """Has the history stored as it was read, in place of what was, and what the first pass computed behind it."""
         prefill, self._mended = self.prefill, None
         if session.is_kept:
-            self._kv.write_buffer.make_room(prefill.start)
-            # All of it is read before what is stored gives way to it.
             length = prefill.history_length
-            found = list(self._runner.read(prefill.slot, length))
-            self.saver = self._kv.write_buffer.begin_anew(session, mended.num_plain, mended.num_fused)
-            for places, row, layers in found:
-                self.saver.add_pass(self.job.prompt_ids[places], places.start, layers, row)
-            self.saver.add_pass(prefill.tokens[: prefill.num_done], length, prefill.outputs, self._first)
+            saver = self._save_read(session, length, mended.num_plain, mended.num_fused, prefill.start)
+            saver.add_pass(prefill.tokens[: prefill.num_done], length, prefill.outputs, self._first)
         self.job.repaired_tokens = round(mended.num_recomputed)
         self._metrics.repaired_tokens += self.job.repaired_tokens
         self._metrics.blended_turns += mended.is_blended
+
+    def _save_read(
+        self, session: Session, num_tokens: int, num_plain: int | None, num_fused: int = 0, num_coming: int = 0
+    ) -> TurnSaver:
+        """Has first tokens stored as they are in the pages, in place of what is stored; with others, so many come."""
+        self._kv.write_buffer.make_room(max(num_tokens, num_coming))
+        # All of it is read before what is stored gives way to it.
+        found = list(self._runner.read(self.prefill.slot, num_tokens))
+        self.saver = saver = self._kv.write_buffer.begin_anew(session, num_plain, num_fused)
+        for places, row, layers in found:
+            saver.add_pass(self.job.prompt_ids[places], places.start, layers, row)
+        return saver

@@ -375,10 +375,10 @@ class TurnBuilder:
                 job.spans = (ChunkSpan(key, part.start, part.num_tokens, first=part.first), *job.spans)
         return job
 
-    def repair(self, session: Session) -> Job:
-        """The job that has a session's history repaired. Raises what `job` does."""
+    def recompute(self, session: Session) -> Job:
+        """The job that computes a session's tokens anew. Raises what `job` does."""
         job = self.job(list(session.token_ids), SamplingParams(max_tokens=1), session)
-        job.is_repair, job.num_gone = True, session.num_dropped
+        job.is_recompute = True
         return job
 
     def missing_chunks(self, job: Job, session: Session) -> list[Job]:

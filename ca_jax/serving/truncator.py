@@ -77,8 +77,8 @@ class Truncator:
         recomputes = self._overflow.recomputes or drift is not None
         self.repairs = self._overflow.method == "ca" and recomputes and not self._is_bound
         """Whether what stays is repaired: at once in its pages, as far as that is quick, and by the next prefill."""
-        self.unrepaired: weakref.WeakValueDictionary[str, Session] = weakref.WeakValueDictionary()
-        """Sessions that may be repaired before their next turn comes, by key, the one that was cut first first."""
+        self.inexact: weakref.WeakValueDictionary[str, Session] = weakref.WeakValueDictionary()
+        """Sessions that were cut, and whose KV is not what computing their tokens would give; by key, in that order."""
 
     @property
     def rule(self) -> str:
@@ -234,7 +234,7 @@ class Truncator:
         if method == "ca":
             if self.repairs:
                 left = left.with_repair(len(left.token_ids), drifts=not by_hand)
-                self.unrepaired[session.key] = session
+                self.inexact[session.key] = session
             self._kv.discard(session, discarded, left)
         else:
             if method == "of":
@@ -277,7 +277,7 @@ class Truncator:
         left = session.conversation.cut(own, others=others, by=self._rule_of(discarded))
         if self.repairs:
             left = left.with_repair(len(kept), drifts=True)
-            self.unrepaired[session.key] = session
+            self.inexact[session.key] = session
         recomputes = overflow.method != "ca"
         self._metrics.invalidated_histories += overflow.method == "of"
         if saver is not None:

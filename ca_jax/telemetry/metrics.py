@@ -59,8 +59,8 @@ class EngineMetrics:
     """Tokens that left then."""
     repaired_tokens: int = 0
     """Tokens whose stored KV was computed anew in part, since others had left or stand before them."""
-    idle_repairs: int = 0
-    """Conversations whose repair did not wait for their next turn, since nothing else was to be done."""
+    idle_recomputes: int = 0
+    """Times all that stayed of a conversation was computed anew, while nothing else was to be done."""
     invalidated_histories: int = 0
     """Stored histories lost to truncation, since their positions were in them (method `of`)."""
     blended_turns: int = 0

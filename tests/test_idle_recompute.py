@@ -1,4 +1,4 @@
-"""What stays after a cut, repaired before the next turn comes: the same KV, once, and in nobody's way."""
+"""What stays after a cut, computed anew while nothing else is to be done: exactly, once, and in nobody's way."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ from tests.test_overflow_repair import REPAIRS, drift, repairing  # noqa: F401
 
 
 def idle(pair: ok.Pair) -> None:
-    """The engine goes on until there is nothing to do; where it repairs, so is the reference, as by its next turn."""
+    """The engine goes on until there is nothing to do; where it computes all anew, so does the reference."""
     pair.engine.wait_for_saves()
-    num_repairs = pair.engine.metrics.idle_repairs
+    num_before = pair.engine.metrics.idle_recomputes
     while pair.engine.step():
         pass
-    reference = pair.reference
-    if pair.engine.metrics.idle_repairs == num_repairs:
-        return
-    reference._repair(min(reference.num_to_repair, len(reference.cache.token_ids)))
-    reference.num_to_repair = 0
-    reference.cache.feed(reference.pending)
-    reference.pending = []
+    if pair.engine.metrics.idle_recomputes > num_before:
+        reference = pair.reference
+        reference.cache.compute_anew(len(reference.cache.token_ids))
+        reference.num_to_repair = 0
+        reference.cache.feed(reference.pending)
+        reference.pending = []
 
 
 @pytest.mark.parametrize("keeps_pages", [False, True], ids=["loads", "keeps pages"])
 @pytest.mark.parametrize("name", [*REPAIRS])
-def test_a_repair_while_nothing_is_to_be_done_is_that_of_the_next_turn(name, keeps_pages, drift):  # noqa: F811
+def test_what_is_computed_while_nothing_is_to_be_done_is_a_fresh_prefill(name, keeps_pages, drift):  # noqa: F811
     """After a cut in an answer, and one by hand: the KV, the turns behind it, and what these still have to do."""
     overflow, values = repairing(name, drift)
     with ok.pair(overflow, values, keep_pages=keeps_pages) as pair:
@@ -41,7 +40,7 @@ def test_a_repair_while_nothing_is_to_be_done_is_that_of_the_next_turn(name, kee
         assert pair.session.conversation.num_to_repair
         usage = pair.session.usage
         idle(pair)
-        assert metrics.idle_repairs == 1
+        assert metrics.idle_recomputes == 1
         assert pair.session.usage is usage
         assert pair.session.conversation.num_to_repair == 0
         assert pair.session.conversation.to_drift == []
@@ -54,16 +53,17 @@ def test_a_repair_while_nothing_is_to_be_done_is_that_of_the_next_turn(name, kee
         pair.expect_stored_kv()
         pair.discard(np.arange(len(pair.session.token_ids)) % 3 == 1)
         idle(pair)
-        assert metrics.idle_repairs == (1 if name == "drift" else 2), "what leaves by hand does not drift"
+        assert metrics.idle_recomputes == 2
         pair.turn(kit.prompt(10, 2), 8)
         assert pair.session.usage.repaired_tokens == 0
         pair.expect_stored_kv()
+        kit.expect_right(pair.session)
         assert metrics.turns == 3
         assert metrics.cancelled == 0
 
 
-def test_a_repair_ahead_is_done_once_and_waits_for_what_is_being_saved(drift):  # noqa: F811
-    """Nothing of a turn is stored yet when it ends: the step after it waits for that, and then repairs."""
+def test_it_is_done_once_and_waits_for_what_is_being_saved(drift):  # noqa: F811
+    """Nothing of a turn is stored yet when it ends: the step after it waits for that, and then computes."""
     overflow, values = repairing("default", drift)
     with ok.pair(overflow, values) as pair:
         answer = pair.session.send_ids(kit.prompt(100), max_tokens=40)
@@ -72,13 +72,13 @@ def test_a_repair_ahead_is_done_once_and_waits_for_what_is_being_saved(drift):  
         while pair.engine.step():
             num_steps += 1
         assert num_steps
-        assert pair.engine.metrics.idle_repairs == 1
+        assert pair.engine.metrics.idle_recomputes == 1
         assert not pair.engine.step()
-        assert pair.engine.metrics.idle_repairs == 1
+        assert pair.engine.metrics.idle_recomputes == 1
 
 
-def test_a_job_goes_before_repairs(drift):  # noqa: F811
-    """Of two sessions one answers: the other, which was cut, is repaired when it has ended, and no sooner."""
+def test_a_job_goes_first(drift):  # noqa: F811
+    """Of two sessions one answers: the other, which was cut, is computed when it has ended, and no sooner."""
     overflow, values = repairing("default", drift)
     with ok.pair(overflow, values) as pair:
         other = pair.engine.session()
@@ -87,19 +87,17 @@ def test_a_job_goes_before_repairs(drift):  # noqa: F811
         answer = other.send_ids(kit.prompt(20), max_tokens=12)
         while not answer.job.done:
             pair.engine.step()
-            assert pair.engine.metrics.idle_repairs == 0
+            assert pair.engine.metrics.idle_recomputes == 0
         idle(pair)
-        assert pair.engine.metrics.idle_repairs == 1
+        assert pair.engine.metrics.idle_recomputes == 1
         kit.expect_right(other)
         pair.turn(kit.prompt(10, 1), 8)
 
 
-@pytest.mark.parametrize(
-    "why", ["asked for", "closed", "let go of", "forgotten", "not in DRAM", "lost in part", "moved on"]
-)
-def test_what_cannot_be_repaired_ahead_is_left_to_its_next_turn(why, drift, tmp_path):  # noqa: F811
+@pytest.mark.parametrize("why", ["asked for", "closed", "let go of", "forgotten", "not in DRAM"])
+def test_what_cannot_be_computed_ahead_is_left_to_its_next_turn(why, drift, tmp_path):  # noqa: F811
     overflow, values = repairing("default", drift)
-    changes = {"repair_when_idle": False} if why == "asked for" else {}
+    changes = {"exact_when_idle": False} if why == "asked for" else {}
     overflow = OverflowConfig(**{**overflow.__dict__, **changes})
     with ok.pair(overflow, values, store=kit.ssd_store(tmp_path / "store")) as pair:
         engine, session = pair.engine, pair.session
@@ -115,20 +113,61 @@ def test_what_cannot_be_repaired_ahead_is_left_to_its_next_turn(why, drift, tmp_
         elif why == "not in DRAM":
             engine._kv.store.leave_dram(session.key)
             assert engine._kv.store.residency(session.key) is Residency.SSD
-        elif why == "lost in part":
-            pair.lose(20)
-        elif why == "moved on":
-            pair.turn(kit.prompt(10, 1), 8)
-            engine.wait_for_saves()
         while engine.step():
             pass
-        assert engine.metrics.idle_repairs == 0
+        assert engine.metrics.idle_recomputes == 0
         if why not in ("closed", "let go of"):
             pair.turn(kit.prompt(10, 2), 8)
             pair.expect_stored_kv()
 
 
-def test_a_repair_ahead_that_breaks_is_done_by_the_next_turn(drift, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize("then", ["a turn", "a loss"])
+def test_what_was_repaired_or_lost_meanwhile_is_computed_too(then, drift):  # noqa: F811
+    overflow, values = repairing("default", drift)
+    with ok.pair(overflow, values) as pair:
+        pair.turn(kit.prompt(100), 40)
+        if then == "a turn":
+            pair.turn(kit.prompt(10, 1), 8)
+            assert pair.session.usage.repaired_tokens
+        else:
+            pair.lose(20)
+            pair.reference.cache.feed(pair.reference.pending)
+            pair.reference.pending = []
+        idle(pair)
+        assert pair.engine.metrics.idle_recomputes == 1
+        pair.expect_stored_kv()
+        pair.turn(kit.prompt(10, 2), 8)
+
+
+def test_who_asks_meanwhile_waits_for_a_pass_and_finds_all_as_it_was(drift, monkeypatch):  # noqa: F811
+    """Behind the first of two passes: what it computed is dropped, and the next turn repairs. Later it is all done."""
+    overflow, values = repairing("default", drift)
+    with ok.pair(overflow, values) as pair:
+        engine, passes = pair.engine, []
+        pair.turn(kit.prompt(100), 40)
+        engine.wait_for_saves()
+        run_pass = engine._runner.run_pass
+
+        def run(parts, jobs=()):
+            passes.append(sum(part.num_tokens for part in parts))
+            engine.wake()
+            return run_pass(parts, jobs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._runner, "run_pass", run)
+            assert engine.step()
+        assert passes == [64]
+        assert engine.num_jobs == (0, 0)
+        assert (engine.metrics.idle_recomputes, engine.metrics.cancelled) == (0, 0)
+        pair.turn(kit.prompt(10, 1), 8)
+        assert pair.session.usage.repaired_tokens
+        pair.expect_stored_kv()
+        idle(pair)
+        assert engine.metrics.idle_recomputes == 1
+        pair.expect_stored_kv()
+
+
+def test_where_it_breaks_the_next_turn_repairs(drift, monkeypatch):  # noqa: F811
     def fail(*_: object) -> None:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
@@ -140,26 +179,26 @@ def test_a_repair_ahead_that_breaks_is_done_by_the_next_turn(drift, monkeypatch)
             patch.setattr(pair.engine._runner, "run_pass", fail)
             while pair.engine.step():
                 pass
-        assert pair.engine.metrics.idle_repairs == 0
+        assert pair.engine.metrics.idle_recomputes == 0
         pair.turn(kit.prompt(10, 1), 8)
         assert pair.session.usage.repaired_tokens > 0
         pair.expect_stored_kv()
 
 
-def test_sessions_that_nobody_has_any_more_are_not_kept_for_their_repair(drift):  # noqa: F811
+def test_sessions_that_nobody_has_any_more_are_not_kept_for_it(drift):  # noqa: F811
     """Nobody may ever call `step` while there is nothing to do."""
     overflow, values = repairing("default", drift)
     with ok.pair(overflow, values) as pair:
-        unrepaired = pair.engine._truncator.unrepaired
+        inexact = pair.engine._truncator.inexact
         pair.turn(kit.prompt(100), 40)
-        assert list(unrepaired) == [pair.session.key]
+        assert list(inexact) == [pair.session.key]
         pair.session.close()
         pair.session = None
         gc.collect()
-        assert not list(unrepaired)
+        assert not list(inexact)
 
 
-def test_what_is_repaired_ahead_outlives_the_engine(drift, tmp_path):  # noqa: F811
+def test_what_is_computed_anew_outlives_the_engine(drift, tmp_path):  # noqa: F811
     overflow, values = repairing("default", drift)
     store, reference = kit.ssd_store(tmp_path / "store"), None
     for start in range(2):
@@ -170,5 +209,5 @@ def test_what_is_repaired_ahead_outlives_the_engine(drift, tmp_path):  # noqa: F
             assert pair.session.usage.repaired_tokens == 0
             if not start:
                 idle(pair)
-                assert engine.metrics.idle_repairs == 1
+                assert engine.metrics.idle_recomputes == 1
             engine.wait_for_saves()
