@@ -136,8 +136,11 @@ def _next_turn_sample(engine: Engine, place: str, num_new: int, rng: np.random.G
         collections.deque(session.send_ids(ids(engine.window - _TOKENS_BEFORE), sampling=params), maxlen=0)
         if not session.num_dropped:
             raise BenchError("an answer must overflow, got no tokens dropped")
-    while place.endswith("idle") and engine.step():
-        pass
+    if "idle" in place:
+        engine.wait_for_saves()
+        while engine.step():
+            pass
+        engine.wait_for_saves()
     # An answer's last token was never computed: it would be now.
     take_back(engine, session, len(session.token_ids) - 1)
     _, ttft_s = send_turn(engine, session, ids(num_new))
@@ -145,7 +148,7 @@ def _next_turn_sample(engine: Engine, place: str, num_new: int, rng: np.random.G
     session.close()
     if usage is None:
         raise RuntimeError(f"a turn of session {session.session_id} has ended without usage")
-    if (usage.dropped_tokens > 0) != (place == "prompt"):
+    if (usage.dropped_tokens > 0) != place.endswith("prompt"):
         raise BenchError(f"the {place} must overflow, got a turn that dropped {usage.dropped_tokens} tokens")
     return {
         "ttft_s": ttft_s,

@@ -12,9 +12,9 @@ from benchmarks.harness import Row, ServingConfig, Spread, require
 from ca_jax.overflow.config import METHODS, OverflowConfig
 from ca_jax.storage.config import StoreConfig
 
-PLACES = ("prompt", "answer", "answer, then idle")
-"""Where a window overflows: before a turn's prefill, or in the middle of an answer; then the turn behind that comes at
-once, or once the engine has had time for what is left to do."""
+PLACES = ("prompt", "answer", "idle, then prompt", "answer, then idle")
+"""Where a window overflows: before a turn's prefill, or in the middle of the answer before. Turns come at once, or, where
+it says `idle`, once the engine has had time for what is to be done."""
 NOWHERE = "nowhere"
 """Of a turn over as many tokens as an overflow leaves, that never overflowed."""
 TIERS = ("dram", "ssd")

@@ -44,7 +44,7 @@ class Job:
     context_tokens: int = 0  # Tokens of its prompt that are chunks.
     spans: tuple[ChunkSpan, ...] = ()  # Chunks in its prompt, in order, whose KV is loaded and blended where stored.
     chunk: ChunkSpan | None = None  # Its prompt ends with this chunk, whose KV is all that is wanted.
-    is_recompute: bool = False  # Its session's tokens are computed anew, and that is all.
+    at_idle: str = ""  # `anew` or `ahead`, see `serving.idle_recompute`: only KV is wanted, and nobody waits for it.
     note: Callable[[Job, FinishReason], tuple[str, str]] | None = None  # As of `TurnRequest`.
     tenant: str = ""  # Of the chunk.
     matcher: Matcher | None = None  # What its text must be like; None: anything.
@@ -93,7 +93,7 @@ class Job:
     @property
     def answers(self) -> bool:
         """Whether tokens are generated."""
-        return self.chunk is None and not self.is_recompute
+        return self.chunk is None and not self.at_idle
 
     @property
     def done(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 
 import jax
@@ -211,3 +212,149 @@ def test_what_is_computed_anew_outlives_the_engine(drift, tmp_path):  # noqa: F8
                 idle(pair)
                 assert engine.metrics.idle_recomputes == 1
             engine.wait_for_saves()
+
+
+# Ahead of a cut. A window of 128 tokens, of which 64 leave behind the first 4.
+
+
+def as_if_computed(pair: ok.Pair, prompt_tokens: int, max_tokens: int = 8) -> None:
+    """A turn that overflows, and finds what it leaves computed: the reference computes it, as `tt` does."""
+    overflow = pair.reference.overflow
+    pair.reference.overflow = dataclasses.replace(overflow, method="tt")
+    pair.turn(kit.prompt(prompt_tokens, 7), max_tokens)
+    pair.reference.overflow = overflow
+    assert pair.session.usage.repaired_tokens == 0
+    kit.expect_right(pair.session)
+    pair.expect_stored_kv()
+
+
+def nearly_full(pair: ok.Pair) -> None:
+    """A conversation of 106 tokens, and time to compute what its next cut leaves: 4 and 38."""
+    pair.turn(kit.prompt(90), 16)
+    idle_ahead(pair)
+
+
+def idle_ahead(pair: ok.Pair) -> None:
+    """Time to compute ahead, of which the session itself sees nothing."""
+    pair.engine.wait_for_saves()
+    conversation = pair.session.conversation
+    while pair.engine.step():
+        pass
+    pair.engine.wait_for_saves()
+    assert pair.session.conversation is conversation
+
+
+def num_stored(pair: ok.Pair) -> int:
+    """Sessions in the store."""
+    pair.engine.wait_for_saves()
+    return len(kit.store_in(pair.engine).list())
+
+
+@pytest.mark.parametrize("keeps_pages", [False, True], ids=["loads", "keeps pages"])
+def test_a_message_finds_what_its_cut_leaves_computed(keeps_pages, drift):  # noqa: F811
+    overflow, values = repairing("default", drift)
+    with ok.pair(overflow, values, keep_pages=keeps_pages) as pair:
+        nearly_full(pair)
+        assert pair.engine.metrics.idle_recomputes == 1
+        assert num_stored(pair) == 2
+        assert [name for _, name in pair.engine.stored.names()] == [pair.session.session_id]
+        as_if_computed(pair, 30)
+        assert pair.session.usage.dropped_tokens == 64
+        assert pair.session.usage.num_cached_tokens == 42
+        idle_ahead(pair)
+        assert pair.engine.metrics.idle_recomputes == 1, "it is exact as it is"
+        assert num_stored(pair) == 1
+        pair.turn(kit.prompt(10, 1), 8)
+        pair.expect_stored_kv()
+
+
+def test_what_was_computed_ahead_grows_with_the_conversation(drift, monkeypatch):  # noqa: F811
+    overflow, values = repairing("default", drift)
+    with ok.pair(overflow, values) as pair:
+        nearly_full(pair)
+        pair.turn(kit.prompt(4, 1), 4)
+        passes, run_pass = [], pair.engine._runner.run_pass
+
+        def run(parts, jobs=()):
+            passes.append(sum(part.num_tokens for part in parts))
+            return run_pass(parts, jobs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(pair.engine._runner, "run_pass", run)
+            idle_ahead(pair)
+        assert passes == [8], "its new tokens alone"
+        as_if_computed(pair, 30)
+        assert pair.session.usage.num_cached_tokens == 50
+
+
+def test_who_asks_while_it_is_computed_ahead_loses_nothing_of_it(drift, monkeypatch):  # noqa: F811
+    """Passes of 16 tokens: what the first one gave is kept, and gone on with."""
+    overflow, values = repairing("default", drift)
+    monkeypatch.setattr("ca_jax.serving.batch._IDLE_TOKENS", 16)
+    with ok.pair(overflow, values) as pair:
+        pair.turn(kit.prompt(90), 16)
+        pair.engine.wait_for_saves()
+        passes, run_pass = [], pair.engine._runner.run_pass
+
+        def run(parts, jobs=()):
+            passes.append(sum(part.num_tokens for part in parts))
+            if len(passes) == 1:
+                pair.engine.wake()
+            return run_pass(parts, jobs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(pair.engine._runner, "run_pass", run)
+            assert pair.engine.step()
+            assert passes == [16]
+            idle_ahead(pair)
+        assert passes == [16, 16, 10]
+        as_if_computed(pair, 30)
+
+
+@pytest.mark.parametrize("how", ["too much leaves", "in the answer", "by hand", "no room", "off", "not shared"])
+def test_another_cut_than_was_computed_ahead_is_repaired_as_ever(how, drift):  # noqa: F811
+    overflow, values = repairing("default", drift)
+    changes = {"store": kit.store_of(9)} if how == "no room" else {}
+    if how == "off":
+        overflow = dataclasses.replace(overflow, exact_when_idle=False)
+    if how == "not shared":
+        changes = {"share_prefixes": False}
+    with ok.pair(overflow, values, **changes) as pair:
+        nearly_full(pair)
+        assert pair.engine.metrics.idle_recomputes == (how not in ("no room", "off", "not shared"))
+        if how == "by hand":
+            pair.discard(np.arange(106) % 5 == 1)
+        prompt_tokens, max_tokens = {"too much leaves": (100, 8), "in the answer": (10, 40)}.get(how, (30, 8))
+        pair.turn(kit.prompt(prompt_tokens, 7), max_tokens)
+        pair.turn(kit.prompt(9, 8), 4)
+        assert pair.session.num_dropped > 0
+        pair.expect_stored_kv()
+
+
+@pytest.mark.parametrize("how", ["closed", "let go of"])
+def test_what_was_computed_ahead_goes_with_its_conversation(how, drift):  # noqa: F811
+    overflow, values = repairing("default", drift)
+    with ok.pair(overflow, values) as pair:
+        nearly_full(pair)
+        assert num_stored(pair) == 2
+        pair.session.close() if how == "closed" else pair.engine.release(pair.session)
+        while pair.engine.step():
+            pass
+        assert num_stored(pair) == (0 if how == "closed" else 1)
+        assert not pair.engine._truncator.ahead
+
+
+def test_another_tenant_finds_nothing_of_what_was_computed_ahead(drift):  # noqa: F811
+    overflow, values = repairing("default", drift)
+    with ok.pair(overflow, values) as pair:
+        own = pair.engine.session(tenant="one")
+        ok.say(own, kit.prompt(90), 16)
+        pair.session = own
+        idle_ahead(pair)
+        assert pair.engine.metrics.idle_recomputes == 1
+        token_ids = own.token_ids
+        left = [*token_ids[:4], *token_ids[68:]]
+        for tenant, num_cached in (("other", 0), ("one", 42)):
+            session = pair.engine.session(tenant=tenant)
+            ok.say(session, [*left, 65], 4)
+            assert session.usage.num_cached_tokens == num_cached

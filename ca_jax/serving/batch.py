@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from ca_jax.device.draft_model import DraftModel
-from ca_jax.device.passes import PassPart, Prefill
+from ca_jax.device.passes import PassPart
 from ca_jax.device.processes import all_agree, least
 from ca_jax.device.runner import Runner
 from ca_jax.device.runtime import Runtime
@@ -97,7 +97,7 @@ class Batch:
     def cancel(self, job: Job) -> None:
         """Ends a job that has not ended: what it has generated so far stands, its slot is free."""
         if not job.done:
-            self._metrics.cancelled += not job.is_recompute
+            self._metrics.cancelled += not job.at_idle
             self._finish(job, FinishReason.CANCELLED)
             for orphan in self._kv.orphans(job):
                 self.cancel(orphan)
@@ -123,11 +123,8 @@ class Batch:
 
     def _run_pass(self, prefilling: list[Prefilling], jobs: list[Job]) -> None:
         """Runs a pass of the first prompt, of others as far as there is room, and of jobs that decode."""
-        self._stepped_s, first = None, prefilling[0]
-        num_left, packed = (
-            self._pass_tokens(first.prefill, len(jobs), first.job.is_recompute),
-            list[tuple[Prefilling, PassPart]](),
-        )
+        self._stepped_s, packed = None, list[tuple[Prefilling, PassPart]]()
+        num_left = self._pass_tokens(prefilling[0], len(jobs))
         started_s = time.perf_counter()
         for each in prefilling:
             if (each.joins and (packed or jobs)) or (packed and not (num_left and each.may_pack)):
@@ -174,8 +171,9 @@ class Batch:
     def _complete(self, prefilling: Prefilling, drawn: Draw | None, rows: dict[int, int]) -> None:
         """All of a prompt is computed: takes the token that was drawn behind it."""
         job = prefilling.job
-        if job.is_recompute:
+        if job.at_idle == "anew":
             prefilling.save_all()
+        if job.at_idle:
             self._metrics.idle_recomputes += 1
         else:
             prefilling.finish()
@@ -194,16 +192,16 @@ class Batch:
         self._scheduler.prefilled(job)
         self._accept(job, drawn, rows[prefilling.prefill.slot])
 
-    def _pass_tokens(self, prefill: Prefill, num_jobs: int, is_idle: bool) -> int:
+    def _pass_tokens(self, first: Prefilling, num_jobs: int) -> int:
         """How many tokens of prompts the next pass takes: fewer where jobs that decode would wait too long for it."""
         most, rates = self._runner.chunk_tokens - num_jobs, self._kv.meter.rates
         if num_jobs and self._max_tpot_ms is not None:
             if rates is not None:
                 budget_s = self._max_tpot_ms / 1e3 - self._decode_s
                 sizes = [size - num_jobs for size in self._runner.token_buckets if size > num_jobs]
-                most = costs.largest_pass(rates, prefill.start, sizes, budget_s)
+                most = costs.largest_pass(rates, first.prefill.start, sizes, budget_s)
             [most] = least(self._processes, "tokens of a pass", [most])
-        return max(min(most, _IDLE_TOKENS) if is_idle else most, 1)
+        return max(min(most, _IDLE_TOKENS) if first.job.at_idle else most, 1)
 
     def _with_room(self, jobs: list[Job]) -> list[Job]:
         """Jobs that decode, the contexts of which have room for another token now."""
@@ -301,7 +299,7 @@ class Batch:
     def _finish(self, job: Job, reason: FinishReason) -> None:
         job.show_rest(job.output.finish())
         self._kv.snapshots.keep(job, self._runner.states)
-        is_whole = job.is_recompute and reason is FinishReason.LENGTH
+        is_whole = bool(job.at_idle) and reason is FinishReason.LENGTH
         self._release(job, keeps_pages=is_whole or bool(job.output_ids))
         job.finished_s = time.perf_counter()
         self._metrics.completion_tokens += len(job.output_ids)
@@ -309,6 +307,7 @@ class Batch:
         try:
             if job.session is not None and job.output_ids:
                 job.session.adopt(job, reason)
+                self._truncator.ended(job.session)
             self._remember(job)
         except Exception as error:
             job.error = error

@@ -151,7 +151,9 @@ class EngineCore:
         self._warming: Background | None = None
         wants = overflow is not None and overflow.exact_when_idle and self.truncator.repairs
         self.recomputes_when_idle = wants and processes.count == 1 and not sizes.with_attention
-        """Whether what was cut is computed anew while there is nothing else to do."""
+        """Whether what a full context takes is computed while there is nothing else to do."""
+        self.shares_prefixes = config.share_prefixes
+        """Whether a session of which nothing is stored begins with the KV of another that begins alike."""
 
     def warm_up(
         self,

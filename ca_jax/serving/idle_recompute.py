@@ -1,22 +1,26 @@
-"""Computes what stayed of a cut conversation anew, all of it, while nothing else is to be done.
+"""Computes what a full context takes while nothing else is to be done: what a cut left, and what the next will leave.
 
-    tokens leave ── what stays is used as it is, and repaired ── nothing waits or runs ── passes ── saved in its place
+    nearly full ── ahead: KV of what the next cut would leave ──┐
+                                                                ├── the turn behind a cut finds it, and repairs nothing
+    tokens left ── anew: KV of all that stayed, in its place ───┘
 
-From then on its KV is that of a fresh prefill, as if `tt` had been the method, and no turn has waited for that. It all
-happens within one step of the engine: no turn ever meets half of it. Whoever asks for something meanwhile waits for one
-short pass; what was computed is dropped then, and begun again later.
+Either is the KV of a fresh prefill, as if `tt` had been the method, and no turn has waited for it. What is computed
+ahead is stored as a session that nobody knows; the one that is cut shares it, as it would the KV of any prompt that
+begins alike. It all happens within one step of the engine: no turn meets half of it. Whoever asks for something
+meanwhile waits for one short pass.
 
-Not here: how the turn behind a cut repairs it (recompute), which conversations were cut (truncator), passes (batch).
+Not here: how the turn behind a cut repairs it (recompute), which conversations are cut (truncator), passes (batch).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 
 from ca_jax.errors import ContextWindowError, UnknownAdapterError
 from ca_jax.serving.core import EngineCore
 from ca_jax.serving.open_sessions import OpenSessions
+from ca_jax.serving.truncator import Ahead
 from ca_jax.session import Session
 from ca_jax.storage.records import Residency
 
@@ -32,24 +36,39 @@ class IdleRecompute:
     """
 
     def __init__(self, core: EngineCore, sessions: OpenSessions, num_asked: Callable[[], int]) -> None:
-        self._inexact = core.truncator.inexact if core.recomputes_when_idle else {}
+        self._is_on, self._shares = core.recomputes_when_idle, core.shares_prefixes
         self._sessions, self._num_asked = sessions, num_asked
-        self._turns, self._kv, self._scheduler, self._batch = core.turns, core.kv, core.scheduler, core.batch
+        self._truncator, self._turns, self._kv, self._adapters = core.truncator, core.turns, core.kv, core.adapters
+        self._scheduler, self._batch = core.scheduler, core.batch
 
     @property
     def waits(self) -> bool:
-        """Whether there is one to be computed, once its KV is saved."""
-        return len(self._inexact) > 0
+        """Whether there is one to be computed anew, once its KV is saved."""
+        return self._is_on and len(self._truncator.inexact) > 0
 
     def step(self) -> bool:
         """Computes the next one, or begins to; whether there was one. Nothing may wait or run."""
-        for key, session in tuple(self._inexact.items()):
-            if self._kv.is_being_saved(key):
-                continue
-            del self._inexact[key]
-            if self._is_fit(session) and self._compute(session):
-                return True
+        if not self._is_on:
+            return False
+        self._forget_spent()
+        found = self._truncator.inexact, self._truncator.nearly_full
+        for sessions, compute in zip(found, (self._compute_anew, self._compute_ahead), strict=True):
+            for key, session in tuple(sessions.items()):
+                if self._kv.is_being_saved(key):
+                    continue
+                del sessions[key]
+                if self._is_fit(session) and compute(session, sessions):
+                    return True
         return False
+
+    def _forget_spent(self) -> None:
+        """Forgets what was computed ahead for a cut that has been, or for a session that nobody has open any more."""
+        spent, ahead = self._truncator.spent, self._truncator.ahead
+        for key, each in tuple(ahead.items()):
+            if self._sessions.get(each.session.session_id) is not each.session:
+                spent.append(ahead.pop(key).hidden.key)
+        while spent:
+            self._kv.drop(spent.pop())
 
     def _is_fit(self, session: Session) -> bool:
         """Whether it is here to be computed."""
@@ -58,9 +77,31 @@ class IdleRecompute:
             return False
         return self._kv.store.residency(session.key) is Residency.DRAM
 
-    def _compute(self, session: Session) -> bool:
+    def _compute_anew(self, session: Session, later: MutableMapping[str, Session]) -> bool:
+        return self._run(session, session, list(session.token_ids), "anew", later)
+
+    def _compute_ahead(self, session: Session, later: MutableMapping[str, Session]) -> bool:
+        """Where there is room in DRAM that nobody else has a use for now."""
+        token_ids, stats = self._truncator.left_by_next(session), self._kv.store.stats()
+        num_bytes = len(token_ids) * self._kv.store.layout.token_bytes
+        if not self._shares or not token_ids or stats.free_bytes < 2 * num_bytes:
+            return False
+        ahead = self._truncator.ahead.get(session.key)
+        if ahead is None:
+            try:
+                begun = self._adapters.begin(adapter=session.adapter)
+                ahead = Ahead(session, self._sessions.new(None, begun, session.tenant, keeps="kv"))
+            except UnknownAdapterError:
+                return False
+            self._truncator.ahead[session.key] = ahead
+        return self._run(session, ahead.hidden, token_ids, "ahead", later)
+
+    def _run(
+        self, session: Session, stored_as: Session, token_ids: list[int], kind: str, later: MutableMapping[str, Session]
+    ) -> bool:
+        """Runs a job from its beginning to its end, or has it begin again `later`; whether there could be one."""
         try:
-            job = self._turns.recompute(session)
+            job = self._turns.at_idle(stored_as, token_ids, kind)
         except (ContextWindowError, UnknownAdapterError):  # Its next turn says so.
             return False
         num_asked = self._num_asked()
@@ -69,7 +110,7 @@ class IdleRecompute:
             pass
         if not job.done:
             self._batch.cancel(job)
-            self._inexact[session.key] = session
+            later[session.key] = session
         if job.error is not None:
-            _LOG.warning("session %s could not be computed anew", session.session_id, exc_info=job.error)
+            _LOG.warning("session %s could not be computed %s", session.session_id, kind, exc_info=job.error)
         return True

@@ -62,7 +62,7 @@ class Prefilling:
         job = self.job
         if job.chunk is not None:
             self.saver = self._kv.chunks.begin_saving(job.chunk, job.tenant, job.adapter.fingerprint)
-        elif job.session is not None and not job.is_recompute:
+        elif job.session is not None and job.at_idle != "anew":
             history = self._history = self._kv.histories.open(job, job.session)
             if history.resident is not None:
                 self._runner.pool.take(self.prefill.slot, history.resident)
@@ -147,7 +147,7 @@ class Prefilling:
             _LOG.warning("the load of job %d broke: it begins anew without", self.job.job_id, exc_info=True)
             self._begin_anew(session, history)
             return
-        self._metrics.prefill_passes += not self.job.is_recompute
+        self._metrics.prefill_passes += not self.job.at_idle
 
     def finish(self) -> None:
         """Measures what it took. Its logits were waited for."""

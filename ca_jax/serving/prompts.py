@@ -375,10 +375,10 @@ class TurnBuilder:
                 job.spans = (ChunkSpan(key, part.start, part.num_tokens, first=part.first), *job.spans)
         return job
 
-    def recompute(self, session: Session) -> Job:
-        """The job that computes a session's tokens anew. Raises what `job` does."""
-        job = self.job(list(session.token_ids), SamplingParams(max_tokens=1), session)
-        job.is_recompute = True
+    def at_idle(self, session: Session, token_ids: list[int], kind: str) -> Job:
+        """A job as of `Job.at_idle`. Raises what `job` does."""
+        job = self.job(token_ids, SamplingParams(max_tokens=1), session)
+        job.at_idle = kind
         return job
 
     def missing_chunks(self, job: Job, session: Session) -> list[Job]:

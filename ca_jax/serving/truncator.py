@@ -41,10 +41,22 @@ from ca_jax.recompute.plan import Plan, blend_plan, repair_plan, repaired_rows
 from ca_jax.recompute.recomputer import JOINED_TOKENS, Question, RecomputedHistory, Repair, functions_of
 from ca_jax.session import Job, Session
 from ca_jax.storage.records import Residency
+from ca_jax.storage.tokens import num_common
 from ca_jax.telemetry.metrics import EngineMetrics
 from ca_jax.turns.conversations import OTHERWISE, Conversation, padded
 
+_NEAR = 4  # A context may soon be full once less than a fourth of the window is left.
 _WARM_STEP = 64  # Lengths of histories for whose repair functions are compiled are so far apart.
+
+
+@dataclasses.dataclass(frozen=True)
+class Ahead:
+    """KV of what a session's next cut leaves, if the oldest tokens leave."""
+
+    session: Session
+    """Whose cut it is for."""
+    hidden: Session
+    """What it is stored as: nobody knows this one."""
 
 
 class Truncator:
@@ -79,6 +91,12 @@ class Truncator:
         """Whether what stays is repaired: at once in its pages, as far as that is quick, and by the next prefill."""
         self.inexact: weakref.WeakValueDictionary[str, Session] = weakref.WeakValueDictionary()
         """Sessions that were cut, and whose KV is not what computing their tokens would give; by key, in that order."""
+        self.nearly_full: weakref.WeakValueDictionary[str, Session] = weakref.WeakValueDictionary()
+        """Sessions whose next turn may not fit, by key."""
+        self.ahead: dict[str, Ahead] = {}
+        """What was computed for the next cut of a session, by its key."""
+        self.spent: list[str] = []
+        """Keys of KV that was computed for a cut, and is of no more use."""
 
     @property
     def rule(self) -> str:
@@ -173,6 +191,29 @@ class Truncator:
 
     # Between turns.
 
+    def ended(self, session: Session) -> None:
+        """A turn of a session has ended: notes whether the next one may not fit."""
+        is_near = self._window - len(session.token_ids) <= self._window // _NEAR
+        if is_near and self.repairs and self.rule != OTHERWISE:
+            self.nearly_full[session.key] = session
+
+    def left_by_next(self, session: Session) -> list[int]:
+        """The tokens that a session's next cut leaves, if a message overflows the window by less than what leaves."""
+        discarded = self.for_prompt(session, self._window - len(session.token_ids))
+        left = np.zeros(0, int) if discarded is None else np.flatnonzero(~discarded)
+        return [session.token_ids[place] for place in left]
+
+    def _is_computed(self, session: Session, left: Conversation) -> bool:
+        """Whether KV of what is left was computed ahead, to be shared, but for as few tokens as a repair computes."""
+        if (ahead := self.ahead.pop(session.key, None)) is None:
+            return False
+        self.spent.append(ahead.hidden.key)
+        store, left_ids = self._kv.store, np.fromiter(left.token_ids, np.int32)
+        found = store.plain_prefix(ahead.hidden.key)
+        num_found = 0 if found is None else num_common(found.token_ids, left_ids)
+        is_enough = len(left_ids) - num_found <= self._overflow.repair_ratio * len(left_ids)
+        return is_enough and num_found >= store.layout.block_tokens
+
     def for_prompt(self, session: Session, num_new: int, history: Conversation | None = None) -> np.ndarray | None:
         """Which tokens of a history leave so that new tokens and one of their answer fit. Only where any may leave.
 
@@ -231,7 +272,8 @@ class Truncator:
         method = self._overflow.method
         by = OTHERWISE if by_hand else self._rule_of(discarded)
         left = session.conversation.cut(discarded, by=by)
-        if method == "ca":
+        recomputes = method != "ca" or self._is_computed(session, left)
+        if not recomputes:
             if self.repairs:
                 left = left.with_repair(len(left.token_ids), drifts=not by_hand)
                 self.inexact[session.key] = session
@@ -242,7 +284,7 @@ class Truncator:
                 self._metrics.invalidated_histories += stored is not Residency.ABSENT
             self._kv.truncate(session, 0)
         session.resume(left)
-        if method != "ca":
+        if recomputes:
             self._kv.remember(session)
         self._count(discarded)
 
@@ -271,6 +313,8 @@ class Truncator:
         attention = () if job.attention is None else job.attention
         if saver is not None:
             self._kv.write_buffer.finish_so_far(saver)
+        if (ahead := self.ahead.pop(session.key, None)) is not None:
+            self.spent.append(ahead.hidden.key)
         discarded = self._choose(session, job.token_ids[:-1], self._num_leaving_from(job), starts, 1, attention)
         kept = np.flatnonzero(~discarded)
         own, others = discarded[:num_history], discarded[num_history:]

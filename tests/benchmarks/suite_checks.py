@@ -224,14 +224,15 @@ def check_overflow(report: Report) -> None:
         assert (row["context_tokens"], row["dropped_tokens"]) == (128, 64)
         assert row["extra_steps"] == pytest.approx(row["gap_ratio"] - 1)
         assert row["extra_steps"] <= summary["extra_decode_steps"][row["method"]]
-    next_turns = {(row["method"], row["overflowed"]): row for row in rows[6:18]}
+    next_turns = {(row["method"], row["overflowed"]): row for row in rows[6:21]}
     for (method, place), row in next_turns.items():
-        left = 128 - 10 - 64 if place == "prompt" else 128 + 16 - 64 - 1
-        anew = left if place == "prompt" and method != "ca" else 0
+        is_prompt = place.endswith("prompt")
+        left = 128 - 10 - 64 if is_prompt else 128 + 16 - 64 - 1
+        anew = left if is_prompt and method != "ca" else 0
         assert (row["new_tokens"], row["prefill_tokens"] - 20) == (20, row["recomputed_tokens"])
         assert place == "nowhere" or (row["history_tokens"], row["recomputed_tokens"]) == (left, anew)
         assert row["ratio"] == pytest.approx(row["ttft_s"] / next_turns["ca", place]["ttft_s"])
-    for row in rows[18:]:
+    for row in rows[21:]:
         assert (row["blocks"], row["tokens"]) == (6, 6 * 128)
         assert row["kept_blocks"] == 4, "the first for its first tokens, half a one less, and three whole ones"
         assert 0 < row["discard_s"] <= row["discard_p99_s"]

@@ -105,7 +105,7 @@ SMALL: dict[str, tuple[str, str, list[tuple[object, ...]]]] = {
             *(("decode_gap", method, None, num, None) for num in (1, 2) for method in ("ca", "tt")),
             *(
                 ("next_turn", method, None, None, place)
-                for place in ("prompt", "answer", "answer, then idle", "nowhere")
+                for place in ("prompt", "answer", "idle, then prompt", "answer, then idle", "nowhere")
                 for method in ("ca", "of", "tt")
             ),
             *(("bookkeeping", None, tier, 2, None) for tier in ("dram", "ssd")),
