@@ -13,8 +13,8 @@ from ca_jax.overflow.config import METHODS, OverflowConfig
 from ca_jax.storage.config import StoreConfig
 
 PLACES = ("prompt", "answer", "idle, then prompt", "answer, then idle")
-"""Where a window overflows: before a turn's prefill, or in the middle of the answer before. Turns come at once, or, where
-it says `idle`, once the engine has had time for what is to be done."""
+"""Where a window overflows: before a turn's prefill, or in the middle of the answer before. Where it says `idle`, turns
+come once the engine has had time for what is to be done, else at once."""
 NOWHERE = "nowhere"
 """Of a turn over as many tokens as an overflow leaves, that never overflowed."""
 TIERS = ("dram", "ssd")
