@@ -340,6 +340,24 @@ def test_every_way_to_overflow(name, tmp_path):
 # Where everything lies.
 
 
+def test_a_full_context_is_computed_at_idle_as_on_one_device():
+    """Ahead of a cut for a message, and anew behind one in an answer: what follows is greedy over what is left."""
+    model = model_of()
+    with engine_of(2, 2, model) as engine:
+        session = engine.session()
+        for num_new, max_tokens in ((WINDOW - 30, 8), (40, 8), (20, WINDOW // 2), (20, 8)):
+            ok.say(session, kit.prompt(num_new, seed=num_new), max_tokens)
+            if max_tokens == 8:  # The others are cut in the middle.
+                kit.expect_right(session, model=model)
+            assert session.usage.repaired_tokens == 0
+            engine.wait_for_saves()
+            while engine.step():
+                pass
+            engine.wait_for_saves()
+        assert engine.metrics.truncations == 2
+        assert engine.metrics.idle_recomputes > 2
+
+
 def test_buffers_are_held_against_what_each_device_has(monkeypatch):
     monkeypatch.setattr(device_memory, "device_memory_bytes", lambda: GIB // 2)
     with pytest.raises(ValueError, match=r"write_buffer_gib must be at most the device's 0.50 GiB of memory, got 1"):
