@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -34,7 +33,7 @@ from ca_jax.session import Job, Session
 from ca_jax.storage.records import StoreStats
 from ca_jax.storage.store import AttentionStore
 from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
-from ca_jax.telemetry.wakeup import Wakeup
+from ca_jax.telemetry.wakeup import CountedLock, Wakeup
 from ca_jax.turns.conversations import Conversation
 from ca_jax.turns.requests import Completion, SamplingParams, TurnRequest
 from ca_jax.turns.text import Texts, TextWork
@@ -80,10 +79,10 @@ class Engine:
         self.model, self.window, self.metrics, self._adapters = core.model, core.window, core.metrics, core.adapters
         self._scheduler, self._runner, self._kv = core.scheduler, core.runner, core.kv
         self._truncator, self._turns, self._batch = core.truncator, core.turns, core.batch
-        self._lock, self._closed = threading.RLock(), False
+        self._lock, self._closed = CountedLock(), False
         self._sessions = OpenSessions(partial(Session, self), core.kv, core.batch, self._processes, core.adapters)
         self._abandoned: collections.deque[Job] = collections.deque()
-        self._num_asked, self._at_idle = 0, IdleRecompute(core, self._sessions, lambda: self._num_asked)
+        self._at_idle = IdleRecompute(core, self._sessions, self._lock)
         keep_going(weakref.ref(self), self._wakeup)
 
     @classmethod
@@ -414,7 +413,7 @@ class Engine:
 
     def keep(self) -> bool:
         """Takes in what the store's threads have done, and has them go on; whether the engine is open still."""
-        with self._lock:
+        with self._lock.quietly:
             if not self._closed:
                 self._collect()
             return not self._closed
@@ -468,7 +467,7 @@ class Engine:
 
     def wake(self) -> None:
         """Has a `step` that waits, or computes for nobody, look again. Takes no lock."""
-        self._num_asked += 1
+        self._lock.ask()
         self._wakeup.tell()
 
     @property
@@ -493,7 +492,6 @@ class Engine:
 
     @contextlib.contextmanager
     def _open_now(self) -> Iterator[None]:
-        self._num_asked += 1
         with self._lock:
             if self._closed:
                 raise SessionClosedError("the engine is closed")

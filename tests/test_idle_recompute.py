@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import threading
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from ca_jax.overflow.config import OverflowConfig
 from ca_jax.storage.records import Residency
 from tests import engine_kit as kit
 from tests import overflow_kit as ok
+from tests import server_kit as sk
 from tests.test_overflow_repair import REPAIRS, drift, repairing  # noqa: F401
 
 
@@ -329,6 +331,34 @@ def test_another_cut_than_was_computed_ahead_is_repaired_as_ever(how, drift):  #
         pair.turn(kit.prompt(9, 8), 4)
         assert pair.session.num_dropped > 0
         pair.expect_stored_kv()
+
+
+def test_another_thread_waits_for_one_pass_of_it_alone(drift, monkeypatch):  # noqa: F811
+    """Whatever it calls: it is in front of what is still to be computed, and the keeper of saves is not."""
+    overflow, values = repairing("default", drift)
+    monkeypatch.setattr("ca_jax.serving.batch._IDLE_TOKENS", 16)
+    with ok.pair(overflow, values) as pair:
+        engine = pair.engine
+        pair.turn(kit.prompt(90), 16)
+        engine.wait_for_saves()
+        passes, run_pass = [], engine._runner.run_pass
+        keeper, asker = (threading.Thread(target=each) for each in (engine.keep, engine.stored.names))
+
+        def run(parts, jobs=()):
+            passes.append(engine._lock.num_asked)
+            (keeper if len(passes) == 1 else asker).start()
+            if len(passes) == 2:
+                sk.wait_for(lambda: engine._lock.num_asked > passes[-1])
+            return run_pass(parts, jobs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._runner, "run_pass", run)
+            assert engine.step()
+        keeper.join()
+        asker.join()
+        assert engine.num_jobs == (0, 0)
+        assert len(passes) == 2, "of three"
+        assert passes[0] == passes[1], "the keeper is not counted"
 
 
 @pytest.mark.parametrize("how", ["closed", "let go of"])

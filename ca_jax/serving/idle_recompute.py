@@ -15,7 +15,7 @@ Not here: how the turn behind a cut repairs it (recompute), which conversations 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 
 from ca_jax.errors import ContextWindowError, UnknownAdapterError
 from ca_jax.serving.core import EngineCore
@@ -23,6 +23,7 @@ from ca_jax.serving.open_sessions import OpenSessions
 from ca_jax.serving.truncator import Ahead
 from ca_jax.session import Session
 from ca_jax.storage.records import Residency
+from ca_jax.telemetry.wakeup import CountedLock
 
 _LOG = logging.getLogger(__name__)
 
@@ -32,12 +33,12 @@ class IdleRecompute:
 
     Args:
       sessions: others than those that are open are left alone.
-      num_asked: how often something was asked of the engine; once it was, what is computed here has to end.
+      lock: of the engine; once somebody asks for it, what is computed here has to end.
     """
 
-    def __init__(self, core: EngineCore, sessions: OpenSessions, num_asked: Callable[[], int]) -> None:
+    def __init__(self, core: EngineCore, sessions: OpenSessions, lock: CountedLock) -> None:
         self._is_on, self._shares = core.recomputes_when_idle, core.shares_prefixes
-        self._sessions, self._num_asked = sessions, num_asked
+        self._sessions, self._lock = sessions, lock
         self._truncator, self._turns, self._kv, self._adapters = core.truncator, core.turns, core.kv, core.adapters
         self._scheduler, self._batch = core.scheduler, core.batch
 
@@ -104,9 +105,9 @@ class IdleRecompute:
             job = self._turns.at_idle(stored_as, token_ids, kind)
         except (ContextWindowError, UnknownAdapterError):  # Its next turn says so.
             return False
-        num_asked = self._num_asked()
+        num_asked = self._lock.num_asked
         self._scheduler.submit(job)
-        while not job.done and self._num_asked() == num_asked and self._batch.step():
+        while not job.done and self._lock.num_asked == num_asked and self._batch.step():
             pass
         if not job.done:
             self._batch.cancel(job)

@@ -8,7 +8,6 @@ Not here: their turns (batch), what is stored of others (stored_sessions).
 from __future__ import annotations
 
 import math
-import threading
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -23,6 +22,7 @@ from ca_jax.serving.adapters import LoadedAdapters
 from ca_jax.serving.batch import Batch
 from ca_jax.session import Session
 from ca_jax.storage.objects.manifest import Manifest
+from ca_jax.telemetry.wakeup import CountedLock
 from ca_jax.turns.conversations import Conversation
 
 
@@ -169,7 +169,7 @@ class OpenSessions:
 class Elsewhere:
     """Conversations that replicas share: `engine.elsewhere`. Any thread may call."""
 
-    def __init__(self, sessions: OpenSessions, kv: SessionKV, shared: SharedSessions, lock: threading.RLock) -> None:
+    def __init__(self, sessions: OpenSessions, kv: SessionKV, shared: SharedSessions, lock: CountedLock) -> None:
         self._sessions, self._kv, self._shared, self._lock = sessions, kv, shared, lock
 
     @property

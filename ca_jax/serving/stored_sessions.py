@@ -6,7 +6,6 @@ Not here: conversations that are open (engine), the tool for a directory that no
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Collection, Iterable, Iterator
 
 from ca_jax.errors import SessionBusyError, TenantError, UnknownSessionError
@@ -14,13 +13,14 @@ from ca_jax.kv.session_kv import QueuedKV, SessionKV
 from ca_jax.session import Job, Session
 from ca_jax.storage.catalog.notes import Noted
 from ca_jax.storage.records import BlockTiers, EntryInfo, LookAheadWindows, Owner
+from ca_jax.telemetry.wakeup import CountedLock
 from ca_jax.turns.conversations import Conversation
 
 
 class StoredSessions:
     """Shows, pins and drops stored sessions. Any thread may call."""
 
-    def __init__(self, kv: SessionKV, opened: Iterable[Session], lock: threading.RLock) -> None:
+    def __init__(self, kv: SessionKV, opened: Iterable[Session], lock: CountedLock) -> None:
         self._kv, self._opened, self._lock = kv, opened, lock
 
     def list(self, *, tenant: str | None = None) -> tuple[EntryInfo, ...]:

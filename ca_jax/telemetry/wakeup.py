@@ -1,4 +1,5 @@
-"""Waiting for something that happens on another thread, without missing what happened just before.
+"""Waiting for something that happens on another thread, without missing what happened just before; and a lock that
+tells who holds it that others want it.
 
 Not here: what is waited for.
 """
@@ -31,3 +32,24 @@ class Wakeup:
         with self._changed:
             self._changed.wait_for(lambda: self.count > seen, timeout_s)
             return self.count
+
+
+class CountedLock:
+    """A lock that one thread at a time has, which may take it again, and that counts how often it is asked for."""
+
+    def __init__(self) -> None:
+        self.quietly = threading.RLock()
+        """The same lock, for those that can wait as long as it takes: they are not counted."""
+        self.num_asked = 0
+        """How often so far: once there are more, whoever holds it should not begin what takes long."""
+
+    def ask(self) -> None:
+        """Counts somebody who wants something of who holds it."""
+        self.num_asked += 1
+
+    def __enter__(self) -> None:
+        self.ask()
+        self.quietly.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.quietly.release()
