@@ -361,6 +361,33 @@ def test_another_thread_waits_for_one_pass_of_it_alone(drift, monkeypatch):  # n
         assert passes[0] == passes[1], "the keeper is not counted"
 
 
+@pytest.mark.parametrize("how", ["closed", "dropped", "dropped behind the cut", "rewound to its beginning"])
+def test_what_was_computed_ahead_is_forgotten_at_once_with_what_is_stored(how, drift):  # noqa: F811
+    """Whoever has KV forgotten need not wait for idle time."""
+    overflow, values = repairing("default", drift)
+    with ok.pair(overflow, values) as pair:
+        nearly_full(pair)
+        assert num_stored(pair) == 2
+        if how == "dropped behind the cut":
+            as_if_computed(pair, 30)
+            assert num_stored(pair) == 2
+        if how == "closed":
+            pair.session.close()
+        elif how == "rewound to its beginning":
+            pair.session.rewind(0)
+        else:
+            pair.engine.stored.drop(pair.session.session_id)
+        assert num_stored(pair) == 0
+
+
+def test_nothing_is_computed_ahead_that_would_live_longer_than_its_conversation(drift):  # noqa: F811
+    overflow, values = repairing("default", drift)
+    with ok.pair(overflow, values) as pair:
+        pair.session = pair.engine.session(ttl_s=60.0)
+        nearly_full(pair)
+        assert pair.engine.metrics.idle_recomputes == 0
+
+
 @pytest.mark.parametrize("how", ["closed", "let go of"])
 def test_what_was_computed_ahead_goes_with_its_conversation(how, drift):  # noqa: F811
     overflow, values = repairing("default", drift)
@@ -371,7 +398,7 @@ def test_what_was_computed_ahead_goes_with_its_conversation(how, drift):  # noqa
         while pair.engine.step():
             pass
         assert num_stored(pair) == (0 if how == "closed" else 1)
-        assert not pair.engine._truncator.ahead
+        assert not pair.engine._kv.ahead
 
 
 def test_another_tenant_finds_nothing_of_what_was_computed_ahead(drift):  # noqa: F811

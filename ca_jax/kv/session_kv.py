@@ -122,6 +122,8 @@ class SessionKV:
         self._to_slide: dict[str, Session] = {}  # By key, those with turns since they were looked at.
         # Of waiting jobs the key of the session, and of what they will load: what that begins with, and chunks.
         self._queued: dict[Job, tuple[str, tuple[str, ...]]] = {}
+        self.ahead: dict[str, str] = {}
+        """By the key of a session, that of KV computed for its next cut, which is forgotten with its own."""
         self._closing = threading.Event()
         self._toucher = threading.Thread(target=self._touch, name="ca_jax-first-touch", daemon=True)
         self._toucher.start()
@@ -321,6 +323,8 @@ class SessionKV:
         self.write_buffer.give_up(key)
         self.store.drop(key)
         self.snapshots.drop(key)
+        if (ahead := self.ahead.pop(key, None)) is not None:
+            self.drop(ahead)
 
     def forget(self, key: str) -> None:
         """Forgets a session and its conversation, everywhere. No turn of it may run."""

@@ -20,7 +20,6 @@ from collections.abc import MutableMapping
 from ca_jax.errors import ContextWindowError, UnknownAdapterError
 from ca_jax.serving.core import EngineCore
 from ca_jax.serving.open_sessions import OpenSessions
-from ca_jax.serving.truncator import Ahead
 from ca_jax.session import Session
 from ca_jax.storage.records import Residency
 from ca_jax.telemetry.wakeup import CountedLock
@@ -41,6 +40,7 @@ class IdleRecompute:
         self._sessions, self._lock = sessions, lock
         self._truncator, self._turns, self._kv, self._adapters = core.truncator, core.turns, core.kv, core.adapters
         self._scheduler, self._batch = core.scheduler, core.batch
+        self._ahead: dict[str, tuple[Session, Session]] = {}  # Of each key the session, and what is stored for its cut.
 
     @property
     def waits(self) -> bool:
@@ -63,18 +63,22 @@ class IdleRecompute:
         return False
 
     def _forget_spent(self) -> None:
-        """Forgets what was computed ahead for a cut that has been, or for a session that nobody has open any more."""
-        spent, ahead = self._truncator.spent, self._truncator.ahead
-        for key, each in tuple(ahead.items()):
-            if self._sessions.get(each.session.session_id) is not each.session:
-                spent.append(ahead.pop(key).hidden.key)
-        while spent:
-            self._kv.drop(spent.pop())
+        """Forgets what was computed ahead for a cut that has been, or for a session that is open no more."""
+        spent = self._truncator.spent
+        spent |= {key for key, (session, _) in self._ahead.items() if not self._is_open(session)}
+        for key in spent:
+            self._ahead.pop(key, None)
+            if (stored_as := self._kv.ahead.pop(key, None)) is not None:
+                self._kv.drop(stored_as)
+        spent.clear()
+
+    def _is_open(self, session: Session) -> bool:
+        return self._sessions.get(session.session_id) is session
 
     def _is_fit(self, session: Session) -> bool:
         """Whether it is here to be computed."""
-        held, is_open = session.conversation, self._sessions.get(session.session_id) is session
-        if not is_open or session.is_busy or held.borrowed or held.num_slid:
+        held = session.conversation
+        if not self._is_open(session) or session.is_busy or held.borrowed or held.num_slid:
             return False
         return self._kv.store.residency(session.key) is Residency.DRAM
 
@@ -85,17 +89,17 @@ class IdleRecompute:
         """Where there is room in DRAM that nobody else has a use for now."""
         token_ids, stats = self._truncator.left_by_next(session), self._kv.store.stats()
         num_bytes = len(token_ids) * self._kv.store.layout.token_bytes
-        if not self._shares or not token_ids or stats.free_bytes < 2 * num_bytes:
+        if not self._shares or not token_ids or stats.free_bytes < 2 * num_bytes or session.ttl_s is not None:
             return False
-        ahead = self._truncator.ahead.get(session.key)
-        if ahead is None:
+        if session.key not in self._ahead:
             try:
                 begun = self._adapters.begin(adapter=session.adapter)
-                ahead = Ahead(session, self._sessions.new(None, begun, session.tenant, keeps="kv"))
             except UnknownAdapterError:
                 return False
-            self._truncator.ahead[session.key] = ahead
-        return self._run(session, ahead.hidden, token_ids, "ahead", later)
+            self._ahead[session.key] = session, self._sessions.new(None, begun, session.tenant, keeps="kv")
+        _, stored_as = self._ahead[session.key]
+        self._kv.ahead[session.key] = stored_as.key
+        return self._run(session, stored_as, token_ids, "ahead", later)
 
     def _run(
         self, session: Session, stored_as: Session, token_ids: list[int], kind: str, later: MutableMapping[str, Session]

@@ -49,16 +49,6 @@ _NEAR = 4  # A context may soon be full once less than a fourth of the window is
 _WARM_STEP = 64  # Lengths of histories for whose repair functions are compiled are so far apart.
 
 
-@dataclasses.dataclass(frozen=True)
-class Ahead:
-    """KV of what a session's next cut leaves, if the oldest tokens leave."""
-
-    session: Session
-    """Whose cut it is for."""
-    hidden: Session
-    """What it is stored as: nobody knows this one."""
-
-
 class Truncator:
     """Drops tokens of conversations. Belongs to the engine's thread.
 
@@ -93,10 +83,8 @@ class Truncator:
         """Sessions that were cut, and whose KV is not what computing their tokens would give; by key, in that order."""
         self.nearly_full: weakref.WeakValueDictionary[str, Session] = weakref.WeakValueDictionary()
         """Sessions whose next turn may not fit, by key."""
-        self.ahead: dict[str, Ahead] = {}
-        """What was computed for the next cut of a session, by its key."""
-        self.spent: list[str] = []
-        """Keys of KV that was computed for a cut, and is of no more use."""
+        self.spent: set[str] = set()
+        """Keys of sessions for whose next cut KV was computed that is of no more use."""
 
     @property
     def rule(self) -> str:
@@ -205,11 +193,11 @@ class Truncator:
 
     def _is_computed(self, session: Session, left: Conversation) -> bool:
         """Whether KV of what is left was computed ahead, to be shared, but for as few tokens as a repair computes."""
-        if (ahead := self.ahead.pop(session.key, None)) is None:
+        if (ahead := self._kv.ahead.get(session.key)) is None:
             return False
-        self.spent.append(ahead.hidden.key)
+        self.spent.add(session.key)
         store, left_ids = self._kv.store, np.fromiter(left.token_ids, np.int32)
-        found = store.plain_prefix(ahead.hidden.key)
+        found = store.plain_prefix(ahead)
         num_found = 0 if found is None else num_common(found.token_ids, left_ids)
         is_enough = len(left_ids) - num_found <= self._overflow.repair_ratio * len(left_ids)
         return is_enough and num_found >= store.layout.block_tokens
@@ -282,7 +270,9 @@ class Truncator:
             if method == "of":
                 stored = self._kv.store.residency(session.key)
                 self._metrics.invalidated_histories += stored is not Residency.ABSENT
+            ahead = self._kv.ahead.pop(session.key, None)  # It is still to be shared.
             self._kv.truncate(session, 0)
+            self._kv.ahead |= {} if ahead is None else {session.key: ahead}
         session.resume(left)
         if recomputes:
             self._kv.remember(session)
@@ -313,8 +303,7 @@ class Truncator:
         attention = () if job.attention is None else job.attention
         if saver is not None:
             self._kv.write_buffer.finish_so_far(saver)
-        if (ahead := self.ahead.pop(session.key, None)) is not None:
-            self.spent.append(ahead.hidden.key)
+        self.spent |= self._kv.ahead.keys() & {session.key}
         discarded = self._choose(session, job.token_ids[:-1], self._num_leaving_from(job), starts, 1, attention)
         kept = np.flatnonzero(~discarded)
         own, others = discarded[:num_history], discarded[num_history:]
