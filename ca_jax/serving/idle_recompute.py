@@ -115,7 +115,8 @@ class IdleRecompute:
             pass
         if not job.done:
             self._batch.cancel(job)
-            later[session.key] = session
+            if self._lock.num_asked != num_asked:  # Else there is no room for it now.
+                later[session.key] = session
         if job.error is not None:
             _LOG.warning("session %s could not be computed %s", session.session_id, kind, exc_info=job.error)
         return True
