@@ -80,9 +80,9 @@ class Planes:
         low[:] = codes[: len(low)].astype(np.int8)  # The low byte, as a number of its own.
         wide = self._num_wide
         high[:wide] = (codes[:wide] - low[:wide]) >> 8
-        narrow = codes[len(low) :].astype(np.int8)
-        half = (narrow << 4) >> 4  # -8 to 7.
-        high[wide:] = (narrow - half) >> 4
+        narrow = codes[len(low) :]
+        half = (narrow.astype(np.int8) << 4) >> 4  # -8 to 7.
+        high[wide:] = (narrow - half) >> 4  # -8 to 8: a byte has no room for 127 - -1.
         pairs[:] = (half[::2] & 15) | (half[1::2] << 4)
 
     def unpack(self, data: np.ndarray, num_tokens: int) -> np.ndarray:
