@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from ca_jax.storage.objects.manifest import Manifest
 from ca_jax.storage.objects.store import ObjectsError, ObjectsUnfitError
 from tests import engine_kit as kit
 from tests.replica_kit import GREEDY, RUN_BLOCKS, SAID, claimed, make_replica, say, say_and_publish, serial
+from tests.storage.store_helpers import Gate, replaced, stalled
 
 
 @pytest.fixture(autouse=True)
@@ -274,6 +277,67 @@ def test_what_is_forgotten_is_forgotten_there(replica) -> None:
     say_and_publish(first, session, SAID[0])
     session.close()
     first._kv.shared._threads.submit(lambda: None).result()
+    first.close()
+    assert not claimed(second).messages
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["first publish", "later publish"])
+def test_what_is_forgotten_while_it_is_published_is_forgotten_there(replica, is_first) -> None:
+    first, second = replica(), replica()
+    session = first.session(session_id="s")
+    if not is_first:
+        say_and_publish(first, session, SAID[0])
+    with stalled((first._kv.shared.objects, "write")) as gate:
+        say(session, SAID[1])
+        kit.until(first, lambda: gate.num_come)
+        session.close()
+    first.close()
+    assert not claimed(second).messages
+
+
+def test_a_session_of_a_name_that_is_being_forgotten_begins_anew(replica) -> None:
+    engine = replica()
+    session = engine.session(session_id="s")
+    say_and_publish(engine, session, SAID[0])
+    with stalled((engine._kv.shared.objects, "write")) as gate:
+        session.close()
+        gate.wait_held()
+        claiming = threading.Thread(target=engine.elsewhere.claim, args=("s",))
+        claiming.start()
+        say(engine.session(), SAID[1])  # Time for a claim that would not wait.
+    claiming.join()
+    assert not engine.session(session_id="s").messages
+
+
+def test_what_a_session_of_that_name_publishes_is_not_forgotten(replica) -> None:
+    first, second = replica(), replica()
+    session = first.session(session_id="s")
+    say_and_publish(first, session, SAID[0])
+    objects, gate, number = first._kv.shared.objects, Gate(is_closed=True), itertools.count()
+    write = objects.write
+
+    def first_held(*of: object, **how: object) -> bytes | None:
+        if not next(number):
+            gate()
+        return write(*of, **how)
+
+    with replaced(objects, "write", first_held):
+        session.close()
+        gate.wait_held()
+        say(first.session(session_id="s"), SAID[1])
+        say_and_publish(first, first.session(session_id="another"), SAID[2])
+        gate.open()
+        kit.until(first, lambda: first.metrics.publishes > 2)
+    first.close()
+    assert [each["content"] for each in claimed(second).messages[::2]] == [SAID[1]]
+
+
+def test_what_is_let_go_of_and_dropped_is_forgotten_there(replica) -> None:
+    first, second = replica(), replica()
+    session = first.session(session_id="s")
+    say_and_publish(first, session, SAID[0])
+    first.release(session)
+    first.stored.drop("s")
     first.close()
     assert not claimed(second).messages
 

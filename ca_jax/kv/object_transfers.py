@@ -9,6 +9,7 @@ Not here: when something moves (shared_sessions), what objects are (storage.obje
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -18,6 +19,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -171,12 +173,20 @@ class SharedKV:
             self.objects.write(hint_name(self.namespace, state["tenant"], state["chain"]), key.encode())
         return Published(held, is_whole, num_bytes)
 
-    def forget(self, held: Held) -> None:
-        """Has a manifest say that its session is forgotten, if that can be."""
+    def forget(self, key: str, publishing: Future[Published] | None) -> None:
+        """Has the manifest of a session say that it is forgotten, if there is one, and that can be.
+
+        Args:
+          publishing: a publish of it, which ends before.
+        """
+        if publishing is not None:
+            concurrent.futures.wait([publishing])
         try:
-            self.objects.run(ownership.publish(held, conversation=None, parts=(), used_s=time.time()))
+            held = self.objects.run(ownership.begin(self.namespace, key, self.replica))
+            if held.manifest is not None and held.manifest.conversation is not None:
+                self.objects.run(ownership.publish(held, conversation=None, parts=(), used_s=time.time()))
         except (NotOwnerError, ObjectsError, ManifestError) as error:
-            _LOG.warning("session %s could not be forgotten: %s", held.key, error)
+            _LOG.warning("session %s could not be forgotten: %s", key, error)
 
     def look_up(self, tenant: str, chain: str) -> Manifest | None:
         """A tenant's session that stood where a chain says, as it is now; None: none is known. Not a claim.

@@ -322,12 +322,16 @@ class SessionKV:
         self.store.drop(key)
         self.snapshots.drop(key)
 
-    def forget(self, key: str) -> None:
-        """Forgets a session and its conversation, everywhere. No turn of it may run."""
+    def forget(self, key: str, *, is_noted: bool = True) -> None:
+        """Forgets a session and its conversation, everywhere. No turn of it may run.
+
+        Args:
+          is_noted: whether anything else than its KV was ever kept of it.
+        """
         self.drop(key)
         self.conversations.forget(key)
         if self.shared is not None:
-            self.shared.forget(key)
+            self.shared.forget(key, is_noted=is_noted)
 
     def closed(self, key: str) -> None:
         """A conversation is open no more, and may be gone on with."""

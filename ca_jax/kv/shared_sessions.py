@@ -18,6 +18,7 @@ Not here: the protocol (storage.objects.ownership), what the threads do (object_
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import dataclasses
 import itertools
 import logging
@@ -136,8 +137,9 @@ class SharedSessions:
         self._moving: dict[str, None] = {}  # Keys of those that are published, restored or looked for now.
         self._unpublished: dict[str, None] = {}  # Keys, the first to have changed first.
         self._lost: list[str] = []
+        self._lock = threading.Lock()  # Of the two that follow.
         self._claims: dict[str, ownership.Held] = {}  # Not looked at by `taken` yet.
-        self._lock = threading.Lock()  # Of the claims.
+        self._forgetting: dict[str, Future[None]] = {}  # By key, of sessions that are being forgotten there.
         self._threads = Threads(_THREADS, "ca_jax-objects")
         self._is_draining = False
 
@@ -146,9 +148,15 @@ class SharedSessions:
     def claim(self, key: str) -> None:
         """Has this replica own a session, if any replica has published it; `taken` then has it. Waits. Any thread may.
 
+        One of that name which is being forgotten is gone by then.
+
         Raises:
           ObjectsError: it is not known whether one has.
         """
+        with self._lock:
+            forgetting = self._forgetting.get(key)
+        if forgetting is not None:
+            concurrent.futures.wait([forgetting])
         try:
             held = self._kv.objects.run(ownership.claim(self._kv.namespace, key, self.replica))
         except ManifestError as error:
@@ -245,12 +253,20 @@ class SharedSessions:
             self._publish(key, shared, at_once=True)
         return None if shared.publishing is None else shared.publishing.done
 
-    def forget(self, key: str) -> None:
-        """Has a session forgotten there too."""
+    def forget(self, key: str, *, is_noted: bool = True) -> None:
+        """Has a session forgotten there too, behind a publish of it that is under way.
+
+        Args:
+          is_noted: whether it may ever have been published.
+        """
         self.stop(key)
         self._unpublished.pop(key, None)
-        if (shared := self._shared.pop(key, None)) and shared.held and shared.held.manifest is not None:
-            self._threads.submit(self._kv.forget, shared.held)
+        shared = self._shared.pop(key, None)
+        publishing = None if shared is None or shared.publishing is None else shared.publishing.done
+        with self._lock:
+            self._claims.pop(key, None)
+            if is_noted:
+                self._forgetting[key] = self._submit(self._kv.forget, key, publishing)
 
     def stop(self, key: str) -> None:
         """Has nothing hold a session's KV, which is about to change; what is not copied by then is published later."""
@@ -272,6 +288,9 @@ class SharedSessions:
         """Takes in what has moved, and begins what is due. Never waits."""
         for key in tuple(self._moving):
             self._take_in(key, self._shared[key])
+        with self._lock:
+            for key in [key for key, done in self._forgetting.items() if done.done()]:
+                del self._forgetting[key]
         if self.policy == "drain" and not self._is_draining:
             return
         for key in tuple(itertools.islice(self._unpublished, _LOOKED_AT)):
@@ -363,6 +382,8 @@ class SharedSessions:
         is_idle = self.policy != "idle" or self._is_draining or shared.is_closed or at_once
         is_idle = is_idle or now_s >= shared.changed_s + _IDLE_S
         if session is None or shared.publishing is not None or now_s < shared.not_before_s or not is_idle:
+            return
+        if key in self._forgetting:  # One of the same name.
             return
         if not self._is_quiet(key):
             self._unpublished.pop(key)

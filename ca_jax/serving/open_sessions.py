@@ -140,7 +140,7 @@ class OpenSessions:
     def forget(self, session: Session) -> None:
         """Drops one, of which no turn runs, and its KV."""
         self.remove(session)
-        self._kv.forget(session.key)
+        self._kv.forget(session.key, is_noted=session.is_noted)
 
     def truncate(self, session: Session, num_tokens: int, left: Conversation | None) -> None:
         """Forgets one's KV behind its first tokens; see `Engine.truncate_stored`."""

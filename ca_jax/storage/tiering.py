@@ -335,7 +335,7 @@ class Placement:
         num_fetches = _MAX_FETCHES - self._ssd.num_fetching
         if num_fetches > 0 and len(self._look_ahead):
             self._fetch_waiting(self._ssd, num_fetches)
-        if not self._ssd.num_fetching and self._looks_at_queue:
+        if self._looks_at_queue:
             self._fetch_expected(self._ssd)
 
     def _fetch_waiting(self, ssd: SsdIndex, num_fetches: int) -> None:

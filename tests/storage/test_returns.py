@@ -385,3 +385,25 @@ def test_what_is_expected_is_fetched_once_and_not_after_it_has_come(soon_back, c
     store.poll()
     wait_until(store, lambda: store.residency("a") is Residency.DRAM)
     assert store.stats().ssd.num_fetches == 1
+
+
+@pytest.mark.parametrize("first", ["early", "for a job"])
+def test_an_early_fetch_waits_while_another_fetch_runs(open_store, gates, clock, first):
+    """What is fetched early would have others wait for the SSD, a job or one that is back sooner."""
+    store = open_store(6, clock=clock, eviction_policy="scheduler_aware")
+    for key in "abcde":
+        put(store, key, 8)
+        clock.now_s += 100
+    gates[0].reads.close()
+    if first == "early":
+        store.expect_back("a", 5)
+    else:
+        store.enqueue(0, "a")
+    store.expect_back("b", 6)
+    for _ in range(3):
+        store.poll()
+        assert [store.residency(key) for key in "ab"] == [Residency.PENDING, Residency.SSD]
+    gates[0].reads.open()
+    wait_until(store, lambda: store.residency("b") is Residency.DRAM)
+    assert [store.residency(key) for key in "acde"] == [Residency.DRAM, Residency.SSD, Residency.SSD, Residency.DRAM]
+    assert store.stats().ssd.num_fetches == 2
