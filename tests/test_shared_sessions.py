@@ -19,9 +19,12 @@ import pytest
 
 from ca_jax.engine import Engine
 from ca_jax.errors import SessionClosedError, SessionMovedError
+from ca_jax.kv.object_transfers import Published, SharedKV
 from ca_jax.storage.objects import parts
 from ca_jax.storage.objects.manifest import Manifest
+from ca_jax.storage.objects.ownership import NotOwnerError
 from ca_jax.storage.objects.store import ObjectsError, ObjectsUnfitError
+from ca_jax.storage.records import Residency
 from tests import engine_kit as kit
 from tests.replica_kit import GREEDY, RUN_BLOCKS, SAID, claimed, make_replica, say, say_and_publish, serial
 from tests.storage.store_helpers import Gate, replaced, stalled
@@ -110,6 +113,7 @@ def test_a_turn_that_runs_while_its_session_is_lost_says_so(replica) -> None:
     next(answer)
     first._kv.shared._is_quiet = lambda key: True
     first._kv.shared.changed(session)
+    assert isinstance(first._kv.shared.publish_now(session.key).exception(), NotOwnerError)
     with pytest.raises(SessionMovedError, match="gone on with elsewhere"):
         collections.deque(answer)
     assert not first.sessions
@@ -142,6 +146,36 @@ def test_a_session_that_is_claimed_back_while_its_turn_runs_goes_on_with_what_th
     kit.until(first, lambda: not first.sessions)
     again = claimed(first)
     assert again.messages == there.messages
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_a_publish_that_ends_once_its_session_was_claimed_back_loses_nothing(replica, monkeypatch, is_refused) -> None:
+    """What became of it is of before the claim."""
+    first, second = replica(), replica()
+    session, gate, publish = first.session(session_id="s"), Gate(is_closed=True), SharedKV.publish
+
+    def ends_late(*of: object) -> Published:
+        try:
+            return publish(*of)
+        finally:
+            gate()
+
+    answers = [say_and_publish(first, session, SAID[0])]
+    if is_refused:
+        answers.append(say_and_publish(second, claimed(second), SAID[1]))
+    with monkeypatch.context() as patched:
+        patched.setattr(SharedKV, "publish", ends_late)
+        first._kv.describe(session)
+        first.elsewhere.publish(session)
+        gate.wait_held()
+    if not is_refused:
+        answers.append(say_and_publish(second, claimed(second), SAID[1]))
+    assert claimed(first) is session
+    gate.open()
+    answers.append(say_and_publish(first, session, SAID[2]))
+    answers.append(say_and_publish(first, session, SAID[3]))
+    assert answers == serial()
+    assert len(claimed(second).messages) == 8
 
 
 def test_a_turn_that_was_not_published_is_kept_by_the_replica_that_has_it(replica) -> None:
@@ -218,6 +252,56 @@ def test_other_sessions_that_begin_alike_find_the_same_objects(replica, tmp_path
     stranger = second.session(session_id="v", tenant="other")
     say(stranger, SAID[0])
     assert stranger.usage.cached_tokens == {"dram": 0}, "what one tenant said never reaches another"
+
+
+def test_what_is_on_ssd_alone_gives_way_to_longer_runs_that_others_published(replica, monkeypatch) -> None:
+    monkeypatch.setattr(parts, "RUN_BYTES", 8 * kit.BLOCK_TOKENS * kit.TOKEN_BYTES)
+    first, second = replica(), replica("ssd")
+    session, other = first.session(session_id="s"), second.session(session_id="t")
+    for text in SAID[:2]:
+        say_and_publish(first, session, text)
+    assert say_and_publish(second, other, SAID[0]) == serial(SAID[:1])[0]
+    second.wait_for_saves()
+    second._kv.store.leave_dram(other.key)
+    assert second._kv.store.residency(other.key) is Residency.SSD
+    assert say(other, SAID[1]) == serial(SAID[:2])[1]
+    assert other.usage.cached_tokens["objects"] >= parts.run_tokens(second._kv.store.layout)
+
+
+def test_runs_that_others_published_wait_for_what_the_turn_before_has_computed(replica, monkeypatch) -> None:
+    monkeypatch.setattr(parts, "RUN_BYTES", 8 * kit.BLOCK_TOKENS * kit.TOKEN_BYTES)
+    first, second = replica(), replica()
+    session, other = first.session(session_id="s"), second.session(session_id="t")
+    for text in SAID[:2]:
+        say_and_publish(first, session, text)
+    shared = second._kv.shared
+    with stalled((second._kv._saver, "_write")) as gate:
+        say(other, SAID[0])
+        gate.wait_held()
+        answer = other.send(SAID[1], sampling=GREEDY)
+        finding = shared._shared[other.key].finding
+        finding.done.result()
+        second.keep()
+        assert second._kv.store.num_readable(other.key) == 0
+    assert "".join(answer) == serial(SAID[:2])[1]
+    assert other.usage.cached_tokens["objects"] >= parts.run_tokens(second._kv.store.layout)
+
+
+def test_what_another_replica_said_since_is_restored_in_place_of_an_own_turn(replica) -> None:
+    first, second = replica(), replica()
+    session = first.session(session_id="s")
+    say_and_publish(first, session, SAID[0])
+    first._kv.shared.policy = "drain"
+    say(session, "Something else.")
+    first.wait_for_saves()
+    there = claimed(second)
+    for text in SAID[1:3]:
+        say_and_publish(second, there, text)
+    num_tokens = len(there.token_ids)
+    assert num_tokens > len(session.token_ids)
+    again = claimed(first)
+    assert say(again, SAID[3]) == serial()[3]
+    assert again.usage.cached_tokens == {"objects": num_tokens - 1}
 
 
 def damage(path: Path) -> None:

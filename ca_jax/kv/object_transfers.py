@@ -111,6 +111,7 @@ class SharedKV:
     layout: KVLayout
     namespace: str
     replica: str
+    """Names this engine as an owner. One with an SSD is the same after a restart."""
     coding: ObjectCoding | None = None
     """How objects are coded; None: they hold KV as it is computed. The namespace says which."""
 

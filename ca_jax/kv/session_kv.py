@@ -331,7 +331,7 @@ class SessionKV:
         self.drop(key)
         self.conversations.forget(key)
         if self.shared is not None:
-            self.shared.forget(key, is_noted=is_noted)
+            (self.shared.forget if is_noted else self.shared.lose)(key)
 
     def closed(self, key: str) -> None:
         """A conversation is open no more, and may be gone on with."""
@@ -389,6 +389,7 @@ class SessionKV:
             self._coding,
             pack=self.conversations.pack,
             is_quiet=is_quiet,
+            is_unsaved=self.write_buffer.is_unsaved,
             restored=self.histories.restored,
         )
 

@@ -175,7 +175,7 @@ class Elsewhere:
     @property
     def replica(self) -> str:
         """This engine's name as an owner."""
-        return self._shared.replica
+        return self._shared.kv.replica
 
     def claim(self, session_id: str, tenant: str = "") -> None:
         """Has this engine own a conversation, whichever had it; `Engine.session` then goes on with it.
@@ -215,7 +215,7 @@ class Elsewhere:
         Raises:
           ObjectsError: that cannot be found out.
         """
-        return self._shared.look_up(tenant, chain)
+        return self._shared.kv.look_up(tenant, chain)
 
     def fork(self, manifest: Manifest, num_tokens: int, session_id: str) -> Session:
         """Begins a conversation of that name, which goes on behind the first tokens of one that `look_up` found.
