@@ -485,6 +485,15 @@ def test_a_url_that_cannot_be_used_is_refused(replica, tmp_path) -> None:
             replica(url=url)
 
 
+def test_an_engine_that_is_refused_its_objects_leaves_its_directory_to_another(replica, tmp_path) -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(ObjectsUnfitError, match="objects_url must be") as refused:
+        replica("ssd", url="nowhere://x")
+    assert {each.name for each in set(threading.enumerate()) - before if "ca_jax" in each.name} == set()
+    say(replica("ssd").session(session_id="s"), SAID[0])
+    del refused
+
+
 def test_names_of_objects_say_whose_they_are(replica, tmp_path) -> None:
     """An object under another's name is not taken for it."""
     first, second = replica(), replica()

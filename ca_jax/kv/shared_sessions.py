@@ -102,21 +102,20 @@ class SharedSessions:
 
     Args:
       runtime: the engine's; it is woken when `collect` has something to do.
+      objects: where sessions are shared.
       namespace: names weights, layout, positions and coding of the KV; replicas with others never meet.
       coding: how objects are coded; None: they hold KV as it is computed. Whoever made it closes it.
       pack: a session's conversation as bytes, by its key.
       is_quiet: whether no turn of a session is queued or runs, and none of its KV is on its way to the store.
       is_unsaved: whether KV of turns of a session that have ended is on its way there.
       restored: gets the keys of sessions whose KV was brought.
-
-    Raises:
-      ObjectsUnfitError: the URL cannot be used.
     """
 
     def __init__(
         self,
         runtime: Runtime,
         store: AttentionStore,
+        objects: ObjectStore,
         namespace: str,
         coding: ObjectCoding | None,
         *,
@@ -126,9 +125,7 @@ class SharedSessions:
         restored: set[str],
     ) -> None:
         config = runtime.config.store
-        self.objects = ObjectStore(config.objects_url or "", config.objects_deadline_s)
-        """Where they are shared."""
-        self.objects.probe()
+        self.objects = objects
         replica = ownership.replica_name(config.ssd_directory)
         self.kv = SharedKV(self.objects, store.layout, namespace, replica, coding)
         self.policy = config.objects_write

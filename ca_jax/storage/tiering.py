@@ -354,7 +354,7 @@ class Placement:
         where the SSD is what limits, others would be later.
         """
         said = self._index.said
-        while said is not None and not ssd.num_fetching and (key := said.take_due()) is not None:
+        while not ssd.num_fetching and (key := said.take_due()) is not None:
             entry = self._index.get(key)
             if entry is None or entry.ssd is None or not entry.is_far:
                 continue
@@ -367,10 +367,10 @@ class Placement:
 
     def _is_away_for(self, key: str, seconds: float) -> bool:
         """Whether a session has no job waiting and will be away for longer than that, as far as anybody knows."""
-        entry, said = self._index.get(key), self._index.said
-        if entry is None or said is None or self._look_ahead.next_ticket(key) is not None:
+        entry = self._index.get(key)
+        if entry is None or self._look_ahead.next_ticket(key) is not None:
             return False
-        return said.away_s(key, entry.last_used_s) > seconds
+        return self._index.said.away_s(key, entry.last_used_s) > seconds
 
     def _prefetch_window(self) -> int:
         """How many jobs from the queue's head on are fetched for."""

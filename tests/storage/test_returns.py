@@ -338,6 +338,15 @@ def test_what_is_said_of_a_session_that_never_is_stored_is_forgotten():
     assert (said.until_s("a"), said.away_s("a", -5.0), said.rate("a")) == (None, 5, None)
 
 
+def test_what_is_said_of_a_key_of_which_nothing_is_stored_is_not_kept(clock):
+    store = make_store(6, clock=clock)
+    for key in ("never stored", "a"):
+        store.expect_back(key, 20)
+    assert not store._index.said._due_s
+    put(store, "a", 8)
+    assert [info.expected_s for info in store.list()] == [None]
+
+
 @pytest.fixture
 def soon_back(open_store, clock):
     """A store of room for two sessions: `a` is on SSD alone and b and c are in DRAM, used at 0, 100 and 200 s."""
