@@ -150,7 +150,17 @@ class SharedKV:
             if held.manifest is not None and fitting:
                 state = state | {"num_plain": held.manifest.num_plain}
         else:
-            divided = self._divided(key, held, state, token_ids, source, known)
+            epoch = 1 if held.manifest is None else held.manifest.epoch
+            divided = parts.divide(
+                token_ids[: source.ticket.num_tokens],
+                source.ticket.num_plain,
+                self.layout,
+                known,
+                namespace=self.namespace,
+                tenant=state["tenant"],
+                key=key,
+                mark=f"{epoch}-{uuid.uuid4().hex}",
+            )
             copied, is_whole = self._copied(source, divided)
             source.is_copied.set()
             wake()
@@ -222,7 +232,7 @@ class SharedKV:
           How many of them are written, from the first on.
         """
         num_left = len(moves)
-        decoding = [None if self.coding is None else self.coding.of_object(part.num_tokens) for _, part in moves]
+        decoding = [None if self.coding is None else Decoding(self.coding, part.num_tokens) for _, part in moves]
         wanted = (
             (number, self._begin_restore(*moves[number], first, stop, decoding[number]))
             for first, stop in self._spans([part for _, part in moves])
@@ -273,38 +283,16 @@ class SharedKV:
     ) -> Sequence[PartRef]:
         """What a manifest names that is KV of the state that is to be published, as far as its tokens are the same."""
         before = held.manifest
-        if before is None or before.lineage != state["lineage"] or not self._is_current(held):
+        if before is None or before.lineage != state["lineage"]:
             return ()
+        if self.objects.read(held.name).generation != held.generation:
+            return ()  # A collector may have forgotten it, and its objects be gone.
         num_same = before.num_tokens
         if before.is_to_repair and source is not None:
             num_same = source.ticket.num_plain
         elif before.is_to_repair and not state["is_to_repair"]:
             num_same = before.num_plain or 0
         return [part for part in before.parts if part.name not in damaged and part.stop <= num_same]
-
-    def _divided(
-        self,
-        key: str,
-        held: Held,
-        state: dict[str, Any],
-        token_ids: np.ndarray,
-        source: Source,
-        known: Sequence[PartRef],
-    ) -> list[PartRef | parts.Wanted]:
-        return parts.divide(
-            token_ids[: source.ticket.num_tokens],
-            source.ticket.num_plain,
-            self.layout,
-            known,
-            namespace=self.namespace,
-            tenant=state["tenant"],
-            key=key,
-            mark=f"{1 if held.manifest is None else held.manifest.epoch}-{uuid.uuid4().hex}",
-        )
-
-    def _is_current(self, held: Held) -> bool:
-        """Whether a manifest is as it was held. Where a collector has forgotten it, its objects may be gone."""
-        return self.objects.read(held.name).generation == held.generation
 
     def _copied(self, source: Source, divided: Sequence[PartRef | parts.Wanted]) -> tuple[list[list[np.ndarray]], bool]:
         """Copies of the layers of those that are to be written, none of those that are there; and whether of all."""
