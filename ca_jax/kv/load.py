@@ -413,7 +413,10 @@ class Histories:
         if ticket is not None:
             pad = self._runner.padded_history
             options: dict[str, Any] = {"all_at_once": self._config.read_buffer == "off"}
-            if not found and not self._may_read_all(job, session):
+            state = session.conversation
+            # More may come to be read than tokens behind it see: as it is repaired, or cut while the job runs.
+            may_read_all = state.num_to_repair or state.to_drift or job.most_tokens > self._runner.window
+            if not found and not may_read_all:
                 firsts = self._first_seen(num_places)
             reads = [(first, pad(num_places - first)) for first in firsts]
             layer_s = self.layer_compute_s(num_places, num_new)
@@ -430,13 +433,6 @@ class Histories:
             chunks=tuple(span for _, span in found),
             missed_chunks=len(chunks) - len(found),
         )
-
-    def _may_read_all(self, job: Job, session: Session) -> bool:
-        """Whether more of a history may come to be read than tokens behind it see: as it is repaired, or cut while the
-        job runs.
-        """
-        state = session.conversation
-        return bool(state.num_to_repair or state.to_drift) or job.most_tokens > self._runner.window
 
     def _num_worth_loading(self, num_stored: int, num_new: int) -> int:
         """How many tokens of a stored history are loaded: all of them, where no rates say otherwise."""
