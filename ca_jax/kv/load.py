@@ -24,12 +24,11 @@ from ca_jax.device.transfer import to_device
 from ca_jax.kv import costs
 from ca_jax.kv.chunk_kv import ChunkKV, FusedTicket
 from ca_jax.kv.costs import RateMeter
-from ca_jax.kv.history import History
+from ca_jax.kv.history import History, SharedLoad
 from ca_jax.kv.layer_loader import LayerLoader
 from ca_jax.kv.layout import first_seen, kept_window
 from ca_jax.kv.resident import ResidentPages
 from ca_jax.kv.save import owner_of
-from ca_jax.kv.shared_load import SharedLoad
 from ca_jax.kv.snapshots import Snapshots
 from ca_jax.models.kv import KVCache, LayerKV
 from ca_jax.session import Job, Session

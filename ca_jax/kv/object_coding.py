@@ -17,10 +17,9 @@ from typing import TypeVar
 import numpy as np
 
 from ca_jax.kv.threads import Threads
-from ca_jax.storage.codec import KVCodec
+from ca_jax.storage.codec import KVCodec, Places
 from ca_jax.storage.layer_codec import LayerCodec
 from ca_jax.storage.layout import KVLayout
-from ca_jax.storage.tiers.coding import Places
 
 T = TypeVar("T")
 
