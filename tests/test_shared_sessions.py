@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 import logging
 import threading
@@ -437,6 +438,27 @@ def test_what_is_written_on_closing_goes_on_elsewhere(replica, write) -> None:
     answers.append(say(there, SAID[2]))
     assert answers == serial(SAID[:3])
     assert there.usage.cached_tokens["objects"] > 0
+
+
+@pytest.mark.parametrize("write", ["drain", "idle"])
+def test_what_is_on_ssd_alone_on_closing_goes_on_elsewhere(replica, monkeypatch, write) -> None:
+    """One after the other, where DRAM has no room for all of them."""
+    with monkeypatch.context() as patched:
+        patched.setattr(kit, "ssd_store", functools.partial(kit.ssd_store, dram_blocks=20))
+        first = replica("ssd", write=write)
+    sessions = [first.session(session_id=name) for name in "stu"]
+    for session in sessions:
+        answers = [say(session, text) for text in SAID[:2]]
+        first.wait_for_saves()
+        first._kv.store.leave_dram(session.key)
+        assert first._kv.store.residency(session.key) is Residency.SSD
+    num_tokens = len(sessions[0].token_ids)
+    assert num_tokens > 20 * kit.BLOCK_TOKENS // 2
+    first.close()
+    for session in sessions:
+        there = claimed(replica(), session.session_id)
+        assert [*answers, say(there, SAID[2])] == serial(SAID[:3])
+        assert there.usage.cached_tokens == {"objects": num_tokens - 1}
 
 
 def test_an_idle_session_is_published(replica, monkeypatch) -> None:

@@ -135,6 +135,7 @@ class SharedSessions:
         self._shared: dict[str, _Shared] = collections.defaultdict(_Shared)
         self._moving: dict[str, None] = {}  # Keys of those that are published, restored or looked for now.
         self._unpublished = collections.OrderedDict[str, None]()  # Keys, the first to have changed first.
+        self._fetched: str | None = None  # Key of the one that was fetched from SSD to be drained.
         self._lost: list[str] = []
         self._lock = threading.Lock()  # Of the two that follow.
         self._claims: dict[str, ownership.Held] = {}  # Not looked at by `taken` yet.
@@ -292,9 +293,6 @@ class SharedSessions:
         while time.monotonic() < give_up_s:
             if not self._moving and all(self._shared[key].num_failed >= _TRIES for key in self._unpublished):
                 break
-            for key in tuple(itertools.islice(self._unpublished, _LOOKED_AT)):
-                if self._store.residency(key) is Residency.SSD:
-                    self._store.request(key)
             self._store.poll()
             self.collect()
             time.sleep(0.005)
@@ -364,7 +362,11 @@ class SharedSessions:
         is_held_up = shared.publishing is not None or (forgetting is not None and not forgetting.done())
         if session is None or is_held_up or now_s < shared.not_before_s or not is_idle:
             return
-        if not self._is_quiet(key):
+        comes = self._is_draining and self._store.residency(key) is not Residency.DRAM
+        if comes and self._fetched in (None, key):  # One at a time: DRAM may have no room for more.
+            comes = self._store.request(key)
+            self._fetched = key if comes else None
+        if comes or not self._is_quiet(key):
             self._unpublished.move_to_end(key)
             return
         del self._unpublished[key]
@@ -443,6 +445,9 @@ class SharedSessions:
             self._moving[key] = None
 
     def _end_publish(self, key: str, shared: _Shared, publishing: _Publishing) -> None:
+        if key == self._fetched:
+            self._fetched = None
+            self._store.leave_dram(key)
         if shared.held is not publishing.held:  # It was claimed anew since: what became of this is of before.
             self._unpublished.setdefault(key)
             return
