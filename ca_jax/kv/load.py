@@ -221,7 +221,7 @@ class Histories:
             self._metrics.failed_loads += 1
             return
         seconds = (time.perf_counter() - started_s) / load.num_layers
-        self._meter.add_load(self._layer_bytes(ticket.num_tokens), seconds)
+        self._meter.add_load(ticket.num_tokens * self._layout.token_bytes // load.num_layers, seconds)
         load.release()
         self._store.complete_load(ticket)
 
@@ -359,9 +359,6 @@ class Histories:
 
     def _first_seen(self, num_tokens: int) -> tuple[int, ...]:
         return first_seen(self._layout, num_tokens, self._runner.pool.size.page_tokens)
-
-    def _layer_bytes(self, num_tokens: int) -> int:
-        return num_tokens * self._layout.token_bytes // self._layout.num_layers
 
     def _abort(self, tickets: Iterable[LoadTicket], reason: MissReason = MissReason.ABORTED) -> None:
         for ticket in tickets:

@@ -140,11 +140,6 @@ class TierOrders(Generic[T]):
     def __contains__(self, key: str) -> bool:
         return key in self._slots
 
-    def get(self, key: str) -> T | None:
-        """The item of that key, if there is one."""
-        slot = self._slots.get(key)
-        return None if slot is None else slot.item
-
     def add(self, key: str, item: T, tenant: str = "") -> None:
         """Adds a session that is not there yet, as the last created and the last used."""
         slot = _Slot(key=key, item=item, tenant=tenant, orders=(self._all, self._of_tenant[tenant]))
