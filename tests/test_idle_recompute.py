@@ -313,17 +313,21 @@ def test_who_asks_while_it_is_computed_ahead_loses_nothing_of_it(drift, monkeypa
         as_if_computed(pair, 30)
 
 
-@pytest.mark.parametrize("how", ["too much leaves", "in the answer", "by hand", "no room", "off", "not shared"])
+@pytest.mark.parametrize(
+    "how", ["too much leaves", "in the answer", "by hand", "no room", "quota", "off", "not shared"]
+)
 def test_another_cut_than_was_computed_ahead_is_repaired_as_ever(how, drift):  # noqa: F811
     overflow, values = repairing("default", drift)
     changes = {"store": kit.store_of(9)} if how == "no room" else {}
+    if how == "quota":
+        changes = {"store": dataclasses.replace(kit.store_of(1000), tenant_quota_gib=kit.store_of(9).dram_gib)}
     if how == "off":
         overflow = dataclasses.replace(overflow, exact_when_idle=False)
     if how == "not shared":
         changes = {"share_prefixes": False}
     with ok.pair(overflow, values, **changes) as pair:
         nearly_full(pair)
-        assert pair.engine.metrics.idle_recomputes == (how not in ("no room", "off", "not shared"))
+        assert pair.engine.metrics.idle_recomputes == (how not in ("no room", "quota", "off", "not shared"))
         if how == "by hand":
             pair.discard(np.arange(106) % 5 == 1)
         prompt_tokens, max_tokens = {"too much leaves": (100, 8), "in the answer": (10, 40)}.get(how, (30, 8))

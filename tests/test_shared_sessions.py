@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
+import itertools
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,11 +20,15 @@ import pytest
 
 from ca_jax.engine import Engine
 from ca_jax.errors import SessionClosedError, SessionMovedError
+from ca_jax.kv.object_transfers import Published, SharedKV
 from ca_jax.storage.objects import parts
 from ca_jax.storage.objects.manifest import Manifest
+from ca_jax.storage.objects.ownership import NotOwnerError
 from ca_jax.storage.objects.store import ObjectsError, ObjectsUnfitError
+from ca_jax.storage.records import Residency
 from tests import engine_kit as kit
 from tests.replica_kit import GREEDY, RUN_BLOCKS, SAID, claimed, make_replica, say, say_and_publish, serial
+from tests.storage.store_helpers import Gate, replaced, stalled
 
 
 @pytest.fixture(autouse=True)
@@ -107,6 +114,7 @@ def test_a_turn_that_runs_while_its_session_is_lost_says_so(replica) -> None:
     next(answer)
     first._kv.shared._is_quiet = lambda key: True
     first._kv.shared.changed(session)
+    assert isinstance(first._kv.shared.publish_now(session.key).exception(), NotOwnerError)
     with pytest.raises(SessionMovedError, match="gone on with elsewhere"):
         collections.deque(answer)
     assert not first.sessions
@@ -139,6 +147,36 @@ def test_a_session_that_is_claimed_back_while_its_turn_runs_goes_on_with_what_th
     kit.until(first, lambda: not first.sessions)
     again = claimed(first)
     assert again.messages == there.messages
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_a_publish_that_ends_once_its_session_was_claimed_back_loses_nothing(replica, monkeypatch, is_refused) -> None:
+    """What became of it is of before the claim."""
+    first, second = replica(), replica()
+    session, gate, publish = first.session(session_id="s"), Gate(is_closed=True), SharedKV.publish
+
+    def ends_late(*of: object) -> Published:
+        try:
+            return publish(*of)
+        finally:
+            gate()
+
+    answers = [say_and_publish(first, session, SAID[0])]
+    if is_refused:
+        answers.append(say_and_publish(second, claimed(second), SAID[1]))
+    with monkeypatch.context() as patched:
+        patched.setattr(SharedKV, "publish", ends_late)
+        first._kv.describe(session)
+        first.elsewhere.publish(session)
+        gate.wait_held()
+    if not is_refused:
+        answers.append(say_and_publish(second, claimed(second), SAID[1]))
+    assert claimed(first) is session
+    gate.open()
+    answers.append(say_and_publish(first, session, SAID[2]))
+    answers.append(say_and_publish(first, session, SAID[3]))
+    assert answers == serial()
+    assert len(claimed(second).messages) == 8
 
 
 def test_a_turn_that_was_not_published_is_kept_by_the_replica_that_has_it(replica) -> None:
@@ -217,6 +255,56 @@ def test_other_sessions_that_begin_alike_find_the_same_objects(replica, tmp_path
     assert stranger.usage.cached_tokens == {"dram": 0}, "what one tenant said never reaches another"
 
 
+def test_what_is_on_ssd_alone_gives_way_to_longer_runs_that_others_published(replica, monkeypatch) -> None:
+    monkeypatch.setattr(parts, "RUN_BYTES", 8 * kit.BLOCK_TOKENS * kit.TOKEN_BYTES)
+    first, second = replica(), replica("ssd")
+    session, other = first.session(session_id="s"), second.session(session_id="t")
+    for text in SAID[:2]:
+        say_and_publish(first, session, text)
+    assert say_and_publish(second, other, SAID[0]) == serial(SAID[:1])[0]
+    second.wait_for_saves()
+    second._kv.store.leave_dram(other.key)
+    assert second._kv.store.residency(other.key) is Residency.SSD
+    assert say(other, SAID[1]) == serial(SAID[:2])[1]
+    assert other.usage.cached_tokens["objects"] >= parts.run_tokens(second._kv.store.layout)
+
+
+def test_runs_that_others_published_wait_for_what_the_turn_before_has_computed(replica, monkeypatch) -> None:
+    monkeypatch.setattr(parts, "RUN_BYTES", 8 * kit.BLOCK_TOKENS * kit.TOKEN_BYTES)
+    first, second = replica(), replica()
+    session, other = first.session(session_id="s"), second.session(session_id="t")
+    for text in SAID[:2]:
+        say_and_publish(first, session, text)
+    shared = second._kv.shared
+    with stalled((second._kv._saver, "_write")) as gate:
+        say(other, SAID[0])
+        gate.wait_held()
+        answer = other.send(SAID[1], sampling=GREEDY)
+        finding = shared._shared[other.key].finding
+        finding.done.result()
+        second.keep()
+        assert second._kv.store.num_readable(other.key) == 0
+    assert "".join(answer) == serial(SAID[:2])[1]
+    assert other.usage.cached_tokens["objects"] >= parts.run_tokens(second._kv.store.layout)
+
+
+def test_what_another_replica_said_since_is_restored_in_place_of_an_own_turn(replica) -> None:
+    first, second = replica(), replica()
+    session = first.session(session_id="s")
+    say_and_publish(first, session, SAID[0])
+    first._kv.shared.policy = "drain"
+    say(session, "Something else.")
+    first.wait_for_saves()
+    there = claimed(second)
+    for text in SAID[1:3]:
+        say_and_publish(second, there, text)
+    num_tokens = len(there.token_ids)
+    assert num_tokens > len(session.token_ids)
+    again = claimed(first)
+    assert say(again, SAID[3]) == serial()[3]
+    assert again.usage.cached_tokens == {"objects": num_tokens - 1}
+
+
 def damage(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2 + 4096] ^= 1
@@ -278,6 +366,67 @@ def test_what_is_forgotten_is_forgotten_there(replica) -> None:
     assert not claimed(second).messages
 
 
+@pytest.mark.parametrize("is_first", [True, False], ids=["first publish", "later publish"])
+def test_what_is_forgotten_while_it_is_published_is_forgotten_there(replica, is_first) -> None:
+    first, second = replica(), replica()
+    session = first.session(session_id="s")
+    if not is_first:
+        say_and_publish(first, session, SAID[0])
+    with stalled((first._kv.shared.objects, "write")) as gate:
+        say(session, SAID[1])
+        kit.until(first, lambda: gate.num_come)
+        session.close()
+    first.close()
+    assert not claimed(second).messages
+
+
+def test_a_session_of_a_name_that_is_being_forgotten_begins_anew(replica) -> None:
+    engine = replica()
+    session = engine.session(session_id="s")
+    say_and_publish(engine, session, SAID[0])
+    with stalled((engine._kv.shared.objects, "write")) as gate:
+        session.close()
+        gate.wait_held()
+        claiming = threading.Thread(target=engine.elsewhere.claim, args=("s",))
+        claiming.start()
+        say(engine.session(), SAID[1])  # Time for a claim that would not wait.
+    claiming.join()
+    assert not engine.session(session_id="s").messages
+
+
+def test_what_a_session_of_that_name_publishes_is_not_forgotten(replica) -> None:
+    first, second = replica(), replica()
+    session = first.session(session_id="s")
+    say_and_publish(first, session, SAID[0])
+    objects, gate, number = first._kv.shared.objects, Gate(is_closed=True), itertools.count()
+    write = objects.write
+
+    def first_held(*of: object, **how: object) -> bytes | None:
+        if not next(number):
+            gate()
+        return write(*of, **how)
+
+    with replaced(objects, "write", first_held):
+        session.close()
+        gate.wait_held()
+        say(first.session(session_id="s"), SAID[1])
+        say_and_publish(first, first.session(session_id="another"), SAID[2])
+        gate.open()
+        kit.until(first, lambda: first.metrics.publishes > 2)
+    first.close()
+    assert [each["content"] for each in claimed(second).messages[::2]] == [SAID[1]]
+
+
+def test_what_is_let_go_of_and_dropped_is_forgotten_there(replica) -> None:
+    first, second = replica(), replica()
+    session = first.session(session_id="s")
+    say_and_publish(first, session, SAID[0])
+    first.release(session)
+    first.stored.drop("s")
+    first.close()
+    assert not claimed(second).messages
+
+
 @pytest.mark.parametrize("write", ["drain", "idle"])
 def test_what_is_written_on_closing_goes_on_elsewhere(replica, write) -> None:
     first = replica(write=write)
@@ -289,6 +438,27 @@ def test_what_is_written_on_closing_goes_on_elsewhere(replica, write) -> None:
     answers.append(say(there, SAID[2]))
     assert answers == serial(SAID[:3])
     assert there.usage.cached_tokens["objects"] > 0
+
+
+@pytest.mark.parametrize("write", ["drain", "idle"])
+def test_what_is_on_ssd_alone_on_closing_goes_on_elsewhere(replica, monkeypatch, write) -> None:
+    """One after the other, where DRAM has no room for all of them."""
+    with monkeypatch.context() as patched:
+        patched.setattr(kit, "ssd_store", functools.partial(kit.ssd_store, dram_blocks=20))
+        first = replica("ssd", write=write)
+    sessions = [first.session(session_id=name) for name in "stu"]
+    for session in sessions:
+        answers = [say(session, text) for text in SAID[:2]]
+        first.wait_for_saves()
+        first._kv.store.leave_dram(session.key)
+        assert first._kv.store.residency(session.key) is Residency.SSD
+    num_tokens = len(sessions[0].token_ids)
+    assert num_tokens > 20 * kit.BLOCK_TOKENS // 2
+    first.close()
+    for session in sessions:
+        there = claimed(replica(), session.session_id)
+        assert [*answers, say(there, SAID[2])] == serial(SAID[:3])
+        assert there.usage.cached_tokens == {"objects": num_tokens - 1}
 
 
 def test_an_idle_session_is_published(replica, monkeypatch) -> None:
@@ -335,6 +505,15 @@ def test_a_url_that_cannot_be_used_is_refused(replica, tmp_path) -> None:
     for url in (f"file://{tmp_path}/file", "nowhere://x"):
         with pytest.raises(ObjectsUnfitError, match="objects_url must be"):
             replica(url=url)
+
+
+def test_an_engine_that_is_refused_its_objects_leaves_its_directory_to_another(replica, tmp_path) -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(ObjectsUnfitError, match="objects_url must be") as refused:
+        replica("ssd", url="nowhere://x")
+    assert {each.name for each in set(threading.enumerate()) - before if "ca_jax" in each.name} == set()
+    say(replica("ssd").session(session_id="s"), SAID[0])
+    del refused
 
 
 def test_names_of_objects_say_whose_they_are(replica, tmp_path) -> None:

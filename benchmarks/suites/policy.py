@@ -241,7 +241,7 @@ class _Books:
         self._mean_blocks = float(sizes.mean())
         self._window_jobs = look_ahead_window(dram_blocks, self._mean_blocks)
         returns = ReturnTimes(time.monotonic) if isinstance(policy, ReturnAwarePolicy) else None
-        self._table = SessionIndex(self._look_ahead, dram_blocks, _LAYOUT.block_tokens, returns)
+        self._table = SessionIndex(self._look_ahead, dram_blocks, _LAYOUT.block_tokens, time.monotonic, returns)
         for i, (size, stays) in enumerate(zip(sizes.tolist(), in_dram.tolist(), strict=True)):
             self._table.add(_make_entry(i, size, stays))
 

@@ -57,7 +57,7 @@ class ReadBuffer:
         Raises:
           ValueError: more than there is.
         """
-        size = _aligned(num_bytes)
+        size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         if size > self.memory.nbytes:
             raise ValueError(f"a piece must be at most the {self.memory.nbytes} bytes of the read buffer, got {size}")
         if not self._regions:
@@ -82,10 +82,6 @@ class ReadBuffer:
         """A piece as an array of that shape and dtype, which fits in it."""
         num_bytes = int(np.prod(shape)) * dtype.itemsize
         return self.memory[region.start : region.start + num_bytes].view(dtype).reshape(shape)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 _LOOK_S = 5e-3

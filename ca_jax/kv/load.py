@@ -24,12 +24,11 @@ from ca_jax.device.transfer import to_device
 from ca_jax.kv import costs
 from ca_jax.kv.chunk_kv import ChunkKV, FusedTicket
 from ca_jax.kv.costs import RateMeter
-from ca_jax.kv.history import History
+from ca_jax.kv.history import History, SharedLoad
 from ca_jax.kv.layer_loader import LayerLoader
 from ca_jax.kv.layout import first_seen, kept_window
 from ca_jax.kv.resident import ResidentPages
 from ca_jax.kv.save import owner_of
-from ca_jax.kv.shared_load import SharedLoad
 from ca_jax.kv.snapshots import Snapshots
 from ca_jax.models.kv import KVCache, LayerKV
 from ca_jax.session import Job, Session
@@ -222,7 +221,7 @@ class Histories:
             self._metrics.failed_loads += 1
             return
         seconds = (time.perf_counter() - started_s) / load.num_layers
-        self._meter.add_load(self._layer_bytes(ticket.num_tokens), seconds)
+        self._meter.add_load(ticket.num_tokens * self._layout.token_bytes // load.num_layers, seconds)
         load.release()
         self._store.complete_load(ticket)
 
@@ -361,9 +360,6 @@ class Histories:
     def _first_seen(self, num_tokens: int) -> tuple[int, ...]:
         return first_seen(self._layout, num_tokens, self._runner.pool.size.page_tokens)
 
-    def _layer_bytes(self, num_tokens: int) -> int:
-        return num_tokens * self._layout.token_bytes // self._layout.num_layers
-
     def _abort(self, tickets: Iterable[LoadTicket], reason: MissReason = MissReason.ABORTED) -> None:
         for ticket in tickets:
             if ticket.state is TicketState.OPEN:
@@ -413,7 +409,10 @@ class Histories:
         if ticket is not None:
             pad = self._runner.padded_history
             options: dict[str, Any] = {"all_at_once": self._config.read_buffer == "off"}
-            if not found and not self._may_read_all(job, session):
+            state = session.conversation
+            # More may come to be read than tokens behind it see: as it is repaired, or cut while the job runs.
+            may_read_all = state.num_to_repair or state.to_drift or job.most_tokens > self._runner.window
+            if not found and not may_read_all:
                 firsts = self._first_seen(num_places)
             reads = [(first, pad(num_places - first)) for first in firsts]
             layer_s = self.layer_compute_s(num_places, num_new)
@@ -430,13 +429,6 @@ class Histories:
             chunks=tuple(span for _, span in found),
             missed_chunks=len(chunks) - len(found),
         )
-
-    def _may_read_all(self, job: Job, session: Session) -> bool:
-        """Whether more of a history may come to be read than tokens behind it see: as it is repaired, or cut while the
-        job runs.
-        """
-        state = session.conversation
-        return bool(state.num_to_repair or state.to_drift) or job.most_tokens > self._runner.window
 
     def _num_worth_loading(self, num_stored: int, num_new: int) -> int:
         """How many tokens of a stored history are loaded: all of them, where no rates say otherwise."""

@@ -17,10 +17,9 @@ from typing import TypeVar
 import numpy as np
 
 from ca_jax.kv.threads import Threads
-from ca_jax.storage.codec import KVCodec
+from ca_jax.storage.codec import KVCodec, Places
 from ca_jax.storage.layer_codec import LayerCodec
 from ca_jax.storage.layout import KVLayout
-from ca_jax.storage.tiers.coding import Places
 
 T = TypeVar("T")
 
@@ -57,17 +56,16 @@ class ObjectCoding:
         with self.places.taken():
             return self.codec.encode(layers)
 
-    def of_object(self, num_tokens: int) -> Decoding:
-        """An object of so many tokens, which is about to be read."""
-        return Decoding(self, num_tokens)
-
     def close(self) -> None:
         """Ends the threads, once they have done what was begun."""
         self.threads.close()
 
 
 class Decoding:
-    """One object, whose layers are decoded one behind the other. For one thread, but for `decode`."""
+    """One object of so many tokens, which is about to be read; its layers are decoded one behind the other.
+
+    For one thread, but for `decode`.
+    """
 
     def __init__(self, coding: ObjectCoding, num_tokens: int) -> None:
         self._coding = coding

@@ -9,6 +9,7 @@ Not here: when something moves (shared_sessions), what objects are (storage.obje
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -18,6 +19,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -109,6 +111,7 @@ class SharedKV:
     layout: KVLayout
     namespace: str
     replica: str
+    """Names this engine as an owner. One with an SSD is the same after a restart."""
     coding: ObjectCoding | None = None
     """How objects are coded; None: they hold KV as it is computed. The namespace says which."""
 
@@ -147,7 +150,17 @@ class SharedKV:
             if held.manifest is not None and fitting:
                 state = state | {"num_plain": held.manifest.num_plain}
         else:
-            divided = self._divided(key, held, state, token_ids, source, known)
+            epoch = 1 if held.manifest is None else held.manifest.epoch
+            divided = parts.divide(
+                token_ids[: source.ticket.num_tokens],
+                source.ticket.num_plain,
+                self.layout,
+                known,
+                namespace=self.namespace,
+                tenant=state["tenant"],
+                key=key,
+                mark=f"{epoch}-{uuid.uuid4().hex}",
+            )
             copied, is_whole = self._copied(source, divided)
             source.is_copied.set()
             wake()
@@ -171,12 +184,20 @@ class SharedKV:
             self.objects.write(hint_name(self.namespace, state["tenant"], state["chain"]), key.encode())
         return Published(held, is_whole, num_bytes)
 
-    def forget(self, held: Held) -> None:
-        """Has a manifest say that its session is forgotten, if that can be."""
+    def forget(self, key: str, publishing: Future[Published] | None) -> None:
+        """Has the manifest of a session say that it is forgotten, if there is one, and that can be.
+
+        Args:
+          publishing: a publish of it, which ends before.
+        """
+        if publishing is not None:
+            concurrent.futures.wait([publishing])
         try:
-            self.objects.run(ownership.publish(held, conversation=None, parts=(), used_s=time.time()))
+            held = self.objects.run(ownership.begin(self.namespace, key, self.replica))
+            if held.manifest is not None and held.manifest.conversation is not None:
+                self.objects.run(ownership.publish(held, conversation=None, parts=(), used_s=time.time()))
         except (NotOwnerError, ObjectsError, ManifestError) as error:
-            _LOG.warning("session %s could not be forgotten: %s", held.key, error)
+            _LOG.warning("session %s could not be forgotten: %s", key, error)
 
     def look_up(self, tenant: str, chain: str) -> Manifest | None:
         """A tenant's session that stood where a chain says, as it is now; None: none is known. Not a claim.
@@ -211,7 +232,7 @@ class SharedKV:
           How many of them are written, from the first on.
         """
         num_left = len(moves)
-        decoding = [None if self.coding is None else self.coding.of_object(part.num_tokens) for _, part in moves]
+        decoding = [None if self.coding is None else Decoding(self.coding, part.num_tokens) for _, part in moves]
         wanted = (
             (number, self._begin_restore(*moves[number], first, stop, decoding[number]))
             for first, stop in self._spans([part for _, part in moves])
@@ -262,38 +283,16 @@ class SharedKV:
     ) -> Sequence[PartRef]:
         """What a manifest names that is KV of the state that is to be published, as far as its tokens are the same."""
         before = held.manifest
-        if before is None or before.lineage != state["lineage"] or not self._is_current(held):
+        if before is None or before.lineage != state["lineage"]:
             return ()
+        if self.objects.read(held.name).generation != held.generation:
+            return ()  # A collector may have forgotten it, and its objects be gone.
         num_same = before.num_tokens
         if before.is_to_repair and source is not None:
             num_same = source.ticket.num_plain
         elif before.is_to_repair and not state["is_to_repair"]:
             num_same = before.num_plain or 0
         return [part for part in before.parts if part.name not in damaged and part.stop <= num_same]
-
-    def _divided(
-        self,
-        key: str,
-        held: Held,
-        state: dict[str, Any],
-        token_ids: np.ndarray,
-        source: Source,
-        known: Sequence[PartRef],
-    ) -> list[PartRef | parts.Wanted]:
-        return parts.divide(
-            token_ids[: source.ticket.num_tokens],
-            source.ticket.num_plain,
-            self.layout,
-            known,
-            namespace=self.namespace,
-            tenant=state["tenant"],
-            key=key,
-            mark=f"{1 if held.manifest is None else held.manifest.epoch}-{uuid.uuid4().hex}",
-        )
-
-    def _is_current(self, held: Held) -> bool:
-        """Whether a manifest is as it was held. Where a collector has forgotten it, its objects may be gone."""
-        return self.objects.read(held.name).generation == held.generation
 
     def _copied(self, source: Source, divided: Sequence[PartRef | parts.Wanted]) -> tuple[list[list[np.ndarray]], bool]:
         """Copies of the layers of those that are to be written, none of those that are there; and whether of all."""

@@ -8,6 +8,7 @@ Not here: loads (load), saves (save), blocks and books (storage), computing (run
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import logging
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ca_jax.device.processes import all_agree, least
+from ca_jax.device.processes import Processes, all_agree, least
 from ca_jax.device.runner import Runner
 from ca_jax.device.runtime import Runtime
 from ca_jax.device.transfer import held_heads
@@ -34,10 +35,10 @@ from ca_jax.kv.save import WriteBuffer, owner_of
 from ca_jax.kv.shared_sessions import SharedSessions
 from ca_jax.kv.snapshots import Snapshots, StateForm
 from ca_jax.session import Job, Session
-from ca_jax.storage.catalog.file import CatalogError
 from ca_jax.storage.catalog.notes import NoteLog, log_bytes
-from ca_jax.storage.config import shard_config
+from ca_jax.storage.config import StoreConfig, shard_config
 from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.objects.store import ObjectStore
 from ca_jax.storage.records import Residency, StoreRuntime
 from ca_jax.storage.store import AttentionStore
 from ca_jax.turns.conversations import Conversation
@@ -68,6 +69,7 @@ class SessionKV:
     Raises:
       ValueError: a size that does not fit machine or disk, or a codec that is not the model's.
       NotADirectoryError, PermissionError, CatalogError: the store's directory cannot be used.
+      ObjectsUnfitError: the objects' URL cannot be used.
     """
 
     def __init__(
@@ -87,16 +89,17 @@ class SessionKV:
         heads = [held_heads(kv_sharding, num_kv_heads) for _, num_kv_heads, _ in runner.config.kv_shapes]
         weights = " ".join([fingerprint, *(str(each) for each in dict.fromkeys(heads) if each is not None)])
         self.meter = RateMeter(layout.num_layers, layout.token_bytes // layout.num_layers)
-        codec = config.store.objects_codec
-        self._coding = None if codec is None else ObjectCoding.load(codec, layout, weights)
+        objects = self._open_objects(config.store, processes)
         of_store = StoreRuntime(on_progress=runtime.wake, on_fetch=self.meter.add_fetch, timeline=timeline)
-        store = AttentionStore(layout, shard, weights=weights, runtime=of_store)
-        try:
-            directory = shard.ssd_directory
+        with contextlib.ExitStack() as opened:
+            store = AttentionStore(layout, shard, weights=weights, runtime=of_store)
+            opened.callback(store.close)
+            codec, directory = config.store.objects_codec, shard.ssd_directory
+            self._coding = None if codec is None else ObjectCoding.load(codec, layout, weights)
+            if self._coding is not None:
+                opened.callback(self._coding.close)
             log = None if directory is None else NoteLog(directory, max_bytes=log_bytes(shard.ssd_bytes))
-        except CatalogError:
-            store.close()
-            raise
+            opened.pop_all()
         self.store = store if store_wrapper is None else store_wrapper(store)
         self._metrics = runtime.metrics
         self._processes = processes
@@ -115,7 +118,7 @@ class SessionKV:
         self.histories = Histories(self.store, *parts, runtime)
         self.resident = self.histories.resident
         self.conversations = KeptConversations(self.store, log, processes, config.store.ttl_s, runtime.metrics)
-        self.shared = self._open_shared(runtime)
+        self.shared = None if objects is None else self._share(objects, runtime)
         """What replicas share; None: this engine shares nothing."""
         # How far all layers look back, tokens, the one that looks among them; None: nothing is ever left behind.
         self._window = kept_window(layout, config, runner.window)
@@ -326,12 +329,16 @@ class SessionKV:
         if (ahead := self.ahead.pop(key, None)) is not None:
             self.drop(ahead)
 
-    def forget(self, key: str) -> None:
-        """Forgets a session and its conversation, everywhere. No turn of it may run."""
+    def forget(self, key: str, *, is_noted: bool = True) -> None:
+        """Forgets a session and its conversation, everywhere. No turn of it may run.
+
+        Args:
+          is_noted: whether anything else than its KV was ever kept of it.
+        """
         self.drop(key)
         self.conversations.forget(key)
         if self.shared is not None:
-            self.shared.forget(key)
+            (self.shared.forget if is_noted else self.shared.lose)(key)
 
     def closed(self, key: str) -> None:
         """A conversation is open no more, and may be gone on with."""
@@ -371,13 +378,17 @@ class SessionKV:
         self._loader.close()
         self.store.close()
 
-    def _open_shared(self, runtime: Runtime) -> SharedSessions | None:
-        if runtime.config.store.objects_url is None:
+    @staticmethod
+    def _open_objects(config: StoreConfig, processes: Processes) -> ObjectStore | None:
+        """Where replicas share sessions; None: nowhere."""
+        if config.objects_url is None:
             return None
-        check(
-            self._processes.count == 1, "the processes of an engine with an objects_url", "one", self._processes.count
-        )
+        check(processes.count == 1, "the processes of an engine with an objects_url", "one", processes.count)
+        objects = ObjectStore(config.objects_url, config.objects_deadline_s)
+        objects.probe()
+        return objects
 
+    def _share(self, objects: ObjectStore, runtime: Runtime) -> SharedSessions:
         def is_quiet(key: str) -> bool:
             is_queued = any(key == queued for queued, _ in self._queued.values())
             return not (is_queued or self.write_buffer.is_running(key) or self.is_being_saved(key))
@@ -385,10 +396,12 @@ class SessionKV:
         return SharedSessions(
             runtime,
             self.store,
+            objects,
             self._salt.hex() if self._coding is None else self._coding.namespace(self._salt),
             self._coding,
             pack=self.conversations.pack,
             is_quiet=is_quiet,
+            is_unsaved=self.write_buffer.is_unsaved,
             restored=self.histories.restored,
         )
 

@@ -18,14 +18,14 @@ Not here: the protocol (storage.objects.ownership), what the threads do (object_
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import dataclasses
 import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import numpy as np
 
@@ -36,7 +36,7 @@ from ca_jax.kv.threads import Threads
 from ca_jax.session import Session
 from ca_jax.storage.objects import ownership, parts
 from ca_jax.storage.objects.manifest import Manifest, ManifestError, PartRef
-from ca_jax.storage.objects.store import ObjectsError, ObjectStore
+from ca_jax.storage.objects.store import ObjectStore
 from ca_jax.storage.records import Owner, Residency
 from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tickets import SaveTicket, TicketState
@@ -53,6 +53,7 @@ _TRIES = 3  # Of each session while the engine is closed.
 
 @dataclasses.dataclass
 class _Publishing:
+    held: ownership.Held | None
     conversation: Conversation
     source: Source | None  # While the store holds it for this.
     done: Future[Published]
@@ -67,11 +68,13 @@ class _Restoring:
 
 @dataclasses.dataclass
 class _Finding:
-    """A prompt whose first tokens may be there."""
+    """Tokens whose KV is there, or may be."""
 
     owner: Owner
     token_ids: np.ndarray
     done: Future[list[PartRef]]
+    lineage: int = 0
+    num_plain: int | None = None
 
 
 @dataclasses.dataclass
@@ -99,46 +102,45 @@ class SharedSessions:
 
     Args:
       runtime: the engine's; it is woken when `collect` has something to do.
+      objects: where sessions are shared.
       namespace: names weights, layout, positions and coding of the KV; replicas with others never meet.
       coding: how objects are coded; None: they hold KV as it is computed. Whoever made it closes it.
       pack: a session's conversation as bytes, by its key.
       is_quiet: whether no turn of a session is queued or runs, and none of its KV is on its way to the store.
+      is_unsaved: whether KV of turns of a session that have ended is on its way there.
       restored: gets the keys of sessions whose KV was brought.
-
-    Raises:
-      ObjectsUnfitError: the URL cannot be used.
     """
 
     def __init__(
         self,
         runtime: Runtime,
         store: AttentionStore,
+        objects: ObjectStore,
         namespace: str,
         coding: ObjectCoding | None,
         *,
         pack: Callable[[str, Conversation], bytes],
         is_quiet: Callable[[str], bool],
+        is_unsaved: Callable[[str], bool],
         restored: set[str],
     ) -> None:
         config = runtime.config.store
-        self.objects = ObjectStore(config.objects_url or "", config.objects_deadline_s)
-        """Where they are shared."""
-        self.objects.probe()
-        self.replica = ownership.replica_name(config.ssd_directory)
-        """Names this engine as an owner. One with an SSD is the same after a restart."""
-        self._kv = SharedKV(self.objects, store.layout, namespace, self.replica, coding)
+        self.objects = objects
+        replica = ownership.replica_name(config.ssd_directory)
+        self.kv = SharedKV(self.objects, store.layout, namespace, replica, coding)
         self.policy = config.objects_write
         self._store = store
-        self._pack, self._is_quiet, self._restored = pack, is_quiet, restored
+        self._pack, self._is_quiet, self._is_unsaved, self._restored = pack, is_quiet, is_unsaved, restored
         self._metrics, self._wake = runtime.metrics, runtime.wake
-        self._clock = time.monotonic
         self._shared: dict[str, _Shared] = collections.defaultdict(_Shared)
         self._moving: dict[str, None] = {}  # Keys of those that are published, restored or looked for now.
-        self._unpublished: dict[str, None] = {}  # Keys, the first to have changed first.
+        self._unpublished = collections.OrderedDict[str, None]()  # Keys, the first to have changed first.
+        self._fetched: str | None = None  # Key of the one that was fetched from SSD to be drained.
         self._lost: list[str] = []
+        self._lock = threading.Lock()  # Of the two that follow.
         self._claims: dict[str, ownership.Held] = {}  # Not looked at by `taken` yet.
-        self._lock = threading.Lock()  # Of the claims.
-        self._threads = Threads(_THREADS, "ca_jax-objects")
+        self._forgetting: dict[str, Future[None]] = {}  # By key, of sessions that are being forgotten there.
+        self._threads = Threads(_THREADS, "ca_jax-objects", self._wake)
         self._is_draining = False
 
     # Whose a session is.
@@ -146,14 +148,19 @@ class SharedSessions:
     def claim(self, key: str) -> None:
         """Has this replica own a session, if any replica has published it; `taken` then has it. Waits. Any thread may.
 
+        One of that name which is being forgotten is gone by then.
+
         Raises:
           ObjectsError: it is not known whether one has.
         """
+        with self._lock:
+            forgetting = self._forgetting.get(key)
+        if forgetting is not None:
+            concurrent.futures.wait([forgetting])
         try:
-            held = self._kv.objects.run(ownership.claim(self._kv.namespace, key, self.replica))
+            held = self.kv.objects.run(ownership.claim(self.kv.namespace, key, self.kv.replica))
         except ManifestError as error:
-            _LOG.warning("the manifest of session %s is not used: %s", key, error)
-            self._metrics.failed_restores += 1
+            self._failed(f"the manifest of session {key} is not used: {error}")
             return
         with self._lock:
             self._claims[key] = held
@@ -161,11 +168,11 @@ class SharedSessions:
     def theirs(self, key: str) -> Manifest | None:
         """The manifest of a session, if this process does not hold it, or None. Waits and raises as `claim`."""
         try:
-            manifest = self._kv.objects.run(ownership.look(self._kv.namespace, key))
+            manifest = self.kv.objects.run(ownership.look(self.kv.namespace, key))
         except ManifestError:  # `claim` says so.
             return None
         is_held = (shared := self._shared.get(key)) is not None and shared.held is not None
-        return None if manifest is not None and manifest.owner == self.replica and is_held else manifest
+        return None if manifest is not None and manifest.owner == self.kv.replica and is_held else manifest
 
     def taken(self, key: str, known: Conversation | None) -> Conversation | None:
         """The conversation that a session which was claimed goes on with; None: with what is known of it here.
@@ -185,8 +192,7 @@ class SharedSessions:
         try:
             theirs = Conversation.from_bytes(manifest.conversation)
         except ValueError as error:
-            _LOG.warning("the conversation of session %s is not used: %s", key, error)
-            self._metrics.failed_restores += 1
+            self._failed(f"the conversation of session {key} is not used: {error}")
             return None
         if known is not None:
             if held.is_taken:
@@ -200,10 +206,6 @@ class SharedSessions:
         self._metrics.takeovers += held.is_taken
         shared.published, shared.to_restore = theirs, manifest
         return theirs
-
-    def look_up(self, tenant: str, chain: str) -> Manifest | None:
-        """See `SharedKV.look_up`. Waits; any thread may."""
-        return self._kv.look_up(tenant, chain)
 
     def begin_with(self, key: str, manifest: Manifest) -> None:
         """A new session begins like one of another replica: what is plain of its KV is brought to the first turn."""
@@ -234,9 +236,9 @@ class SharedSessions:
         """A session's turn has ended, or tokens have left it, or (`is_told_anew`) something else is said of it."""
         shared = self._shared[session.key]
         shared.is_told_anew |= is_told_anew
-        shared.session, shared.changed_s, shared.is_closed = session, self._clock(), False
-        self._unpublished.pop(session.key, None)
+        shared.session, shared.changed_s, shared.is_closed = session, time.monotonic(), False
         self._unpublished[session.key] = None
+        self._unpublished.move_to_end(session.key)
 
     def publish_now(self, key: str) -> Future[Published] | None:
         """Begins to publish a session that has changed, whenever it would be otherwise; None: it is, or cannot be."""
@@ -246,11 +248,14 @@ class SharedSessions:
         return None if shared.publishing is None else shared.publishing.done
 
     def forget(self, key: str) -> None:
-        """Has a session forgotten there too."""
-        self.stop(key)
-        self._unpublished.pop(key, None)
-        if (shared := self._shared.pop(key, None)) and shared.held and shared.held.manifest is not None:
-            self._threads.submit(self._kv.forget, shared.held)
+        """Has a session forgotten there too, behind a publish of it that is under way."""
+        shared = self._shared.get(key)
+        publishing = None if shared is None or shared.publishing is None else shared.publishing.done
+        self.lose(key)
+        with self._lock:
+            self._claims.pop(key, None)
+            self._forgetting = {each: done for each, done in self._forgetting.items() if not done.done()}
+            self._forgetting[key] = self._threads.submit(self.kv.forget, key, publishing)
 
     def stop(self, key: str) -> None:
         """Has nothing hold a session's KV, which is about to change; what is not copied by then is published later."""
@@ -282,15 +287,12 @@ class SharedSessions:
     def drain(self, timeout_s: float) -> bool:
         """Publishes all that is not, for so many seconds at most; whether all is."""
         self._is_draining = True
-        give_up_s = self._clock() + timeout_s
+        give_up_s = time.monotonic() + timeout_s
         for key in self._unpublished:
             self._shared[key].not_before_s, self._shared[key].num_failed = 0.0, 0
-        while self._clock() < give_up_s:
+        while time.monotonic() < give_up_s:
             if not self._moving and all(self._shared[key].num_failed >= _TRIES for key in self._unpublished):
                 break
-            for key in tuple(itertools.islice(self._unpublished, _LOOKED_AT)):
-                if self._store.residency(key) is Residency.SSD:
-                    self._store.request(key)
             self._store.poll()
             self.collect()
             time.sleep(0.005)
@@ -308,18 +310,17 @@ class SharedSessions:
           prompt_ids: int32 `[T]`, of the turn, without the last token.
           num_here: how many of them the local tiers have, of this session or of another that begins alike.
         """
-        shared = self._shared.get(key)
-        manifest = None if shared is None else shared.to_restore
-        if shared is not None and manifest is not None:
+        if (shared := self._shared.get(key)) is not None and (manifest := shared.to_restore) is not None:
             shared.to_restore = None
+            if manifest.lineage != conversation.kv_lineage:
+                return
             token_ids = np.array(conversation.token_ids[conversation.num_slid :], np.int32)
-            if manifest.lineage == conversation.kv_lineage and manifest.num_tokens > self._store.num_readable(key):
-                if self._store.residency(key) is not Residency.DRAM:
-                    self._store.drop(key)
-                found = parts.fitting(manifest.parts, token_ids)
-                self._begin_restore(key, shared, owner, token_ids, found, manifest.lineage, manifest.num_plain)
-        elif not conversation.kv_lineage and num_here < parts.run_tokens(self._kv.layout) <= len(prompt_ids):
-            done = self._submit(self._kv.find_runs, owner.tenant, prompt_ids)
+            done: Future[list[PartRef]] = Future()
+            done.set_result(parts.fitting(manifest.parts, token_ids))
+            shared.finding = _Finding(owner, token_ids, done, manifest.lineage, manifest.num_plain)
+            self._take_in(key, shared)
+        elif not conversation.kv_lineage and num_here < parts.run_tokens(self.kv.layout) <= len(prompt_ids):
+            done = self._threads.submit(self.kv.find_runs, owner.tenant, prompt_ids)
             self._shared[key].finding = _Finding(owner, prompt_ids, done)
             self._moving[key] = None
 
@@ -347,11 +348,6 @@ class SharedSessions:
             self.stop(key)
         self._threads.close()
 
-    def _submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        done = self._threads.submit(function, *args)
-        done.add_done_callback(lambda _: self._wake())
-        return done
-
     def _let_rest(self, key: str, shared: _Shared) -> None:
         """Forgets what is known of a session that is open no more, once it is published."""
         if shared.is_closed and key not in self._unpublished and key not in self._moving:
@@ -359,14 +355,19 @@ class SharedSessions:
 
     def _publish(self, key: str, shared: _Shared, at_once: bool = False) -> None:
         """Begins to publish a session, if it is time to."""
-        now_s, session = self._clock(), shared.session
+        now_s, session = time.monotonic(), shared.session
         is_idle = self.policy != "idle" or self._is_draining or shared.is_closed or at_once
         is_idle = is_idle or now_s >= shared.changed_s + _IDLE_S
-        if session is None or shared.publishing is not None or now_s < shared.not_before_s or not is_idle:
+        forgetting = self._forgetting.get(key)  # One of the same name.
+        is_held_up = shared.publishing is not None or (forgetting is not None and not forgetting.done())
+        if session is None or is_held_up or now_s < shared.not_before_s or not is_idle:
             return
-        if not self._is_quiet(key):
-            self._unpublished.pop(key)
-            self._unpublished[key] = None  # Behind the others.
+        comes = self._is_draining and self._store.residency(key) is not Residency.DRAM
+        if comes and self._fetched in (None, key):  # One at a time: DRAM may have no room for more.
+            comes = self._store.request(key)
+            self._fetched = key if comes else None
+        if comes or not self._is_quiet(key):
+            self._unpublished.move_to_end(key)
             return
         del self._unpublished[key]
         conversation = session.conversation
@@ -385,45 +386,38 @@ class SharedSessions:
             "lineage": conversation.kv_lineage,
             "num_plain": source.ticket.num_plain if source is not None and conversation.kv_lineage else None,
             "is_to_repair": conversation.num_to_repair > 0,
-            "token_bytes": self._kv.layout.token_bytes,
+            "token_bytes": self.kv.layout.token_bytes,
             "used_s": time.time(),
             "ttl_s": session.ttl_s if info is None else info.ttl_s,
             "pinned": info is not None and info.pinned,
         }
         damaged = frozenset(shared.damaged)
-        done = self._submit(self._kv.publish, key, shared.held, state, token_ids, source, damaged, self._wake)
-        shared.publishing = _Publishing(conversation, source, done)
+        done = self._threads.submit(self.kv.publish, key, shared.held, state, token_ids, source, damaged, self._wake)
+        shared.publishing = _Publishing(shared.held, conversation, source, done)
         self._moving[key] = None
 
-    def _begin_restore(
-        self,
-        key: str,
-        shared: _Shared,
-        owner: Owner,
-        token_ids: np.ndarray,
-        found: list[PartRef],
-        lineage: int = 0,
-        num_plain: int | None = None,
-    ) -> None:
-        """Begins to bring KV of objects to DRAM, behind what is there of the same."""
+    def _begin_restore(self, key: str, shared: _Shared, finding: _Finding, found: Sequence[PartRef]) -> None:
+        """Begins to bring KV of objects to DRAM, behind what is there of the same tokens."""
+        token_ids, lineage = finding.token_ids, finding.lineage
+        same = self._store.hold(key, token_ids, num_dropped=lineage)
+        start = 0 if same is None else same.num_tokens
+        if same is not None:
+            self._store.let_go(same)
+        self._store.truncate(key, start)  # What is of other tokens, or on SSD alone.
         moves: list[tuple[SaveTicket, PartRef]] = []
-        start = self._store.num_readable(key)
-        for part in found:
-            if part.stop <= start:
-                continue
+        for part in [each for each in found if each.stop > start]:
             new_ids = token_ids[start : part.stop]
             ticket = self._store.prepare_save(
-                key, start, new_ids, owner, num_dropped=lineage, num_plain=num_plain, may_be_read=True
+                key, start, new_ids, finding.owner, num_dropped=lineage, num_plain=finding.num_plain, may_be_read=True
             )
             if ticket is None:  # No room for more.
                 break
             moves.append((ticket, part))
             start = part.stop
         if moves:
-            arrival = self._kv.arrival([part for _, part in moves])
-            done = self._submit(self._kv.restore, moves, arrival, self._wake)
+            arrival = self.kv.arrival([part for _, part in moves])
+            done = self._threads.submit(self.kv.restore, moves, arrival, self._wake)
             shared.restoring = _Restoring([ticket for ticket, _ in moves], arrival, done)
-            self._moving[key] = None
 
     def _take_in(self, key: str, shared: _Shared) -> None:
         """Takes in what has ended of a session that moves."""
@@ -438,20 +432,25 @@ class SharedSessions:
         if restoring is not None and restoring.done.done():
             shared.restoring = None
             self._end_restore(key, shared, restoring)
-        if finding is not None and finding.done.done():
+        if finding is not None and finding.done.done() and not self._is_unsaved(key):
             shared.finding = None
-            try:
-                found = finding.done.result()
-            except (ObjectsError, ManifestError) as error:
+            if (error := finding.done.exception()) is not None:
                 self._failed(f"what is stored of a prompt could not be found: {error}")
-                found = []
-            if found and found[-1].stop > self._store.num_readable(key):
-                self._begin_restore(key, shared, finding.owner, finding.token_ids, found)
+            elif (found := finding.done.result()) and found[-1].stop > self._store.num_readable(key):
+                self._begin_restore(key, shared, finding, found)
         if shared.publishing is None and shared.restoring is None and shared.finding is None:
             self._moving.pop(key, None)
             self._let_rest(key, shared)
+        else:
+            self._moving[key] = None
 
     def _end_publish(self, key: str, shared: _Shared, publishing: _Publishing) -> None:
+        if key == self._fetched:
+            self._fetched = None
+            self._store.leave_dram(key)
+        if shared.held is not publishing.held:  # It was claimed anew since: what became of this is of before.
+            self._unpublished.setdefault(key)
+            return
         try:
             published = publishing.done.result()
         except ownership.NotOwnerError:
@@ -463,7 +462,8 @@ class SharedSessions:
             self._metrics.failed_publishes += 1
             shared.num_failed += 1
             _LOG.warning("session %s could not be published, and will be later: %s", key, error)
-            shared.not_before_s, shared.pause_s = self._clock() + shared.pause_s, min(2 * shared.pause_s, _MAX_PAUSE_S)
+            shared.not_before_s = time.monotonic() + shared.pause_s
+            shared.pause_s = min(2 * shared.pause_s, _MAX_PAUSE_S)
             self._unpublished.setdefault(key)
         else:
             self._metrics.publishes += 1

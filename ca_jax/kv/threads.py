@@ -16,9 +16,13 @@ class Threads:
     """Threads that do one thing after the other. They go on until the interpreter ends, also while it does.
 
     A pool of the standard library takes nothing more by the time that engines are closed at exit.
+
+    Args:
+      on_done: called, from a thread, whenever one thing is done.
     """
 
-    def __init__(self, number: int, name: str) -> None:
+    def __init__(self, number: int, name: str, on_done: Callable[[], object] = lambda: None) -> None:
+        self._on_done = on_done
         self._asked: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None]
         self._asked = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True) for i in range(number)]
@@ -45,4 +49,5 @@ class Threads:
                 future.set_result(function(*args))
             except Exception as error:
                 future.set_exception(error)
+            self._on_done()
             del asked, future, args  # What it was called with may be large.

@@ -87,9 +87,9 @@ class IdleRecompute:
 
     def _compute_ahead(self, session: Session, later: MutableMapping[str, Session]) -> bool:
         """Where there is room in DRAM that nobody else has a use for now."""
-        token_ids, stats = self._truncator.left_by_next(session), self._kv.store.stats()
-        num_bytes = len(token_ids) * self._kv.store.layout.token_bytes
-        if not self._shares or not token_ids or stats.free_bytes < 2 * num_bytes or session.ttl_s is not None:
+        token_ids = self._truncator.left_by_next(session)
+        is_asked_for = self._shares and session.ttl_s is None and len(token_ids) > 0
+        if not is_asked_for or not self._kv.store.has_free(session.tenant, len(token_ids)):
             return False
         if session.key not in self._ahead:
             try:

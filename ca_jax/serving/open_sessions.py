@@ -140,7 +140,7 @@ class OpenSessions:
     def forget(self, session: Session) -> None:
         """Drops one, of which no turn runs, and its KV."""
         self.remove(session)
-        self._kv.forget(session.key)
+        self._kv.forget(session.key, is_noted=session.is_noted)
 
     def truncate(self, session: Session, num_tokens: int, left: Conversation | None) -> None:
         """Forgets one's KV behind its first tokens; see `Engine.truncate_stored`."""
@@ -175,7 +175,7 @@ class Elsewhere:
     @property
     def replica(self) -> str:
         """This engine's name as an owner."""
-        return self._shared.replica
+        return self._shared.kv.replica
 
     def claim(self, session_id: str, tenant: str = "") -> None:
         """Has this engine own a conversation, whichever had it; `Engine.session` then goes on with it.
@@ -215,7 +215,7 @@ class Elsewhere:
         Raises:
           ObjectsError: that cannot be found out.
         """
-        return self._shared.look_up(tenant, chain)
+        return self._shared.kv.look_up(tenant, chain)
 
     def fork(self, manifest: Manifest, num_tokens: int, session_id: str) -> Session:
         """Begins a conversation of that name, which goes on behind the first tokens of one that `look_up` found.

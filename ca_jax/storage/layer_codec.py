@@ -21,13 +21,13 @@ from collections.abc import Sequence
 import numpy as np
 import zstandard
 
-from ca_jax.storage.codec import CodecError, KVCodec
+from ca_jax.storage.codec import KVCodec
 from ca_jax.storage.layout import KVLayout
-from ca_jax.storage.planes import Planes, compressor, rows_of
+from ca_jax.storage.planes import CodecError, Planes, compressor, decompressed, rows_of
 from ca_jax.storage.transform import DecodedSteps
 
 _FORMAT = 1
-_COUNT = np.dtype("<u4")
+_COUNT = "<u4"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,8 +55,9 @@ class LayerCodec:
         frames = []
         for layer, planes in enumerate(self._planes):
             group, index = self.layout.place(layer)
-            payload = np.empty(self._payload_bytes(layer, num_tokens, len(apart)), np.uint8)
-            head, nans, tokens, scales, rows, packed = self._views(payload, layer, num_tokens, len(apart))
+            form = self._form(layer, num_tokens, len(apart))
+            payload = np.empty(form.itemsize, np.uint8)
+            head, nans, tokens, scales, rows, packed = payload.view(form)[0]
             head[0], tokens[:], nans[:] = len(apart), apart, np.packbits(is_nan)
             of_apart = rows_of([layers[layer][:, apart].swapaxes(0, 1).astype(np.float32)])
             scales.reshape(-1)[:], rows.reshape(-1)[:] = of_apart
@@ -75,29 +76,19 @@ class LayerCodec:
         spreads = (self.codec.groups[group].spread[index].reshape(-1) for group, index in places)
         return [Planes(spread, self.codec.shares_bytes) for spread in spreads]
 
-    def _payload_bytes(self, layer: int, num_tokens: int, num_apart: int) -> int:
+    def _form(self, layer: int, num_tokens: int, num_apart: int) -> np.dtype:
         """Of a frame before zstd."""
-        return sum(int(np.prod(shape)) * dtype.itemsize for dtype, shape in self._fields(layer, num_tokens, num_apart))
-
-    def _views(self, payload: np.ndarray, layer: int, num_tokens: int, num_apart: int) -> list[np.ndarray]:
-        """Views of uint8 `[payload_bytes]`, as `_fields` has them."""
-        views, at = [], 0
-        for dtype, shape in self._fields(layer, num_tokens, num_apart):
-            size = int(np.prod(shape)) * dtype.itemsize
-            views.append(payload[at : at + size].view(dtype).reshape(shape))
-            at += size
-        return views
-
-    def _fields(self, layer: int, num_tokens: int, num_apart: int) -> list[tuple[np.dtype, tuple[int, ...]]]:
         num_parts, _, num_heads, width = self.layout.layer_shape(layer, num_tokens)
-        return [
-            (_COUNT, (1,)),
-            (np.dtype(np.uint8), (-(-num_tokens // 8),)),
-            (np.dtype("<u4"), (num_apart,)),
-            (np.dtype("<f4"), (num_apart, num_parts, num_heads, 1)),
-            (np.dtype(np.int8), (num_apart, num_parts, num_heads, width)),
-            (np.dtype(np.uint8), (self._planes[layer].num_bytes(num_tokens),)),
-        ]
+        return np.dtype(
+            [
+                ("num_apart", _COUNT, (1,)),
+                ("nans", "u1", (-(-num_tokens // 8),)),
+                ("tokens", "<u4", (num_apart,)),
+                ("scales", "<f4", (num_apart, num_parts, num_heads, 1)),
+                ("rows", "i1", (num_apart, num_parts, num_heads, width)),
+                ("planes", "u1", (self._planes[layer].num_bytes(num_tokens),)),
+            ]
+        )
 
 
 def _window_log(num_bytes: int) -> int:
@@ -131,8 +122,7 @@ class LayerDecoder:
         if layer != self._next:
             raise ValueError(f"layer must be {self._next}, the next one, got {layer}")
         codec, num_tokens = self._codec, self._num_tokens
-        payload, num_apart = self._unpacked(layer, data)
-        _, nans, tokens, scales, rows, packed = codec._views(payload, layer, num_tokens, num_apart)
+        _, nans, tokens, scales, rows, packed = self._unpacked(layer, data)
         if (tokens >= num_tokens).any():
             raise CodecError(f"layer {layer} must keep apart tokens below {num_tokens}, got {tokens}")
         place, index = codec.layout.place(layer)
@@ -145,17 +135,13 @@ class LayerDecoder:
         self._next += 1
         return into
 
-    def _unpacked(self, layer: int, data: bytes | memoryview) -> tuple[np.ndarray, int]:
-        """A frame's payload, uint8, and how many tokens are kept apart."""
+    def _unpacked(self, layer: int, data: bytes | memoryview) -> list[np.ndarray]:
+        """The arrays of a frame."""
         codec, num_tokens = self._codec, self._num_tokens
-        least, most = (codec._payload_bytes(layer, num_tokens, count) for count in (0, num_tokens))
-        try:
-            if not least <= (found := zstandard.get_frame_parameters(data).content_size) <= most:
-                raise CodecError(f"layer {layer} must be of {least} to {most} bytes, got {found}")
-            payload = np.frombuffer(zstandard.ZstdDecompressor().decompress(data), np.uint8)
-        except zstandard.ZstdError as error:
-            raise CodecError(f"layer {layer} must be a frame of zstd, got another: {error}") from error
-        num_apart = int(payload[: _COUNT.itemsize].view(_COUNT)[0])
-        if num_apart > num_tokens or len(payload) != codec._payload_bytes(layer, num_tokens, num_apart):
+        least, most = (codec._form(layer, num_tokens, count).itemsize for count in (0, num_tokens))
+        payload = decompressed(data, least, most, f"layer {layer}")
+        num_apart = int(payload[:4].view(_COUNT)[0])
+        form = codec._form(layer, num_tokens, min(num_apart, num_tokens))
+        if num_apart > num_tokens or len(payload) != form.itemsize:
             raise CodecError(f"layer {layer} must be of the bytes of {num_tokens} tokens, {num_apart} of them apart")
-        return payload, num_apart
+        return list(payload.view(form)[0])

@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import gc
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -211,7 +211,9 @@ def open_ssd_index(
     config: StoreConfig, namespace: Namespace, parts: StoreParts, codec: KVCodec | None = None
 ) -> SsdIndex:
     """Opens the directory that the config names, as `open_ssd` does, and adds what is there to a store's index."""
-    with _garbage_collector_paused():  # It would walk over all sessions again and again: 2 s of 4 for 100,000.
+    was_enabled = gc.isenabled()
+    gc.disable()  # It would walk over all sessions again and again: 2 s of 4 for 100,000.
+    try:
         opened = open_ssd(config, namespace, codec)
         mover = SsdWorker(
             opened.tier,
@@ -221,14 +223,6 @@ def open_ssd_index(
             runtime=parts.runtime,
         )
         return SsdIndex(mover, opened.records, opened.num_lost, config=config, parts=parts)
-
-
-@contextlib.contextmanager
-def _garbage_collector_paused() -> Iterator[None]:
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
     finally:
         if was_enabled:
             gc.enable()

@@ -27,10 +27,29 @@ _NARROW_SPREAD = 0.9  # Steps, up to which two share a byte; what is beyond 4 bi
 _PACKING = {"hash_log": 6, "min_match": 7, "strategy": zstandard.STRATEGY_FAST}
 
 
+class CodecError(ValueError):
+    """What was read is not what was coded."""
+
+
 def compressor(window_log: int) -> zstandard.ZstdCompressor:
     """Of zstd, for one thread. Each `2 ** window_log` bytes have a code of their own."""
     parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=window_log, **_PACKING)
     return zstandard.ZstdCompressor(compression_params=parameters)
+
+
+def decompressed(data: bytes | memoryview, least: int, most: int, name: str) -> np.ndarray:
+    """What a frame of zstd has, uint8 of `least` to `most` bytes.
+
+    Raises:
+      CodecError: the frame, by its `name`, is none, or of another size.
+    """
+    wanted = str(least) if least == most else f"{least} to {most}"
+    try:
+        if not least <= (found := zstandard.get_frame_parameters(data).content_size) <= most:
+            raise CodecError(f"{name} must be of {wanted} bytes, got {found}")
+        return np.frombuffer(zstandard.ZstdDecompressor().decompress(data), np.uint8)
+    except zstandard.ZstdError as error:
+        raise CodecError(f"{name} must be a frame of zstd, got another: {error}") from error
 
 
 def largest_codes(spread: np.ndarray) -> np.ndarray:
@@ -80,9 +99,9 @@ class Planes:
         low[:] = codes[: len(low)].astype(np.int8)  # The low byte, as a number of its own.
         wide = self._num_wide
         high[:wide] = (codes[:wide] - low[:wide]) >> 8
-        narrow = codes[len(low) :].astype(np.int8)
-        half = (narrow << 4) >> 4  # -8 to 7.
-        high[wide:] = (narrow - half) >> 4
+        narrow = codes[len(low) :]
+        half = (narrow.astype(np.int8) << 4) >> 4  # -8 to 7.
+        high[wide:] = (narrow - half) >> 4  # -8 to 8: a byte has no room for 127 - -1.
         pairs[:] = (half[::2] & 15) | (half[1::2] << 4)
 
     def unpack(self, data: np.ndarray, num_tokens: int) -> np.ndarray:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -170,8 +170,8 @@ class SessionIndex:
       look_ahead: the job queue.
       max_fetched_blocks: no larger session can be fetched.
       block_tokens: tokens in a block: no shorter prefix is worth finding.
-      returns: learns when sessions come back, and is asked; None where the policy does not ask.
-      said: has what clients say of that; None: nothing.
+      clock: seconds.
+      returns: learns when they do, and is asked; None where the policy does not ask.
     """
 
     def __init__(
@@ -179,14 +179,14 @@ class SessionIndex:
         look_ahead: LookAhead,
         max_fetched_blocks: int,
         block_tokens: int,
+        clock: Callable[[], float],
         returns: ReturnTimes | None = None,
-        said: SaidReturns | None = None,
     ) -> None:
         self._look_ahead = look_ahead
         self._max_fetched_blocks = max_fetched_blocks
         self._entries: dict[str, Entry] = {}
-        self._returns, self.said = returns, said
-        asked = None if returns is None else returns.group, said
+        self._returns, self.said = returns, SaidReturns(clock)
+        asked = None if returns is None else returns.group, self.said
         self.in_dram: TierOrders[Entry] = TierOrders(look_ahead, self._describe, *asked)
         """Sessions that hold blocks of DRAM."""
         self.on_ssd: TierOrders[Entry] = TierOrders(look_ahead, self._describe_on_ssd, *asked)
@@ -292,7 +292,7 @@ class SessionIndex:
         del self._entries[entry.key]
         self._share_changed(entry.key)
         self._expire_at(entry, None)
-        if self.said is not None and not self._pins[entry.key]:
+        if not self._pins[entry.key]:
             self.said.forget(entry.key)
         others = tuple(key for key in self._by_name.pop(entry.owner.session_id) if key != entry.key)
         if others:
@@ -312,19 +312,19 @@ class SessionIndex:
             self._notes.pop(key, None)
             if self._returns is not None:
                 self._returns.left(key)  # A turn pins its session as long as it runs.
-            if self.said is not None:
-                (self.said.left if key in self._entries else self.said.forget)(key)
+            (self.said.left if key in self._entries else self.said.forget)(key)
         entry = self._entries.get(key)
         if entry is not None:
             entry.num_pins += num_pins
             self.place(entry)
 
     def expect_back(self, key: str, seconds: float | None) -> None:
-        """A session will be back so long after its turn, or from now where it has none; None: nobody knows."""
-        if self.said is None:
-            return
+        """A session will be back so long after its turn, or from now where it has none; None: nobody knows.
+
+        Of one without a turn of which nothing is stored nothing is kept.
+        """
         is_busy = self._look_ahead.next_ticket(key) is not None or bool(self._pins[key])
-        self.said.say(key, seconds, is_busy=is_busy)
+        self.said.say(key, seconds if is_busy or key in self._entries else None, is_busy=is_busy)
         for orders in self._tiers:
             if key in orders:
                 orders.said_anew(key)
@@ -416,10 +416,10 @@ class SessionIndex:
 
     def _requeue(self, key: str, before: int | None, after: int | None) -> None:
         """A session's next job is another one now: only what a job waits for is fetched."""
-        if self._returns is not None and before is None:
-            self._returns.came(key)
-        if self.said is not None and before is None:
+        if before is None:
             self.said.forget(key)
+            if self._returns is not None:
+                self._returns.came(key)
         entry = self._entries.get(key)
         if entry is not None and (before is None) != (after is None):
             self.place(entry)
@@ -463,11 +463,11 @@ class SessionIndex:
 
     def _describe(self, entry: Entry, queue_position: int | None, num_blocks: int | None = None) -> StoredEntry:
         rate = away_s = 0.0
-        if self.said is not None and queue_position is None:
+        if queue_position is None:
             away_s = self.said.away_s(entry.key, entry.last_used_s)
-        if self._returns is not None and queue_position is None:
-            said = None if self.said is None else self.said.rate(entry.key)
-            rate = said or self._returns.rate(self._returns.group(entry.key), entry.last_used_s)
+            if self._returns is not None:
+                group = self._returns.group(entry.key)
+                rate = self.said.rate(entry.key) or self._returns.rate(group, entry.last_used_s)
         return StoredEntry(
             key=entry.key,
             tenant=entry.owner.tenant,

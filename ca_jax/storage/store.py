@@ -35,7 +35,7 @@ from ca_jax.storage.opening import open_ssd_index
 from ca_jax.storage.placement.blocks import ChargedBlocks
 from ca_jax.storage.placement.orders import LookAhead
 from ca_jax.storage.placement.policy import EvictionPolicy, ReturnAwarePolicy, make_policy
-from ca_jax.storage.placement.returns import ReturnTimes, SaidReturns
+from ca_jax.storage.placement.returns import ReturnTimes
 from ca_jax.storage.records import (
     BlockTiers,
     EntryInfo,
@@ -124,8 +124,7 @@ class AttentionStore:
         )
         self._look_ahead = look_ahead = LookAhead()
         self._returns = ReturnTimes(runtime.clock) if isinstance(policy, ReturnAwarePolicy) else None
-        self._said = SaidReturns(runtime.clock)
-        self._index = SessionIndex(look_ahead, self._dram.num_blocks, layout.block_tokens, self._returns, self._said)
+        self._index = SessionIndex(look_ahead, self._dram.num_blocks, layout.block_tokens, runtime.clock, self._returns)
         self._counters = StoreStats()
         parts = StoreParts(
             index=self._index,
@@ -252,6 +251,7 @@ class AttentionStore:
     request = _done_by("_placement", Placement.request)
     queue_position = _done_by("_look_ahead", LookAhead.position)
     set_note = _done_by("_placement", Placement.set_note)
+    has_free = _done_by("_placement", Placement.has_free)
 
     def ready(self, key: str, is_next: bool) -> bool:
         """Whether a job of a session would find its KV, or find that there is none, without waiting. Never blocks.
@@ -452,7 +452,7 @@ class AttentionStore:
             last_used_s=entry.last_used_s,
             ttl_s=entry.ttl_s,
             variant=entry.owner.variant,
-            expected_s=self._said.until_s(entry.key),
+            expected_s=self._index.said.until_s(entry.key),
         )
 
     @property

@@ -209,6 +209,13 @@ class Placement:
         self._evict(victims)
         return None
 
+    def has_free(self, tenant: str, num_tokens: int) -> bool:
+        """Whether a tenant may take twice so many more tokens of DRAM without anybody else having to leave."""
+        num_blocks = 2 * self._layout.num_blocks(num_tokens)
+        return self._blocks.lacking(num_blocks + self._reserve_blocks) <= 0 and not self._blocks.excess(
+            tenant, num_blocks
+        )
+
     def room_is_coming(self, entry: Entry, num_blocks: int, num_replaced: int) -> bool:
         """Whether `entry` cannot take so many more now, and so many in place of own ones, but soon."""
         return (
@@ -335,7 +342,7 @@ class Placement:
         num_fetches = _MAX_FETCHES - self._ssd.num_fetching
         if num_fetches > 0 and len(self._look_ahead):
             self._fetch_waiting(self._ssd, num_fetches)
-        if not self._ssd.num_fetching and self._looks_at_queue:
+        if self._looks_at_queue:
             self._fetch_expected(self._ssd)
 
     def _fetch_waiting(self, ssd: SsdIndex, num_fetches: int) -> None:
@@ -354,7 +361,7 @@ class Placement:
         where the SSD is what limits, others would be later.
         """
         said = self._index.said
-        while said is not None and not ssd.num_fetching and (key := said.take_due()) is not None:
+        while not ssd.num_fetching and (key := said.take_due()) is not None:
             entry = self._index.get(key)
             if entry is None or entry.ssd is None or not entry.is_far:
                 continue
@@ -367,10 +374,10 @@ class Placement:
 
     def _is_away_for(self, key: str, seconds: float) -> bool:
         """Whether a session has no job waiting and will be away for longer than that, as far as anybody knows."""
-        entry, said = self._index.get(key), self._index.said
-        if entry is None or said is None or self._look_ahead.next_ticket(key) is not None:
+        entry = self._index.get(key)
+        if entry is None or self._look_ahead.next_ticket(key) is not None:
             return False
-        return said.away_s(key, entry.last_used_s) > seconds
+        return self._index.said.away_s(key, entry.last_used_s) > seconds
 
     def _prefetch_window(self) -> int:
         """How many jobs from the queue's head on are fetched for."""

@@ -27,7 +27,7 @@ from ca_jax.storage.records import EntryInUseError
 from ca_jax.storage.sessions import Entry, StoreParts
 from ca_jax.storage.ssd import SsdIndex
 from ca_jax.storage.tiering import Placement
-from ca_jax.storage.tokens import Lineage, TokenPlaces
+from ca_jax.storage.tokens import TokenPlaces
 
 _LOG = logging.getLogger(__name__)
 _MAX_SPARE_BLOCKS = 2  # Beyond what its tokens need: first tokens that stay take a block, and the oldest block a part.
@@ -201,7 +201,11 @@ class Truncation:
             return
         in_dram = bool(entry.num_tokens)
         if in_dram:
-            self._discard_in_dram(entry, kept, lineage)
+            entry.places, table = entry.places.keep(kept, self._layout.block_tokens)
+            gone = np.delete(entry.block_ids, table).tolist()
+            entry.block_ids = [entry.block_ids[index] for index in table.tolist()]
+            entry.token_ids, entry.lineage = entry.token_ids[kept], lineage
+            self._blocks.free(entry.owner.tenant, gone)
         if self._ssd is not None:
             if note is not None:  # It goes with the next flush too, should SSD forget the session before it has it.
                 entry.note = note
@@ -212,15 +216,6 @@ class Truncation:
                 self._on_progress()
             self._placement.changed(entry)
         self._index.place(entry)
-
-    def _discard_in_dram(self, entry: Entry, kept: np.ndarray, lineage: Lineage) -> None:
-        places, table = entry.places.keep(kept, self._layout.block_tokens)
-        stays = set(table.tolist())
-        gone = [block for index, block in enumerate(entry.block_ids) if index not in stays]
-        entry.block_ids = [entry.block_ids[index] for index in table.tolist()]
-        entry.token_ids = entry.token_ids[kept]
-        entry.places, entry.lineage = places, lineage
-        self._blocks.free(entry.owner.tenant, gone)
 
     def _begin(self, entry: Entry) -> None:
         """Begins to copy a session to fresh blocks, if it wastes some and there is room: no published block is written.

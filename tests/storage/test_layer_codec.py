@@ -10,6 +10,8 @@ import pytest
 from ca_jax.storage.codec import CodecError, KVCodec
 from ca_jax.storage.layer_codec import LayerCodec
 from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.planes import Planes, largest_codes
+from ca_jax.storage.transform import LEAST_SPREAD
 
 from .codec_kit import (
     DEEP,
@@ -125,6 +127,40 @@ def test_codes_that_do_not_fit_their_width_keep_their_token_apart():
     scale = np.abs(block[:, :, 40]).max(-1, keepdims=True) / 127
     assert (np.abs(found[:, :, 40] - block[:, :, 40]) <= 0.501 * scale).all()
     assert np.abs(in_steps(group, np.delete(found - block, 40, axis=2))).max() < 0.51
+
+
+@pytest.mark.usefixtures("by_numpy")
+@pytest.mark.parametrize("far", [-127, -121, 119, 120, 127])
+def test_a_number_far_from_all_others_that_fits_its_width_comes_back(far):
+    """Of those that share bytes, in a token that is like the others otherwise: as a layer, and in a block."""
+
+    def code_of(codec: KVCodec, block: np.ndarray) -> int:
+        return int(codec.rounded(codec.steps_of([block])[0], 1.0)[0][11, 0, -1, 40])
+
+    codec = make_predicting(DEEP, left=0.5, bits=32)
+    block = make_correlated(codec, DEEP)
+    group = codec.groups[0]
+    steps = np.zeros((1, group.width))
+    steps[0, -1] = far - code_of(codec, block)
+    row = (steps @ group.inverse[11, 0]).reshape(DEEP.groups[0].num_kv_heads, 2, -1)
+    block[11, :, 40] += np.swapaxes(row, 0, 1)
+    assert code_of(codec, block) == far
+    found = np.stack(round_trip(codec, DEEP, list(block)))
+    assert np.abs(in_steps(group, found - block)).max() < 0.51
+    data, sums = codec.encode(block, DEEP)
+    codec.decode(data, DEEP, found, sums)
+    assert np.abs(in_steps(group, found - block)).max() < 0.51
+
+
+@pytest.mark.parametrize("shares_bytes", [True, False])
+def test_each_code_that_fits_comes_back(shares_bytes):
+    spread = np.array([20, 0.5, 5, 0.5, 0.1, 0.5, 0.5], np.float32)
+    planes, most = Planes(spread, shares_bytes), largest_codes(spread)
+    codes = np.clip(np.arange(-32_000, 32_001)[None], -most[:, None], most[:, None]).astype(np.int16)
+    codes[spread <= LEAST_SPREAD] = 0
+    data = np.empty(planes.num_bytes(codes.shape[1]), np.uint8)
+    planes.pack(codes, data)
+    np.testing.assert_array_equal(planes.unpack(data, codes.shape[1]), codes)
 
 
 @pytest.mark.usefixtures("by_numpy")

@@ -15,6 +15,7 @@ from ca_jax.storage.records import Owner
 from ca_jax.storage.sessions import Entry, SessionIndex
 from ca_jax.storage.tokens import Lineage, PrefixIndex, Published, SsdCopy, TokenPlaces, as_units, prefix_hashes
 
+from .store_helpers import StoppedClock
 from .store_reference import num_common
 
 TOKEN_IDS = st.lists(st.sampled_from([0, 256]), max_size=6)
@@ -82,7 +83,7 @@ TOKENS_ON_SSD = st.lists(st.integers(0, 1), min_size=1, max_size=9)
     wanted=st.lists(st.integers(0, 1), max_size=9),
 )
 def test_in_both_tiers_it_is_the_longest_that_a_scan_finds_on_ssd_by_whole_blocks(sessions, wanted):
-    table = SessionIndex(LookAhead(), 99, BLOCK_TOKENS)
+    table = SessionIndex(LookAhead(), 99, BLOCK_TOKENS, StoppedClock())
     agreeing: dict[str, tuple[int, bool]] = {}  # Tokens, and of equals that in DRAM.
     with table._prefixes.loading(), table._far_prefixes.loading():
         for number, (tokens, tenant, num_plain, in_dram) in enumerate(sessions):

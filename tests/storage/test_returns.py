@@ -338,6 +338,15 @@ def test_what_is_said_of_a_session_that_never_is_stored_is_forgotten():
     assert (said.until_s("a"), said.away_s("a", -5.0), said.rate("a")) == (None, 5, None)
 
 
+def test_what_is_said_of_a_key_of_which_nothing_is_stored_is_not_kept(clock):
+    store = make_store(6, clock=clock)
+    for key in ("never stored", "a"):
+        store.expect_back(key, 20)
+    assert not store._index.said._due_s
+    put(store, "a", 8)
+    assert [info.expected_s for info in store.list()] == [None]
+
+
 @pytest.fixture
 def soon_back(open_store, clock):
     """A store of room for two sessions: `a` is on SSD alone and b and c are in DRAM, used at 0, 100 and 200 s."""
@@ -385,3 +394,25 @@ def test_what_is_expected_is_fetched_once_and_not_after_it_has_come(soon_back, c
     store.poll()
     wait_until(store, lambda: store.residency("a") is Residency.DRAM)
     assert store.stats().ssd.num_fetches == 1
+
+
+@pytest.mark.parametrize("first", ["early", "for a job"])
+def test_an_early_fetch_waits_while_another_fetch_runs(open_store, gates, clock, first):
+    """What is fetched early would have others wait for the SSD, a job or one that is back sooner."""
+    store = open_store(6, clock=clock, eviction_policy="scheduler_aware")
+    for key in "abcde":
+        put(store, key, 8)
+        clock.now_s += 100
+    gates[0].reads.close()
+    if first == "early":
+        store.expect_back("a", 5)
+    else:
+        store.enqueue(0, "a")
+    store.expect_back("b", 6)
+    for _ in range(3):
+        store.poll()
+        assert [store.residency(key) for key in "ab"] == [Residency.PENDING, Residency.SSD]
+    gates[0].reads.open()
+    wait_until(store, lambda: store.residency("b") is Residency.DRAM)
+    assert [store.residency(key) for key in "acde"] == [Residency.DRAM, Residency.SSD, Residency.SSD, Residency.DRAM]
+    assert store.stats().ssd.num_fetches == 2

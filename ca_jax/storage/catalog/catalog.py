@@ -40,7 +40,7 @@ from ca_jax.storage.catalog.records import (
     session_from_row,
     session_to_row,
 )
-from ca_jax.storage.tokens import Lineage
+from ca_jax.storage.tokens import Lineage, prefix_hashes
 
 _SESSION_MARKS = ", ".join("?" for _ in SESSION_COLUMNS.split(","))
 _ID_OF = "SELECT id FROM sessions WHERE namespace = ? AND key = ?"
@@ -136,7 +136,8 @@ class CatalogReader:
                 continue
             if contents is None:
                 continue  # Gone since its row was read: an engine is at work.
-            if record.prefixes and record.prefixes != record.prefixes_of(contents.token_ids, self.namespace.layout):
+            plain_ids = contents.token_ids[: record.lineage.plain_tokens(record.num_tokens)]
+            if record.prefixes not in (b"", prefix_hashes(plain_ids, self.namespace.layout.block_tokens)):
                 found.append(Problem(record.key, "the prefix hashes must be those of its tokens, got others"))
             for block, row in zip(record.block_ids.tolist(), contents.sums, strict=False):
                 holder, sums = holders.setdefault(block, (record, row.tobytes()))

@@ -19,7 +19,7 @@ import numpy as np
 from ca_jax.storage.catalog.file import CatalogError
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.records import check_seconds, domain_of, split_domain
-from ca_jax.storage.tokens import PLAIN, Lineage, SsdCopy, TokenPlaces, prefix_hashes
+from ca_jax.storage.tokens import PLAIN, Lineage, SsdCopy, TokenPlaces
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,10 +96,6 @@ class SessionRecord(SsdCopy):
     variant: str = ""
     """As `Owner.variant`. In the table it is part of the tenant's name (`domain_of`): for a release that knows no
     variants such sessions are another tenant's."""
-
-    def prefixes_of(self, token_ids: np.ndarray, layout: KVLayout) -> bytes:
-        """`prefixes` as these tokens, int32 `[num_tokens]`, have them."""
-        return prefix_hashes(token_ids[: self.lineage.plain_tokens(self.num_tokens)], layout.block_tokens)
 
     @property
     def expires_s(self) -> float | None:

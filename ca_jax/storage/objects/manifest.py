@@ -161,20 +161,10 @@ class Manifest:
 
 def manifest_name(namespace: str, key: str) -> str:
     """The object's name."""
-    return f"{manifests_prefix(namespace)}{key}"
+    return f"v1/{namespace[:16]}/sessions/{key}"
 
 
 def hint_name(namespace: str, tenant: str, chain: str) -> str:
     """Of the object that has the key of a session which stood, at the end of a turn, where a chain says."""
     digest = hashlib.sha256(f"{len(tenant)}:{tenant}{chain}".encode("utf-8", "surrogatepass")).hexdigest()
-    return f"{hints_prefix(namespace)}{digest}"
-
-
-def hints_prefix(namespace: str) -> str:
-    """What all such names of a namespace begin with."""
-    return f"v1/{namespace[:16]}/chains/"
-
-
-def manifests_prefix(namespace: str) -> str:
-    """What all names of manifests of a namespace begin with."""
-    return f"v1/{namespace[:16]}/sessions/"
+    return f"v1/{namespace[:16]}/chains/{digest}"

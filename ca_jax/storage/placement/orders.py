@@ -10,8 +10,8 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Generic, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping
+from typing import Any, Generic, TypeVar
 
 from sortedcontainers import SortedDict
 
@@ -140,11 +140,6 @@ class TierOrders(Generic[T]):
     def __contains__(self, key: str) -> bool:
         return key in self._slots
 
-    def get(self, key: str) -> T | None:
-        """The item of that key, if there is one."""
-        slot = self._slots.get(key)
-        return None if slot is None else slot.item
-
     def add(self, key: str, item: T, tenant: str = "") -> None:
         """Adds a session that is not there yet, as the last created and the last used."""
         slot = _Slot(key=key, item=item, tenant=tenant, orders=(self._all, self._of_tenant[tenant]))
@@ -172,12 +167,9 @@ class TierOrders(Generic[T]):
         if not slot.held:
             for orders in slot.orders:
                 orders.by_last_used.move_to_end(key)
-                if key in orders.idle:
-                    orders.idle.move_to_end(key)
-                    if slot.until_s is None:
-                        orders.unsaid.move_to_end(key)
-                        if self._group_of is not None:
-                            orders.groups[slot.group].move_to_end(key)
+                for shelf, at in self._shelves(slot, orders, self._look_ahead.next_ticket(key)):
+                    if isinstance(shelf, collections.OrderedDict):
+                        shelf.move_to_end(at)
 
     def remove(self, key: str) -> None:
         """Takes a session out."""
@@ -257,29 +249,24 @@ class TierOrders(Generic[T]):
         if ticket is None and self._group_of is not None:
             slot.group = self._group_of(slot.key)
         for orders in slot.orders:
-            if ticket is not None:
-                orders.waiting[ticket] = slot
-                continue
-            orders.idle[slot.key] = slot
-            if slot.until_s is not None:
-                orders.expected[slot.until_s, slot.key] = slot
-                continue
-            orders.unsaid[slot.key] = slot
-            if self._group_of is not None:
-                orders.groups[slot.group][slot.key] = slot
+            for shelf, at in self._shelves(slot, orders, ticket):
+                shelf[at] = slot
 
     def _displace(self, slot: _Slot[T], ticket: int | None) -> None:
         for orders in slot.orders:
-            if ticket is not None:
-                del orders.waiting[ticket]
-                continue
-            del orders.idle[slot.key]
-            if slot.until_s is not None:
-                del orders.expected[slot.until_s, slot.key]
-                continue
-            del orders.unsaid[slot.key]
-            if self._group_of is not None:
-                del orders.groups[slot.group][slot.key]
+            for shelf, at in self._shelves(slot, orders, ticket):
+                del shelf[at]
+
+    def _shelves(
+        self, slot: _Slot[T], orders: _Orders[T], ticket: int | None
+    ) -> list[tuple[MutableMapping[Any, _Slot[T]], Any]]:
+        """Where a slot belongs that is not held, by the ticket of its next job, beside `by_last_used`."""
+        if ticket is not None:
+            return [(orders.waiting, ticket)]
+        if slot.until_s is not None:
+            return [(orders.idle, slot.key), (orders.expected, (slot.until_s, slot.key))]
+        found: list[tuple[MutableMapping[Any, _Slot[T]], Any]] = [(orders.idle, slot.key), (orders.unsaid, slot.key)]
+        return found if self._group_of is None else [*found, (orders.groups[slot.group], slot.key)]
 
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)

@@ -21,10 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ca_jax.storage.codec import CodecError, KVCodec
+from ca_jax.storage.codec import CodecError, KVCodec, Places
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.records import BlockIoError, IoFailure
-from ca_jax.storage.tiers.coding import Places
 
 Blocks = Sequence[np.ndarray] | np.ndarray
 """Memory of several blocks, of the layout's `block_shape` each."""

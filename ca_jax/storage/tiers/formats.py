@@ -153,7 +153,9 @@ class Zarr3Tier(DiskTier):
             raise BlockIoError(IoFailure.MISSING, f"{path.name} must hold block {block}, got no file") from error
 
     def _write(self, block: int, src: np.ndarray) -> None:
-        self._put(block, src, lambda: self._write_by_tensorstore(block, src))
+        stored = self._groups[block // GROUP_BLOCKS][block % GROUP_BLOCKS]
+        # The reference ends with this call.
+        self._put(block, src, lambda: stored.write(src, can_reference_source_data_indefinitely=True).result())
 
     def _write_coded(self, block: int, data: bytes) -> None:
         self._put(block, np.frombuffer(data, np.uint8), lambda: self.kvstore.write(self._key(block), data).result())
@@ -179,11 +181,6 @@ class Zarr3Tier(DiskTier):
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-
-    def _write_by_tensorstore(self, block: int, src: np.ndarray) -> None:
-        # The reference ends with this call.
-        stored = self._groups[block // GROUP_BLOCKS][block % GROUP_BLOCKS]
-        stored.write(src, can_reference_source_data_indefinitely=True).result()
 
     def _delete(self, block: int) -> None:
         self.kvstore.write(self._key(block), None).result()
