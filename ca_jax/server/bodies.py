@@ -19,7 +19,7 @@ import pydantic
 from pydantic import Field
 
 from ca_jax.server.errors import invalid
-from ca_jax.server.tool_bodies import AllowedTools, CalledTool, NamedTool, ResponseFormat, Tool
+from ca_jax.server.tool_bodies import AllowedTools, CalledTool, JsonObject, NamedTool, ResponseFormat, Tool
 from ca_jax.server.tool_formats import AskedTools
 from ca_jax.turns.conversations import Message
 from ca_jax.turns.grammars import Grammar
@@ -257,7 +257,7 @@ class ChatRequest(Sampling):
     """True: where messages in the middle of a known history were changed, dropped or added, use what is stored of those
     behind them too, some of it computed anew; that is not exact. By default all behind an edit is computed. The known
     history is that of `session_state`, or has the same first turn and the same last exchange."""
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+    chat_template_kwargs: Annotated[JsonObject, Field(max_length=64)] | None = None
     """Further variables of the chat template, `enable_thinking` say; vLLM's. With others a history is another one."""
     reasoning_effort: Annotated[str, Field(max_length=16)] | None = None
     """Likewise the variable of that name."""

@@ -88,7 +88,7 @@ async def update_conversation(
 ) -> JSONResponse:
     """Gives a conversation other metadata."""
     change = lambda notes, _: dataclasses.replace(notes, metadata=body.metadata or {})  # noqa: E731
-    return JSONResponse(_object(conversation_id, await _change(service, tenant, conversation_id, change)))
+    return JSONResponse(_object(conversation_id, Notes.of(await _change(service, tenant, conversation_id, change))))
 
 
 @ROUTES.delete("/{conversation_id}", responses=responses(401, 404, 408, 429, 503, content=OBJECT))
@@ -110,8 +110,7 @@ async def create_items(conversation_id: str, body: NewItems, service: TheService
             raise invalid("items", f"items that wait for a turn must be at most {_MOST_WAITING}, got {len(waiting)}")
         return dataclasses.replace(notes, waiting=waiting)
 
-    await _change(service, tenant, conversation_id, add)
-    conversation = await _look(service, tenant, conversation_id)
+    conversation = await _change(service, tenant, conversation_id, add)
     items = [item for _, items in _listed(conversation_id, conversation)[-len(new) :] for item in items]
     return JSONResponse(page_of(items, len(items), "asc", None))
 
@@ -155,8 +154,8 @@ async def delete_item(conversation_id: str, item_id: str, service: TheService, t
             raise ApiError(400, message, param="item_id", code="item_not_deletable")
         return dataclasses.replace(notes, waiting=notes.waiting[:number] + notes.waiting[number + 1 :])
 
-    notes = await _change(service, tenant, conversation_id, take_back)
-    return JSONResponse(_object(conversation_id, notes))
+    conversation = await _change(service, tenant, conversation_id, take_back)
+    return JSONResponse(_object(conversation_id, Notes.of(conversation)))
 
 
 async def _look(service: Service, tenant: Tenant, name: str) -> Conversation:
@@ -172,20 +171,22 @@ def _found(service: Service, tenant: Tenant, name: str, texts: Texts) -> Convers
     return conversation
 
 
-async def _change(service: Service, tenant: Tenant, name: str, change: Callable[[Notes, Conversation], Notes]) -> Notes:
-    """Changes what is kept with a conversation. Raises SessionBusyError while it answers."""
+async def _change(
+    service: Service, tenant: Tenant, name: str, change: Callable[[Notes, Conversation], Notes]
+) -> Conversation:
+    """Changes what is kept with a conversation, which it gives as it is then; SessionBusyError while it answers."""
 
     texts = Texts()
 
-    def do(engine: Engine) -> Notes:
+    def do(engine: Engine) -> Conversation:
         _found(service, tenant, name, texts)
         session = service.router.owned(tenant.domain, name, texts)
         if session.is_busy:
             raise SessionBusyError(f"conversation {name!r} still answers; it must have ended")
         conversation = session.conversation
-        notes = change(Notes.of(conversation), conversation)
-        engine.truncate_stored(session, len(conversation.token_ids), notes.kept_with(conversation))
-        return notes
+        changed = change(Notes.of(conversation), conversation).kept_with(conversation)
+        engine.truncate_stored(session, len(conversation.token_ids), changed)
+        return changed
 
     return await service.ask(tenant, do)
 

@@ -26,6 +26,7 @@ from ca_jax.server.service import Service
 from ca_jax.server.state import OpenRoute, TheService, TheTenant, session_header
 from ca_jax.server.tenants import Tenant
 from ca_jax.server.told import event, reported
+from ca_jax.server.tool_bodies import JsonObject
 from ca_jax.server.tool_calls import read_reply
 from ca_jax.session import Job
 from ca_jax.turns.requests import FinishReason
@@ -59,7 +60,7 @@ class ToolUseBlock(OpenBody):
     type: Literal["tool_use"]
     id: Annotated[str, Field(max_length=256)]
     name: Annotated[str, Field(max_length=256)]
-    input: dict[str, Any]
+    input: JsonObject
     cache_control: dict[str, Any] | None = IGNORED
 
 
@@ -163,13 +164,16 @@ class Counted(OpenBody):
         told: list[_Body] = [{"role": "system", "content": system}] if system else []
         told += [each for message in self.messages for each in message.messages()]
         if functions := [tool.described() for tool in self.tools or () if tool.is_function]:
-            options |= {"tools": functions, **({} if self.tool_choice is None else self.tool_choice.as_chat())}
+            options["tools"] = functions
+        options |= {} if self.tool_choice is None else self.tool_choice.as_chat()
         try:
-            return ChatRequest.model_validate({"model": self.model, "messages": told, **options})
+            chat = ChatRequest.model_validate({"model": self.model, "messages": told, **options})
         except pydantic.ValidationError as error:
             first = error.errors()[0]
             param = str(first["loc"][0]) if first["loc"] else None
             raise invalid(param, f"{param or 'the body'}: {first['msg']}") from error
+        chat.check()
+        return chat
 
 
 class MessagesRequest(Counted):
@@ -262,7 +266,9 @@ class _Message:
         if reply.content or not (reply.calls or content):
             content.append({"type": "text", "text": reply.content, "citations": None})
         for call in reply.calls:
-            content.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": _input(call.arguments)})
+            content.append(
+                {"type": "tool_use", "id": call.call_id, "name": call.name, "input": as_input(call.arguments)}
+            )
         return self._object(content, _usage(job), _stop(job, bool(reply.calls)))
 
     def _object(self, content: list[_Body], usage: _Body, stop: _Body) -> _Body:
@@ -309,11 +315,11 @@ def _of_block(step: Step, block: Block, text: str) -> str:
     return _event("content_block_start", index=block.number, content_block=begun)
 
 
-def _input(arguments: str) -> Any:
+def as_input(arguments: str) -> Any:
     """The arguments of a call as an object, which they are where they had to be; else under a name of their own."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         found = json.loads(arguments)
-        if isinstance(found, dict):
+        if isinstance(found, dict) and json.dumps(found, allow_nan=False):
             return found
     return {"arguments": arguments}
 

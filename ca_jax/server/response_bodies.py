@@ -261,7 +261,9 @@ class ResponseRequest(OpenBody):
 
     def chat(self) -> ChatRequest:
         """The same as a chat, as if all of the history were its own."""
-        return self._as_chat(instructed=True)
+        chat = self._as_chat(instructed=True)
+        chat.check()
+        return chat
 
     def _as_chat(self, *, instructed: bool) -> ChatRequest:
         shared = ({*Sampling.model_fields, "chat_template_kwargs"} & type(self).model_fields.keys()) - {
@@ -273,11 +275,11 @@ class ResponseRequest(OpenBody):
             fields["response_format"] = self.text.format.as_chat()
         if functions := [tool.described() for tool in self.tools or () if tool.type == "function"]:
             fields |= {"tools": functions, "parallel_tool_calls": self.parallel_tool_calls}
-            fields["tool_choice"] = choice = self.tool_choice
-            if isinstance(choice, NamedFunction):
-                fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
-            elif isinstance(choice, AllowedFunctions):
-                fields["tool_choice"] = choice.as_chat()
+        fields["tool_choice"] = choice = self.tool_choice
+        if isinstance(choice, NamedFunction):
+            fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+        elif isinstance(choice, AllowedFunctions):
+            fields["tool_choice"] = choice.as_chat()
         system = [{"role": "system", "content": self.system}] if instructed and self.system is not None else []
         items = [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         fields |= {

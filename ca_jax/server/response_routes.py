@@ -87,7 +87,11 @@ async def get_response(
         answer = place.messages[-1]
         response = response_object(response_id, place.told, items_of(place.key, answer, place.told["status"]))
         events = _again(list(replayed(place.key, response, answer))[start:]) if run is None else run.follow(start)
-    return await _streamed(service, tenant, events) if stream else JSONResponse(response)
+    if not stream:
+        return JSONResponse(response)
+    async with contextlib.AsyncExitStack() as reading:
+        reading.enter_context(service.admission.looking(tenant, is_stream=True))
+        return _read_along(service, events, reading.pop_all())
 
 
 @ROUTES.post("/{response_id}/cancel", responses=responses(400, 401, 404, 408, 429, 503, content=OBJECT))
@@ -150,12 +154,9 @@ async def _look(service: Service, tenant: Tenant, response_id: str) -> places.Pl
     return await service.ask(tenant, lambda engine: places.look(service.router, tenant.domain, response_id, texts))
 
 
-async def _streamed(service: Service, tenant: Tenant, events: AsyncIterator[_Body]) -> Response:
-    """Events for a client that reads along, counted with what it looks at."""
-    async with contextlib.AsyncExitStack() as stack:
-        stack.enter_context(service.admission.looking(tenant, is_stream=True))
-        until_s = service.deadline(None).when()
-        return EventStream(_written(events), stack.pop_all(), until_s)
+def _read_along(service: Service, events: AsyncIterator[_Body], reading: contextlib.AsyncExitStack) -> Response:
+    """Events for a client that reads along, and has been let in for that."""
+    return EventStream(_written(events), reading, service.deadline(None).when())
 
 
 async def _again(events: Sequence[_Body]) -> AsyncIterator[_Body]:
@@ -208,11 +209,15 @@ class _Responding:
 
     async def _in_background(self, answering: Answering) -> Response:
         service, tenant = self._service, self._tenant
-        async with contextlib.AsyncExitStack() as stack:
+        async with contextlib.AsyncExitStack() as reading, contextlib.AsyncExitStack() as stack:
+            if self._body.stream:
+                reading.enter_context(service.admission.looking(tenant, is_stream=True))
             feed, until_s = await answering.begin(stack)
             run = Run(feed, self._begun(feed), lambda: self._ended is not None)
             service.background.begin(tenant.domain, self._id(feed), run, self._events(feed, until_s), stack.pop_all())
-        return await _streamed(service, tenant, run.follow()) if self._body.stream else JSONResponse(run.response)
+            if self._body.stream:
+                return _read_along(service, run.follow(), reading.pop_all())
+        return JSONResponse(run.response)
 
     def _find(self, texts: Texts) -> Found:
         """The conversation that the request names; on the engine's thread."""

@@ -391,7 +391,10 @@ class Router:
         else:
             with contextlib.suppress(TenantError, CatalogLateError):
                 source = self._engine.stored.conversation(known, tenant=tenant)
-        if source is None or not (state or begins_alike(source, messages)):
+        if source is None:
+            return None
+        stood = any(chain == state for chain, _ in source.states)  # The name of an exchange is no place of it.
+        if not (stood or (state is None and begins_alike(source, messages))):
             return None
         size = message_chars(messages) + len(messages) * MESSAGE_CHARS
         return texts.get(size, edited, self._engine.model, source, known, messages, first)

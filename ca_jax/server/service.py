@@ -276,7 +276,7 @@ class Service:
                         reader=self.reply_form.reader(tools, f"{request_id} {choice}"),
                     )
                     jobs.append(job)
-                    if request.expected_resume_seconds is not None:
+                    if request.expected_resume_seconds is not None and request.store is not False:
                         engine.stored.expect_back(
                             session.session_id, request.expected_resume_seconds, tenant=tenant.domain
                         )
@@ -334,6 +334,9 @@ class Service:
                     ttl_s, priority = request.kv_retention_ttl_seconds, request.priority or 0
                     sessions.append(self.router.begin(tenant.domain, adapter=adapter, ttl_s=ttl_s))
                     jobs.append(sessions[-1].submit(ids, sampling=sampling, priority=priority, texts=texts))
+                    if request.expected_resume_seconds is not None:
+                        name, seconds = sessions[-1].session_id, request.expected_resume_seconds
+                        engine.stored.expect_back(name, seconds, tenant=tenant.domain)
             return jobs
 
         try:

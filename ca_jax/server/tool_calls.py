@@ -440,6 +440,6 @@ def _text_of(token: str) -> str:
     """The text that a string in JSON is; empty where it is none."""
     try:
         found = json.loads(token)
-    except ValueError:
+    except (ValueError, RecursionError):
         return ""
     return found if isinstance(found, str) else ""

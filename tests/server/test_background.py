@@ -106,6 +106,15 @@ def test_a_response_that_is_kept_is_told_again_as_events(client, check):
         respond(client, "hello", background=True, store=False)
 
 
+def test_one_that_may_not_be_read_along_is_not_begun():
+    with sk.running(server={"max_lookups": 1}) as server, server.client(max_retries=0) as client:
+        with server.http() as http, http.stream("GET", "/live") as watched:
+            assert watched.status_code == 200
+            with pytest.raises(openai.RateLimitError):
+                respond(client, "hello", background=True, stream=True)
+        assert not server.engine.sessions
+
+
 def test_no_tenant_meets_what_runs_for_another():
     tenants = Tenants([(hashlib.sha256(name.encode()).digest(), Tenant(name=name)) for name in ("a", "b")])
     with sk.running(tenants) as server, server.client("a") as client, server.client("b") as other:

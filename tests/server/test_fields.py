@@ -129,6 +129,12 @@ def test_when_the_next_turn_comes_is_said_with_a_request_and_between_turns(serve
     assert answered["status"] in ("completed", "incomplete")
     assert said["anthropic"] is not None
     assert said["a tool runs now"] - said["anthropic"] > 200
+    known = {each.session_id for each in server.engine.stored.list()}
+    client.completions.create(model=sk.MODEL, prompt=PROMPT, extra_body={"expected_resume_seconds": 100})
+    sk.wait_until_idle(server)
+    server.engine.wait_for_saves()
+    [plain] = (each for each in server.engine.stored.list() if each.session_id not in known)
+    assert plain.expected_s is not None, "another prompt may begin like it"
 
 
 def test_text_to_tokens_and_back(server, client):
