@@ -24,7 +24,7 @@ import urllib.parse
 from collections.abc import Iterable
 from typing import Any
 
-from ca_jax.server.response_ids import key_and_name
+from ca_jax.server.response_items import key_and_name
 
 REPLICA_HEADER = "x-ca-jax-replica"
 """Of a request: the replica that must answer it, by its name. Of an answer: the one that did."""

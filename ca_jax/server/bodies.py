@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -113,35 +113,35 @@ class StreamOptions(OpenBody):
     """Each chunk, not the last one alone, says how many tokens it took so far; vLLM's."""
 
 
-class Sampling(OpenBody):
-    """What chats and completions share."""
+class Asked(OpenBody):
+    """What bodies of every API may say of an answer."""
 
     model: str
-    frequency_penalty: _Penalty | None = None
-    presence_penalty: _Penalty | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
-    seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], _OfTokens] | None = None
-    user: str | None = IGNORED
-
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     """Draw from the k likeliest tokens; 0 and -1: from all."""
+    ignore_eos: bool | None = Field(None, description="Go on past the model's own stop tokens.")
+    timeout_s: _Timeout = None
+    kv_retention_ttl_seconds: Annotated[float, Field(ge=0)] | None = None
+    """How long the conversation's KV is kept after its last use, as `ttl_s` of `POST /v1/sessions`."""
+    expected_resume_seconds: Annotated[float, Field(ge=0)] | None = None
+    """How long after the answer the conversation's next turn is expected: who is evicted goes by it."""
+
+
+class AskedOfOpenAI(Asked):
+    """Likewise, those of OpenAI's APIs."""
+
+    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    user: str | None = IGNORED
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Drop tokens less likely than this share of the likeliest."""
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     """Above 1 makes tokens seen so far less likely."""
-    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=64)] | None = None
-    ignore_eos: bool | None = Field(None, description="Go on past the model's own stop tokens.")
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     """Fewest tokens of an answer: it does not stop before."""
-    skip_special_tokens: bool | None = Field(None, description="False: special tokens that are drawn are text.")
-    no_stop_trim: Literal[False] | None = UNSERVED  # Routers write defaults of vLLM and SGLang into bodies.
-    return_hidden_states: Literal[False] | None = UNSERVED
     guided_json: dict[str, Any] | bool | str | None = None
     """A JSON schema that the answer must follow, or its text; like the others below vLLM's."""
     guided_regex: str | None = None
@@ -152,12 +152,21 @@ class Sampling(OpenBody):
     """A grammar in Lark's notation that the whole answer must match, what is thought and called included."""
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     """Requests of lower values go first."""
-    timeout_s: _Timeout = None
-    kv_retention_ttl_seconds: Annotated[float, Field(ge=0)] | None = None
-    """How long the conversation's KV is kept after its last use, as `ttl_s` of `POST /v1/sessions`."""
-    expected_resume_seconds: Annotated[float, Field(ge=0)] | None = None
-    """How long after the answer the conversation's next turn is expected: who is evicted goes by it."""
+
+
+class Sampling(AskedOfOpenAI):
+    """What chats and completions share."""
+
+    frequency_penalty: _Penalty | None = None
+    presence_penalty: _Penalty | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stream_options: StreamOptions | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], _OfTokens] | None = None
     max_tokens: _Tokens | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=64)] | None = None
+    skip_special_tokens: bool | None = Field(None, description="False: special tokens that are drawn are text.")
+    no_stop_trim: Literal[False] | None = UNSERVED  # Routers write defaults of vLLM and SGLang into bodies.
+    return_hidden_states: Literal[False] | None = UNSERVED
 
     @property
     def num_choices(self) -> int:
@@ -340,6 +349,27 @@ class ChatRequest(Sampling):
     def num_logprobs(self) -> int | None:
         """As of each request."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def as_chat(fields: dict[str, Any], names: Mapping[str, str]) -> ChatRequest:
+    """The chat that a body of another API is.
+
+    Args:
+      fields: of the chat.
+      names: those of the body, where they are others there.
+
+    Raises:
+      ApiError: a field is wrong, or some do not go together.
+    """
+    try:
+        chat = ChatRequest.model_validate(fields)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        field = str(first["loc"][0]) if first["loc"] else ""
+        param = names.get(field, field) or None
+        raise invalid(param, f"{param or 'the body'}: {first['msg']}") from error
+    chat.check()
+    return chat
 
 
 class CompletionRequest(Sampling):

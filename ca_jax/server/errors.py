@@ -21,7 +21,7 @@ from fastapi.responses import JSONResponse
 from starlette.routing import Match
 
 from ca_jax import errors
-from ca_jax.server.observed import note_error
+from ca_jax.server.observing import note_error
 from ca_jax.storage.catalog.file import CatalogLateError
 from ca_jax.storage.objects.store import ObjectsError
 

@@ -34,7 +34,7 @@ from ca_jax.kv.costs import Rates, TransferRate
 from ca_jax.server.errors import ApiError, responses
 from ca_jax.server.history import SAMPLE_S, LastHour, LiveDone
 from ca_jax.server.metrics import tiers_of
-from ca_jax.server.observed import phases
+from ca_jax.server.observing import phases
 from ca_jax.server.router import client_name, engine_name
 from ca_jax.server.service import Service
 from ca_jax.server.state import EventStream, KeyedRoute, ServerState, TheService, TheTenant, state_of

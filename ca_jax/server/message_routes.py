@@ -13,12 +13,11 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import fastapi
-import pydantic
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
 from ca_jax.server.answering import Answering
-from ca_jax.server.bodies import IGNORED, ChatRequest, OpenBody
+from ca_jax.server.bodies import IGNORED, Asked, ChatRequest, OpenBody, as_chat
 from ca_jax.server.engine_loop import Feed, Part
 from ca_jax.server.errors import OBJECT, STREAMED, MessagesErrorAnswer, invalid, messages_error, responses
 from ca_jax.server.reply_blocks import Block, BlockReader, Step
@@ -166,40 +165,23 @@ class Counted(OpenBody):
         if functions := [tool.described() for tool in self.tools or () if tool.is_function]:
             options["tools"] = functions
         options |= {} if self.tool_choice is None else self.tool_choice.as_chat()
-        try:
-            chat = ChatRequest.model_validate({"model": self.model, "messages": told, **options})
-        except pydantic.ValidationError as error:
-            first = error.errors()[0]
-            param = str(first["loc"][0]) if first["loc"] else None
-            raise invalid(param, f"{param or 'the body'}: {first['msg']}") from error
-        chat.check()
-        return chat
+        return as_chat({"model": self.model, "messages": told, **options}, {})
 
 
-class MessagesRequest(Counted):
+class MessagesRequest(Counted, Asked):
     """Body of `POST /v1/messages`."""
 
     max_tokens: Annotated[int, Field(ge=1)]
     stop_sequences: Annotated[list[str], Field(max_length=16)] | None = None
-    stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     metadata: dict[str, Any] | None = IGNORED
     service_tier: str | None = IGNORED
-
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    ignore_eos: bool | None = None
-    timeout_s: Annotated[float, Field(gt=0)] | None = None
-    kv_retention_ttl_seconds: Annotated[float, Field(ge=0)] | None = None
-    expected_resume_seconds: Annotated[float, Field(ge=0)] | None = None
     reuse_edited: bool | None = None
 
     def answered(self) -> ChatRequest:
         """The same as a chat that is answered."""
-        same = ("max_tokens", "temperature", "top_p", "top_k", "seed", "ignore_eos", "timeout_s")
-        of_kv = ("kv_retention_ttl_seconds", "expected_resume_seconds", "reuse_edited")
-        options = {name: getattr(self, name) for name in (*same, *of_kv)}
+        same = {*Asked.model_fields, "max_tokens", "reuse_edited"} - {"model", "stream"}
+        options = {name: getattr(self, name) for name in same}
         return self.chat(**options, stop=self.stop_sequences, truncation="disabled")
 
 

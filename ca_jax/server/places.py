@@ -12,7 +12,7 @@ takes its turn along, unless another stands on it, or the conversation is one th
 
 Belongs to the engine's thread.
 
-Not here: HTTP (`response_routes`), ids (`response_ids`), how a conversation goes on (`router`).
+Not here: HTTP (`response_routes`), ids (`response_items`), how a conversation goes on (`router`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from ca_jax.engine import Engine
 from ca_jax.errors import InvalidRequestError, SessionBusyError
 from ca_jax.server.conversation_notes import BESIDE
 from ca_jax.server.errors import ApiError
-from ca_jax.server.response_ids import key_and_name
-from ca_jax.server.response_items import tools_of
+from ca_jax.server.response_items import key_and_name, tools_of
 from ca_jax.server.router import BY_NAME, Found, Router, engine_name
 from ca_jax.turns.conversations import Conversation, Message
 from ca_jax.turns.text import Texts

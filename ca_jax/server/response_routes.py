@@ -22,15 +22,17 @@ from ca_jax.server.engine_loop import Feed
 from ca_jax.server.errors import OBJECT, STREAMED, ApiError, invalid, responses
 from ca_jax.server.reply_blocks import BlockReader
 from ca_jax.server.response_bodies import ResponseRequest
-from ca_jax.server.response_events import ResponseEvents, replayed
-from ca_jax.server.response_ids import new_key, response_id
 from ca_jax.server.response_items import (
     After,
     Limit,
     Order,
+    ResponseEvents,
     input_items,
     items_of,
+    new_key,
     page_of,
+    replayed,
+    response_id,
     response_object,
     status_of,
     tools_of,

@@ -28,7 +28,7 @@ from ca_jax.server.engine_loop import EngineLoop, Feed
 from ca_jax.server.errors import ApiError, invalid
 from ca_jax.server.history import History
 from ca_jax.server.metrics import RequestMetrics
-from ca_jax.server.observed import OBSERVED
+from ca_jax.server.observing import OBSERVED
 from ca_jax.server.router import Found, Router, client_name
 from ca_jax.server.tenants import Tenant, Tenants
 from ca_jax.server.tool_formats import ReplyForm

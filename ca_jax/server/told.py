@@ -16,7 +16,7 @@ from asgi_correlation_id import correlation_id
 
 from ca_jax.models.tokenizer import Tokenizer
 from ca_jax.server.errors import ApiError, as_api_error
-from ca_jax.server.observed import note_error
+from ca_jax.server.observing import note_error
 from ca_jax.session import Job
 from ca_jax.turns.requests import TokenLogprob
 

@@ -8,7 +8,7 @@ A turn is routed when it comes. Its history is read from the replica's SSD and, 
 objects tier; both are whole in DRAM before the turn is prefilled, though an engine begins while the last layers of
 objects come. What neither has is computed. A turn whose replica fails comes again at once.
 
-Not here: one replica (replica), who is chosen (routing), what the objects tier takes (objects), tables (launch).
+Not here: one replica (replica), who is chosen (routing), what the objects tier takes (fleet), tables (launch).
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ import numpy as np
 from ca_jax.errors import check
 from ca_jax.simulate.clock import Clock
 from ca_jax.simulate.config import ServerConfig
-from ca_jax.simulate.fleet import FleetConfig, FleetCounts
-from ca_jax.simulate.objects import GB, ObjectsTier
-from ca_jax.simulate.plans import Coming, SessionPlan
+from ca_jax.simulate.fleet import GB, FleetConfig, FleetCounts, ObjectsTier
 from ca_jax.simulate.replica import Job, Kept, Replica
 from ca_jax.simulate.routing import ROUTINGS, FleetView, HashRing
+from ca_jax.simulate.workload import Coming, SessionPlan
 
 
 class Fleet:

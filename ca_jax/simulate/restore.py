@@ -13,7 +13,7 @@ import math
 from ca_jax.errors import check
 from ca_jax.kv.costs import pipeline_s
 from ca_jax.simulate.config import FittedCost, RooflineCost, SimModel
-from ca_jax.simulate.objects import MIB
+from ca_jax.simulate.fleet import MIB
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from ca_jax.cluster.keys import Keys, keys_of, replica_key, session_key, told_name
-from ca_jax.server.response_ids import new_key, response_id
+from ca_jax.server.response_items import new_key, response_id
 
 CHAT, COMPLETIONS, SESSIONS = "/v1/chat/completions", "/v1/completions", "/v1/sessions"
 RESPONSES = "/v1/responses"
