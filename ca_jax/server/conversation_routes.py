@@ -67,7 +67,7 @@ async def create_conversation(body: NewConversation, service: TheService, tenant
     name = f"conv_{uuid.uuid4().hex}"
     notes = Notes(created_at=int(time.time()), metadata=body.metadata or {}, waiting=said_in(body.items or []))
 
-    def begin(engine: Engine) -> tuple[Session, None]:
+    def begin(engine: Engine, _: Texts) -> tuple[Session, None]:
         session = service.router.begin(tenant.domain, name)
         engine.truncate_stored(session, 0, notes.kept_with(session.conversation))
         return session, None
@@ -94,8 +94,7 @@ async def update_conversation(
 @ROUTES.delete("/{conversation_id}", responses=responses(401, 404, 408, 429, 503, content=OBJECT))
 async def delete_conversation(conversation_id: str, service: TheService, tenant: TheTenant) -> JSONResponse:
     """Forgets a conversation, its responses and its KV, in every tier. A turn of it that runs is cancelled."""
-    texts = Texts()
-    await service.ask(tenant, lambda engine: service.router.delete(tenant.domain, conversation_id, texts))
+    await service.ask(tenant, lambda _, texts: service.router.delete(tenant.domain, conversation_id, texts))
     return JSONResponse({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
 
 
@@ -159,8 +158,7 @@ async def delete_item(conversation_id: str, item_id: str, service: TheService, t
 
 
 async def _look(service: Service, tenant: Tenant, name: str) -> Conversation:
-    texts = Texts()
-    return await service.ask(tenant, lambda engine: _found(service, tenant, name, texts))
+    return await service.ask(tenant, lambda _, texts: _found(service, tenant, name, texts))
 
 
 def _found(service: Service, tenant: Tenant, name: str, texts: Texts) -> Conversation:
@@ -176,9 +174,7 @@ async def _change(
 ) -> Conversation:
     """Changes what is kept with a conversation, which it gives as it is then; SessionBusyError while it answers."""
 
-    texts = Texts()
-
-    def do(engine: Engine) -> Conversation:
+    def do(engine: Engine, texts: Texts) -> Conversation:
         _found(service, tenant, name, texts)
         session = service.router.owned(tenant.domain, name, texts)
         if session.is_busy:

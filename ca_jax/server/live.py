@@ -348,7 +348,7 @@ async def _read(service: Service, tenant: Tenant, session_id: str | None) -> byt
     """
 
     async def ask() -> bytes:
-        snapshot = await service.ask(tenant, lambda engine: read_live(engine, tenant.domain, session_id))
+        snapshot = await service.ask(tenant, lambda engine, _: read_live(engine, tenant.domain, session_id))
         return snapshot.model_dump_json().encode()
 
     reading = service.shared((tenant.domain, session_id), ask, _MIN_INTERVAL_S)

@@ -119,8 +119,8 @@ async def delete_response(response_id: str, service: TheService, tenant: TheTena
     """Forgets a response; its turn and its KV too, where nothing else stands on them."""
     run = _ended_run(service, tenant, response_id)
     if run is None or run.is_kept:
-        texts, domain = Texts(), tenant.domain
-        await service.ask(tenant, lambda engine: places.delete(service.router, engine, domain, response_id, texts))
+        router, domain = service.router, tenant.domain
+        await service.ask(tenant, lambda engine, texts: places.delete(router, engine, domain, response_id, texts))
     service.background.forget(tenant.domain, response_id)
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
@@ -152,8 +152,7 @@ def _ended_run(service: Service, tenant: Tenant, response_id: str, param: str | 
 
 
 async def _look(service: Service, tenant: Tenant, response_id: str) -> places.Place:
-    texts = Texts()
-    return await service.ask(tenant, lambda engine: places.look(service.router, tenant.domain, response_id, texts))
+    return await service.ask(tenant, lambda _, texts: places.look(service.router, tenant.domain, response_id, texts))
 
 
 def _read_along(service: Service, events: AsyncIterator[_Body], reading: contextlib.AsyncExitStack) -> Response:

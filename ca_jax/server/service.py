@@ -135,7 +135,7 @@ class Service:
         sake, and go on from the store once it is loaded again.
         """
 
-        def unload(engine: Engine) -> None:
+        def unload(engine: Engine, _: Texts) -> None:
             held = [session for session in engine.sessions if session.adapter == name]
             if not any(session.is_busy for session in held):
                 self.router.let_go(held)
@@ -143,8 +143,8 @@ class Service:
 
         await self.ask(tenant, unload)
 
-    async def ask(self, tenant: Tenant, function: Callable[[Engine], T]) -> T:
-        """What a function of the engine gives, for a request of a tenant that is no answer.
+    async def ask(self, tenant: Tenant, function: Callable[[Engine, Texts], T]) -> T:
+        """What a function of the engine, and of the request's texts, gives, for a request that is no answer.
 
         It is called again where it raises `TextWork`, once that is done.
 
@@ -153,15 +153,16 @@ class Service:
           TimeoutError: the engine's thread did not come to it in time.
           Exception: whatever the function raises.
         """
+        texts = Texts()
         with self.admission.looking(tenant):
             async with self.deadline(None):
                 while True:
                     try:
-                        return await self.loop.call(function)
+                        return await self.loop.call(lambda engine: function(engine, texts))
                     except TextWork as work:
                         await self._work(work)
 
-    async def begin_with(self, tenant: Tenant, function: Callable[[Engine], tuple[Session, T]]) -> T:
+    async def begin_with(self, tenant: Tenant, function: Callable[[Engine, Texts], tuple[Session, T]]) -> T:
         """As `ask`, of a function that also gives the conversation that it begins or forks.
 
         Where conversations are published after each turn, replicas know it by now: for as long as their objects may
@@ -171,8 +172,8 @@ class Service:
           InvalidRequestError: another replica has begun one of that name meanwhile.
         """
 
-        def begin(engine: Engine) -> tuple[T, concurrent.futures.Future[Any] | None]:
-            session, told = function(engine)
+        def begin(engine: Engine, texts: Texts) -> tuple[T, concurrent.futures.Future[Any] | None]:
+            session, told = function(engine, texts)
             return told, None if engine.elsewhere is None else engine.elsewhere.publish(session)
 
         told, published = await self.ask(tenant, begin)
