@@ -7,6 +7,7 @@ Source: Anthropic's API reference (Messages: create, count tokens, streaming).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -21,6 +22,7 @@ from ca_jax.server.bodies import IGNORED, Asked, ChatRequest, OpenBody, as_chat
 from ca_jax.server.engine_loop import Feed, Part
 from ca_jax.server.errors import OBJECT, STREAMED, MessagesErrorAnswer, invalid, messages_error, responses
 from ca_jax.server.reply_blocks import Block, BlockReader, Step
+from ca_jax.server.response_items import blocks_of
 from ca_jax.server.service import Service
 from ca_jax.server.state import OpenRoute, TheService, TheTenant, session_header
 from ca_jax.server.tenants import Tenant
@@ -242,15 +244,8 @@ class _Message:
     def _whole(self, feed: Feed, parts: Sequence[Part]) -> _Body:
         [job] = feed.jobs
         reply = read_reply(job)
-        content: list[_Body] = []
-        if reply.reasoning:
-            content.append({"type": "thinking", "thinking": reply.reasoning, "signature": ""})
-        if reply.content or not (reply.calls or content):
-            content.append({"type": "text", "text": reply.content, "citations": None})
-        for call in reply.calls:
-            content.append(
-                {"type": "tool_use", "id": call.call_id, "name": call.name, "input": as_input(call.arguments)}
-            )
+        blocks = blocks_of(reply.message())
+        content = [_told(each) | ({"citations": None} if each.kind == "content" else {}) for each in blocks]
         return self._object(content, _usage(job), _stop(job, bool(reply.calls)))
 
     def _object(self, content: list[_Body], usage: _Body, stop: _Body) -> _Body:
@@ -289,12 +284,17 @@ def _of_block(step: Step, block: Block, text: str) -> str:
     if step == "text":
         kind, field = _DELTAS[block.kind]
         return _event("content_block_delta", index=block.number, delta={"type": kind, field: text})
-    begun: _Body = {"type": "text", "text": ""}
-    if block.kind == "reasoning":
-        begun = {"type": "thinking", "thinking": "", "signature": ""}
-    elif block.kind == "call":
-        begun = {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
+    begun = _told(dataclasses.replace(block, text="{}" if block.kind == "call" else ""))
     return _event("content_block_start", index=block.number, content_block=begun)
+
+
+def _told(block: Block) -> _Body:
+    """A block as Anthropic has it."""
+    if block.kind == "call":
+        return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": as_input(block.text)}
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    return {"type": "text", "text": block.text}
 
 
 def as_input(arguments: str) -> Any:

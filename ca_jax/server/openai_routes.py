@@ -333,12 +333,7 @@ def _described_call(call: CallDelta) -> _Body:
 def _message(reply: Reply) -> _Body:
     """A whole answer as OpenAI's messages have it; `reasoning_content` is as others add it."""
     content = reply.content if reply.content or not reply.calls else None
-    message: _Body = {"role": "assistant", "content": content, "refusal": None}
-    if reply.reasoning:
-        message["reasoning_content"] = reply.reasoning
-    if reply.calls:
-        message["tool_calls"] = [call.as_openai() for call in reply.calls]
-    return message
+    return {**reply.message(), "content": content, "refusal": None}
 
 
 def _finish_reason(job: Job, has_calls: bool) -> str:
