@@ -365,9 +365,10 @@ class Router:
     def _elsewhere(self, tenant: str, chain: str, texts: Texts) -> Session | None:
         """A fork of a conversation that another replica published where a history ends; None: none is known."""
         manifest = elsewhere.published(self._engine, tenant, chain, texts)
-        if self._engine.elsewhere is None or manifest is None or manifest.conversation is None:
+        said = None if manifest is None else elsewhere.said_in(manifest)
+        if self._engine.elsewhere is None or manifest is None or said is None:
             return None
-        num_tokens = self._tokens_at(Conversation.from_bytes(manifest.conversation), chain)
+        num_tokens = self._tokens_at(said, chain)
         if num_tokens is None:
             return None
         session = self._engine.elsewhere.fork(manifest, num_tokens, engine_name(tenant, uuid.uuid4().hex))
