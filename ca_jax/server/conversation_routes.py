@@ -24,7 +24,7 @@ from pydantic import Field
 from ca_jax.engine import Engine
 from ca_jax.errors import SessionBusyError
 from ca_jax.server.bodies import OpenBody
-from ca_jax.server.conversation_notes import BESIDE, Notes
+from ca_jax.server.conversation_notes import Notes, bare
 from ca_jax.server.errors import OBJECT, ApiError, invalid, responses
 from ca_jax.server.response_bodies import Item, Metadata, said_in
 from ca_jax.server.response_items import After, Limit, Order, items_of_message, page_of
@@ -192,7 +192,7 @@ def _listed(name: str, conversation: Conversation) -> list[tuple[Message, list[_
     seen: collections.Counter[str] = collections.Counter()
     listed: list[tuple[Message, list[_Body]]] = []
     for message in [*conversation.messages, *Notes.of(conversation).waiting]:
-        said = json.dumps([name, {key: value for key, value in message.items() if key not in BESIDE}])
+        said = json.dumps([name, *bare([message])])
         own = hashlib.sha256(f"{seen[said]} {said}".encode()).hexdigest()[:24]
         seen[said] += 1
         listed.append((message, items_of_message(own, message)))

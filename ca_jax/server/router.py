@@ -42,7 +42,7 @@ from ca_jax.errors import (
     UnknownSessionError,
 )
 from ca_jax.server import elsewhere
-from ca_jax.server.conversation_notes import BESIDE, with_waiting
+from ca_jax.server.conversation_notes import BESIDE, bare, with_waiting
 from ca_jax.server.elsewhere import Theirs
 from ca_jax.session import Job, Session
 from ca_jax.storage.catalog.file import CatalogLateError
@@ -452,7 +452,7 @@ def _without_tools(session: Session, messages: Sequence[Message]) -> Sequence[Me
         begun = next((each[extra] for each in session.messages if extra in each), None)
         if any(each[extra] != begun for each in messages if extra in each):
             raise InvalidRequestError(f"{name} must be those that the session began with, or left out: got others")
-    return [{name: value for name, value in each.items() if name not in BESIDE} for each in messages]
+    return bare(messages)
 
 
 def _first_chain(engine: Engine, adapter: str | None) -> str:
