@@ -203,12 +203,8 @@ class Router:
         num_tokens = next((num for each, num in session.conversation.states if each == chain), None)
         if num_tokens is None:
             raise unknown_session(session_id)
-        is_free = not session.is_busy and session.conversation.reached != BY_NAME
-        if num_tokens == len(session.token_ids) and is_free:
-            return Found(session, list(messages), _BY_HISTORY)
-        forked = self.sibling(session, num_tokens)
-        self.use(forked)
-        return Found(forked, list(messages), "")
+        behind = self._behind(session, num_tokens)
+        return Found(behind, list(messages), _BY_HISTORY if behind is session else "")
 
     def keep_for(self, session: Session, ttl_s: float) -> None:
         """Says how long a conversation's KV is kept after its last use, seconds."""
@@ -411,8 +407,12 @@ class Router:
         num_tokens = self._tokens_at(conversation, chain)
         if num_tokens is None or (conversation.num_dropped and not may_drop):
             return None
-        is_free = not session.is_busy and conversation.reached != BY_NAME
-        if num_tokens == len(conversation.token_ids) and is_free:
+        return self._behind(session, num_tokens)
+
+    def _behind(self, session: Session, num_tokens: int) -> Session:
+        """A conversation behind its first tokens: itself where it stands there and is free, or else a fork."""
+        is_free = not session.is_busy and session.conversation.reached != BY_NAME
+        if num_tokens == len(session.token_ids) and is_free:
             return session
         forked = self.sibling(session, num_tokens)
         self.use(forked)
