@@ -193,28 +193,18 @@ def shown(facts: Facts) -> Iterator[rich.table.Table | tuple[str, ...]]:
 
 
 def _show_list(facts: Facts) -> Iterator[rich.table.Table | tuple[str, ...]]:
-    columns = ("session", "tenant", ">tokens", ">size", "last used", "expires", "pinned", "state", "owner", "namespace")
-    rows = []
-    for each in facts["sessions"]:
-        *who, used, expires, pinned = store_report.session_cells(each)
-        ends = (each["state"], each["owner"][: store_report.SHORT], each["namespace"][: store_report.SHORT])
-        rows.append((*who, used, expires, pinned, *ends))
-    yield store_report.table(columns, rows)
+    cells = ("last used", "expires", "pinned", "state", "owner", "namespace")
+    yield store_report.sessions_table(facts["sessions"], *cells)
     yield (store_report.sums_line(facts["sessions"]),)
     yield from _show_unreadable(facts)
 
 
 def _show_session(facts: Facts) -> Iterator[rich.table.Table | tuple[str, ...]]:
     session = facts["session"]
-    _, _, tokens, size, used, expires, pinned = store_report.session_cells(session)
     rows = [
-        *((name, session[field]) for name, field in (("session", "session_id"), ("key", "key"), ("tenant", "tenant"))),
-        ("tokens", tokens),
-        ("size", f"{size} in {session['num_objects']:,} objects"),
-        ("last used", used),
-        ("expires", expires),
-        ("pinned", pinned),
-        ("state", session["state"]),
+        *store_report.session_rows(session, "session", "key", "tenant", "tokens"),
+        ("size", f"{store_report.size(session)} in {session['num_objects']:,} objects"),
+        *store_report.session_rows(session, "last used", "expires", "pinned", "state"),
         ("owner", f"{session['owner']}, the {session['epoch']:,}. one"),
         ("namespace", session["namespace"]),
     ]

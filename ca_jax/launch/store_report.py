@@ -8,7 +8,8 @@ Not here: finding it (`store`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import rich.console
@@ -153,12 +154,7 @@ def print_parts(parts: Parts, console: rich.console.Console) -> None:
 
 def _list(facts: Facts) -> Parts:
     sessions = facts["sessions"]
-    columns = ("session", "tenant", ">tokens", ">size", "created", "last used", "expires", "pinned", "state", "weights")
-    rows = []
-    for each in sessions:
-        times = (describe_time(each["created_s"]), describe_time(each["last_used_s"]), _expiry(each))
-        rows.append((*_stored(each), *times, _yes(each["pinned"]), each["state"], each["weights"][:SHORT]))
-    yield table(columns, rows)
+    yield sessions_table(sessions, "created", "last used", "expires", "pinned", "state", "weights")
     yield (sums_line(sessions),)
     for row in facts["damaged_rows"]:
         yield f"damaged row of the catalog: {row['found']}", "red"
@@ -172,14 +168,12 @@ def _show(facts: Facts) -> Parts:
         f"{len(group['layers'])} layers x {group['num_kv_heads']} KV heads x {group['head_dim']}" for group in groups
     )
     rows = [
-        *((name, session[field]) for name, field in (("session", "session_id"), ("key", "key"), ("tenant", "tenant"))),
+        *session_rows(session, "session", "key", "tenant"),
         ("tokens", f"{session['num_tokens']:,}, after {session['num_dropped']:,} were dropped"),
         ("size", f"{size(session)} in {session['num_blocks']:,} blocks"),
-        ("created", describe_time(session["created_s"])),
+        *session_rows(session, "created"),
         ("last used", f"{describe_time(session['last_used_s'])}, saved {session['generation']} times"),
-        ("expires", _expiry(session)),
-        ("pinned", _yes(session["pinned"])),
-        ("state", session["state"]),
+        *session_rows(session, "expires", "pinned", "state"),
         ("weights", namespace["weights"]),
         ("layout", f"{shape}, {layout['dtype']}, blocks of {layout['block_tokens']} tokens"),
         ("blocks at", facts["blocks_at"]),
@@ -232,9 +226,8 @@ def _gc(facts: Facts) -> Parts:
 
 
 def _export(facts: Facts) -> Parts:
-    rows = [(*_stored(each), each["file"]) for each in facts["exported"]]
-    if rows:
-        yield table(("session", "tenant", ">tokens", ">size", "file"), rows)
+    if facts["exported"]:
+        yield sessions_table(facts["exported"], "file")
     for each in facts["damaged"]:
         yield f"not exported: {each['found']}", "red"
     yield (f"{len(facts['exported']):,} sessions exported, {len(facts['damaged']):,} damaged",)
@@ -275,10 +268,6 @@ def table(columns: tuple[str, ...], rows: Iterable[Sequence[str]]) -> rich.table
     return make_table(columns, rows, ruled=False)
 
 
-def _yes(holds: bool) -> str:
-    return "yes" if holds else "no"
-
-
 def who(facts: Facts) -> tuple[str, str, str]:
     """Session, tenant and shortened key of what has a `key` and perhaps a `session`."""
     session = facts["session"]
@@ -286,13 +275,15 @@ def who(facts: Facts) -> tuple[str, str, str]:
     return (*named, facts["key"][:SHORT])
 
 
-def _stored(session: Facts) -> tuple[str, str, str, str]:
-    return session["session_id"], session["tenant"], f"{session['num_tokens']:,}", size(session)
+def sessions_table(sessions: Sequence[Facts], *cells: str) -> rich.table.Table:
+    """Sessions, a row each: what they are called, how large they are, and other cells by name."""
+    columns = ("session", "tenant", ">tokens", ">size", *cells)
+    return table(columns, [[_CELLS[name.removeprefix(">")](each) for name in columns] for each in sessions])
 
 
-def session_cells(session: Facts) -> tuple[str, ...]:
-    """Session, tenant, tokens, size, last used, expires, pinned."""
-    return *_stored(session), describe_time(session["last_used_s"]), _expiry(session), _yes(session["pinned"])
+def session_rows(session: Facts, *cells: str) -> list[tuple[str, str]]:
+    """One session: cells by name, each a row."""
+    return [(name, _CELLS[name](session)) for name in cells]
 
 
 def sums_line(sessions: Sequence[Facts]) -> str:
@@ -316,3 +307,18 @@ def _expiry(session: Facts) -> str:
     if session["pinned"]:
         return "never, pinned"
     return f"{describe_time(session['expires_s'])}{', expired' if session['expired'] else ''}"
+
+
+_CELLS: Mapping[str, Callable[[Facts], str]] = {
+    "session": lambda session: session["session_id"],
+    **{name: operator.itemgetter(name) for name in ("key", "tenant", "state", "file")},
+    "tokens": lambda session: f"{session['num_tokens']:,}",
+    "size": size,
+    "created": lambda session: describe_time(session["created_s"]),
+    "last used": lambda session: describe_time(session["last_used_s"]),
+    "expires": _expiry,
+    "pinned": lambda session: "yes" if session["pinned"] else "no",
+    "weights": lambda session: session["weights"][:SHORT],
+    "owner": lambda session: session["owner"][:SHORT],
+    "namespace": lambda session: session["namespace"][:SHORT],
+}  # What tables say of a session.

@@ -103,7 +103,7 @@ class ApiError(starlette.exceptions.HTTPException):
         kind = _TYPES.get(self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error")
         return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self, path: str = "") -> JSONResponse:
+    def response(self, path: str) -> JSONResponse:
         """The answer to a request of a path."""
         body = messages_error(self) if path.startswith(_MESSAGES) else self.body()
         return JSONResponse(body, self.status_code, self.headers)

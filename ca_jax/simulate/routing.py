@@ -26,15 +26,13 @@ class HashRing:
 
     Args:
       replicas: numbers of the replicas; the same ones give the same ring.
-      virtual_nodes: points of each.
 
     Raises:
-      ValueError: no replica, or no point.
+      ValueError: no replica.
     """
 
-    def __init__(self, replicas: Iterable[int], virtual_nodes: int = VIRTUAL_NODES) -> None:
-        check(virtual_nodes >= 1, "virtual_nodes", "at least 1", virtual_nodes)
-        points = sorted(pair for replica in set(replicas) for pair in _points(replica, virtual_nodes))
+    def __init__(self, replicas: Iterable[int]) -> None:
+        points = sorted(pair for replica in set(replicas) for pair in _points(replica))
         check(bool(points), "replicas", "at least one", 0)
         self._places = [place for place, _ in points]
         self._replicas = [replica for _, replica in points]
@@ -58,8 +56,8 @@ def _place(name: str) -> int:
 
 
 @functools.cache
-def _points(replica: int, num: int) -> tuple[tuple[int, int], ...]:
-    return tuple((_place(f"replica {replica} point {point}"), replica) for point in range(num))
+def _points(replica: int) -> tuple[tuple[int, int], ...]:
+    return tuple((_place(f"replica {replica} point {point}"), replica) for point in range(VIRTUAL_NODES))
 
 
 @dataclasses.dataclass(slots=True)
