@@ -38,10 +38,9 @@ from ca_jax.simulate import config as sim
 from ca_jax.simulate import workload
 from ca_jax.simulate.config import DEVICES, MODELS
 from ca_jax.simulate.fleet import MIB, TIERS, FleetConfig
-from ca_jax.simulate.replicas import Fleet
+from ca_jax.simulate.replicas import ROUTINGS, Fleet
 from ca_jax.simulate.restore import Restore, least_new_tokens
 from ca_jax.simulate.results import PolicyResult
-from ca_jax.simulate.routing import ROUTINGS
 from ca_jax.simulate.server import POLICIES, compare_policies, working_set_bytes
 from ca_jax.simulate.traces.requests import (
     BadRows,

@@ -17,16 +17,13 @@ import fastapi
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
-from ca_jax.server.answering import Answering
+from ca_jax.server.answering import Answering, Block, BlockReader, Step, blocks_of, event, reported
 from ca_jax.server.bodies import IGNORED, Asked, ChatRequest, OpenBody, as_chat
 from ca_jax.server.engine_loop import Feed, Part
 from ca_jax.server.errors import OBJECT, STREAMED, MessagesErrorAnswer, invalid, messages_error, responses
-from ca_jax.server.reply_blocks import Block, BlockReader, Step
-from ca_jax.server.response_items import blocks_of
 from ca_jax.server.service import Service
 from ca_jax.server.state import OpenRoute, TheService, TheTenant, session_header
 from ca_jax.server.tenants import Tenant
-from ca_jax.server.told import event, reported
 from ca_jax.server.tool_bodies import JsonObject
 from ca_jax.server.tool_calls import read_reply
 from ca_jax.session import Job

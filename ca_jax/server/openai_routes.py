@@ -19,15 +19,8 @@ from typing import Any
 import fastapi
 from fastapi.responses import JSONResponse, Response
 
-from ca_jax.server.answering import Answering
-from ca_jax.server.bodies import ChatRequest, CompletionRequest, LoadAdapter, UnloadAdapter
-from ca_jax.server.engine_loop import Feed, Part
-from ca_jax.server.errors import OBJECT, STREAMED, ApiError, responses
-from ca_jax.server.router import client_name
-from ca_jax.server.service import Service
-from ca_jax.server.state import KeyedRoute, OpenRoute, TheService, TheTenant, session_header
-from ca_jax.server.tenants import Tenant
-from ca_jax.server.told import (
+from ca_jax.server.answering import (
+    Answering,
     described,
     echoed,
     event,
@@ -37,6 +30,13 @@ from ca_jax.server.told import (
     prompt_logprobs,
     reported,
 )
+from ca_jax.server.bodies import ChatRequest, CompletionRequest, LoadAdapter, UnloadAdapter
+from ca_jax.server.engine_loop import Feed, Part
+from ca_jax.server.errors import OBJECT, STREAMED, ApiError, responses
+from ca_jax.server.router import client_name
+from ca_jax.server.service import Service
+from ca_jax.server.state import KeyedRoute, OpenRoute, TheService, TheTenant, session_header
+from ca_jax.server.tenants import Tenant
 from ca_jax.server.tool_calls import CallDelta, Reply, parser_of, read_reply
 from ca_jax.session import Job
 from ca_jax.turns.requests import FinishReason

@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal
 
 import fastapi
 
+from ca_jax.server.answering import Block, Kind, Step, blocks_of
 from ca_jax.server.errors import ApiError
-from ca_jax.server.reply_blocks import Block, Kind, Step
 from ca_jax.session import Job
 from ca_jax.turns.conversations import Message
 from ca_jax.turns.requests import FinishReason
@@ -83,19 +83,6 @@ def item_of(key: str, block: Block, status: str, logprobs: list[_Body] | None = 
 def item_id(key: str, block: Block) -> str:
     """Of an item, of a response's key."""
     return f"{_ID_OF[block.kind]}_{key}_{block.number}"
-
-
-def blocks_of(message: Message) -> list[Block]:
-    """A whole answer as blocks."""
-    told: list[tuple[Kind, str, str, str]] = []
-    if "reasoning_content" in message:
-        told.append(("reasoning", message["reasoning_content"], "", ""))
-    calls = message.get("tool_calls", ())
-    if message["content"] or not (calls or told):
-        told.append(("content", message["content"], "", ""))
-    for call in calls:
-        told.append(("call", call["function"]["arguments"], call["id"], call["function"]["name"]))
-    return [Block(kind, number, call_id, name, text) for number, (kind, text, call_id, name) in enumerate(told)]
 
 
 def items_of(key: str, message: Message, status: str, logprobs: list[_Body] | None = None) -> list[_Body]:

@@ -16,11 +16,10 @@ import fastapi
 from fastapi.responses import JSONResponse, Response
 
 from ca_jax.server import places
-from ca_jax.server.answering import Answering
+from ca_jax.server.answering import Answering, BlockReader, described, event, reported
 from ca_jax.server.background import Run
 from ca_jax.server.engine_loop import Feed
 from ca_jax.server.errors import OBJECT, STREAMED, ApiError, invalid, responses
-from ca_jax.server.reply_blocks import BlockReader
 from ca_jax.server.response_bodies import ResponseRequest
 from ca_jax.server.response_items import (
     After,
@@ -42,7 +41,6 @@ from ca_jax.server.router import Found, client_name
 from ca_jax.server.service import Service
 from ca_jax.server.state import EventStream, OpenRoute, TheService, TheTenant, session_header
 from ca_jax.server.tenants import Tenant
-from ca_jax.server.told import described, event, reported
 from ca_jax.server.tool_calls import read_reply
 from ca_jax.session import Job
 from ca_jax.turns.requests import FinishReason
