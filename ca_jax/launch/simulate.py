@@ -37,9 +37,8 @@ from ca_jax.launch.terminal import progress_bars
 from ca_jax.simulate import config as sim
 from ca_jax.simulate import workload
 from ca_jax.simulate.config import DEVICES, MODELS
-from ca_jax.simulate.fleet import MIB, TIERS, FleetConfig
+from ca_jax.simulate.fleet import MIB, TIERS, FleetConfig, Restore, least_new_tokens
 from ca_jax.simulate.replicas import ROUTINGS, Fleet
-from ca_jax.simulate.restore import Restore, least_new_tokens
 from ca_jax.simulate.results import PolicyResult
 from ca_jax.simulate.server import POLICIES, compare_policies, working_set_bytes
 from ca_jax.simulate.traces.requests import (

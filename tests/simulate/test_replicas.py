@@ -11,9 +11,8 @@ import pytest
 from ca_jax.kv.costs import PrefillRate
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.simulate.config import DEVICES, MODELS, FittedCost, RooflineCost, ServerConfig, SimModel, StoreSizes
-from ca_jax.simulate.fleet import MIB, OBJECTS_WRITES, TIERS, FleetConfig, ObjectsConfig
+from ca_jax.simulate.fleet import MIB, OBJECTS_WRITES, TIERS, FleetConfig, ObjectsConfig, Restore, least_new_tokens
 from ca_jax.simulate.replicas import ROUTINGS, Fleet, FleetView, HashRing
-from ca_jax.simulate.restore import Restore, least_new_tokens
 from ca_jax.simulate.server import Server
 from ca_jax.simulate.traces.requests import Request
 from ca_jax.simulate.workload import Coming, coming_sessions, plan_conversation, plan_requests, poisson_sessions
