@@ -184,8 +184,9 @@ class ResponseEvents:
         return {"type": f"response.{kind}", "sequence_number": next(self._numbers), **fields}
 
     def ended(self, response: _Body) -> _Body:
-        """The last one, of a response that has not failed."""
-        return self.event("completed" if response["status"] == "completed" else "incomplete", response=response)
+        """The last one."""
+        status = response["status"]
+        return self.event(status if status in ("completed", "failed") else "incomplete", response=response)
 
     def of_block(self, step: Step, block: Block, text: str, logprobs: Sequence[_Body] = ()) -> Iterator[_Body]:
         """Those of what happens to a block of the answer.

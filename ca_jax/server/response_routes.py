@@ -186,6 +186,7 @@ class _Responding:
         self._key = new_key()
         self._told = {"created_at": int(time.time()), **body.told(), "tools": tools_of(self._chat.history())}
         self._ended: _Body | None = None  # What is told of the response that has ended, beside its text.
+        self._failed: _Body = {}  # The same of one that broke, or was late.
 
     async def response(self, request: fastapi.Request) -> Response:
         """The answer: whole, streamed, or in the background."""
@@ -233,7 +234,8 @@ class _Responding:
         return self._key, json.dumps(places.kept(self._ended, [*before, *job.messages]))
 
     def _end(self, job: Job, reason: FinishReason) -> _Body:
-        return {**self._told, **status_of(reason), "completed_at": int(time.time()), "usage": usage_of(job)}
+        ended = {"completed_at": int(time.time()), "usage": usage_of(job)}
+        return {**self._told, **status_of(reason), **ended, **self._failed}
 
     def _id(self, feed: Feed) -> str:
         session = feed.jobs[0].session
@@ -277,7 +279,8 @@ class _Responding:
             yield events.ended(self._object(feed))
         except Exception as error:
             broken = {"code": "server_error", "message": reported(error).detail}
-            yield events.event("failed", response={**begun, "status": "failed", "error": broken})
+            self._failed = {"status": "failed", "error": broken, "completed_at": None}  # Before its job is cancelled.
+            yield events.event("failed", response={**begun, **self._failed})
 
     def _logprobs(self, job: Job, start: int, stop: int | None) -> list[_Body]:
         """How likely the tokens `[start, stop)` were, where that is asked for."""

@@ -68,6 +68,23 @@ def test_one_that_breaks_says_so_and_is_forgotten_when_it_is_deleted(client, che
     assert_unknown(client, broken.id)
 
 
+def test_one_that_is_not_there_in_time_has_failed_and_still_has_when_it_is_kept(client, check, server, stops_behind):
+    let_go = stops_behind(server.engine, 3)
+    late = {"timeout_s": 1.0, "ignore_eos": True}
+    broken = ended(client, respond(client, "how late", 100, background=True, extra_body=late))
+    assert (broken.status, broken.error.message) == ("failed", "the answer was not there in time")
+    let_go.set()
+    sk.wait_until_idle(server)
+    kept = client.responses.retrieve(broken.id)
+    check("Response", kept.to_dict())
+    assert (kept.status, kept.error) == (broken.status, broken.error)
+    assert list(client.responses.retrieve(broken.id, stream=True))[-1].type == "response.failed"
+    server.service.background.forget("", broken.id)
+    *_, last = client.responses.retrieve(broken.id, stream=True)
+    check("ResponseFailedEvent", last.to_dict())
+    assert last.response.to_dict() == kept.to_dict()
+
+
 def test_a_stream_is_read_on_from_where_it_broke_off(client, check, server, stops_behind):
     let_go = stops_behind(server.engine, 5)
     seen = []
