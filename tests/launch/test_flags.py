@@ -41,7 +41,7 @@ CHANGED = {
     "special_tokens_in_content=True "
     "tensor_parallel_size=2 data_parallel_size=3 share_prefixes=False max_adapters=2 max_adapter_rank=8",
     OverflowConfig(): "method=tt truncation_ratio=0.75 keep_first_tokens=1 anchor_tokens=16 repair_ratio=0.15 "
-    "repair=none drift=drift.npz whole_turns=True discarder=oldest repair_when_idle=False",
+    "repair=none drift=drift.npz whole_turns=True discarder=oldest",
     BlendConfig(): "mode=prefix recompute_ratio=0.25 min_recompute_ratio=0.0 check_layers=4 selection=hkvd "
     "chunk_head=none",
     StoreConfig(): "dram_gib=1.5 dram_free_fraction=0.25 ssd_dir=/kv ssd_gib=3.0 ssd_free_floor_gib=0.0 "
