@@ -22,7 +22,7 @@ from ca_jax.errors import InvalidRequestError
 from ca_jax.models.adapters import read_adapter
 from ca_jax.server.admission import Admission
 from ca_jax.server.background import Background
-from ca_jax.server.bodies import ChatRequest, CompletionRequest
+from ca_jax.server.bodies import Asked, ChatRequest, CompletionRequest
 from ca_jax.server.config import ServerConfig
 from ca_jax.server.engine_loop import EngineLoop, Feed
 from ca_jax.server.errors import ApiError, invalid
@@ -258,8 +258,6 @@ class Service:
                 self.router.let_go(begun)
                 siblings: list[Session] = []
             else:
-                if request.kv_retention_ttl_seconds is not None:
-                    self.router.keep_for(found.session, request.kv_retention_ttl_seconds)
                 held = len(found.session.token_ids)
                 siblings = [self.router.sibling(found.session, held) for _ in range(1, request.num_choices)]
                 sessions = [found.session, *siblings]
@@ -277,10 +275,8 @@ class Service:
                         reader=self.reply_form.reader(tools, f"{request_id} {choice}"),
                     )
                     jobs.append(job)
-                    if request.expected_resume_seconds is not None and request.store is not False:
-                        engine.stored.expect_back(
-                            session.session_id, request.expected_resume_seconds, tenant=tenant.domain
-                        )
+                for session in () if request.store is False else sessions:
+                    self._keep_as_said(engine, session, request)
             if request.store is not False:
                 self.router.goes_on(found)
             for each in siblings:
@@ -332,12 +328,12 @@ class Service:
             with self._all_or_none(engine, jobs, sessions):
                 for index, ids in enumerate(tokenised):
                     sampling = request.sampling(index, _COMPLETION_TOKENS)
-                    ttl_s, priority = request.kv_retention_ttl_seconds, request.priority or 0
-                    sessions.append(self.router.begin(tenant.domain, adapter=adapter, ttl_s=ttl_s))
-                    jobs.append(sessions[-1].submit(ids, sampling=sampling, priority=priority, texts=texts))
-                    if request.expected_resume_seconds is not None:
-                        name, seconds = sessions[-1].session_id, request.expected_resume_seconds
-                        engine.stored.expect_back(name, seconds, tenant=tenant.domain)
+                    sessions.append(self.router.begin(tenant.domain, adapter=adapter))
+                    jobs.append(
+                        sessions[-1].submit(ids, sampling=sampling, priority=request.priority or 0, texts=texts)
+                    )
+                for session in sessions:
+                    self._keep_as_said(engine, session, request)
             return jobs
 
         try:
@@ -440,6 +436,13 @@ class Service:
                 engine.cancel(job)
             self.router.let_go(begun)
             raise
+
+    def _keep_as_said(self, engine: Engine, session: Session, request: Asked) -> None:
+        """How long KV of a session, a turn of which is queued, is kept, and when its next turn will come."""
+        if request.kv_retention_ttl_seconds is not None:
+            self.router.keep_for(session, request.kv_retention_ttl_seconds)
+        if request.expected_resume_seconds is not None:
+            engine.stored.expect_back(session.session_id, request.expected_resume_seconds, tenant=session.tenant)
 
     def _checked_chunks(self, chunks: Sequence[object], param: str) -> int:
         """How many chunks a request gives; raises ApiError where it may not give so many."""

@@ -99,6 +99,11 @@ def test_how_long_kv_is_kept_is_said_with_a_request(server, client):
     named = {"session_id": second.session_id, "session_state": second.session_state}
     chat(client, [user("by name")], extra_body={**named, "kv_retention_ttl_seconds": 5})
     assert ttl_of(first.session_id) == 5
+    named["session_state"] = client.get(f"/sessions/{first.session_id}", cast_to=object)["session_state"]
+    refused = {**named, "kv_retention_ttl_seconds": 9, "truncation": "disabled"}
+    with pytest.raises(openai.BadRequestError, match="context window"):
+        chat(client, [user("too long " * 99)], extra_body=refused)
+    assert ttl_of(first.session_id) == 5, "a request that is refused changes nothing"
 
 
 def test_when_the_next_turn_comes_is_said_with_a_request_and_between_turns(server, client):
