@@ -42,11 +42,13 @@ UNSERVED: Any = Field(None, description="Not served.")
 _Timeout = Annotated[float | None, Field(gt=0, description="Most seconds that it may take.")]
 
 
-class _Body(pydantic.BaseModel):
+class StrictBody(pydantic.BaseModel):
+    """A body of a request: a field that is not known is an error, but of `OpenBody`."""
+
     model_config = _Strict
 
 
-class OpenBody(_Body):
+class OpenBody(StrictBody):
     """What clients of others' servers send: it may have fields that are not known here."""
 
     model_config = pydantic.ConfigDict(extra="allow")
@@ -438,28 +440,7 @@ def _token_id(text: str) -> int:
     return int(text)
 
 
-_AdapterName = Annotated[str, Field(min_length=1, max_length=128, pattern="^\\S+$")]
-
-
-class LoadAdapter(_Body):
-    """Body of `POST /v1/load_lora_adapter`."""
-
-    lora_name: _AdapterName
-    """What to call it."""
-    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
-    """A directory of the server, as PEFT writes it."""
-    load_inplace: Literal[False] | None = UNSERVED
-    is_3d_lora_weight: Literal[False] | None = UNSERVED
-
-
-class UnloadAdapter(_Body):
-    """Body of `POST /v1/unload_lora_adapter`."""
-
-    lora_name: _AdapterName
-    lora_int_id: int | None = IGNORED
-
-
-class NewSession(_Body):
+class NewSession(StrictBody):
     """Body of `POST /v1/sessions`."""
 
     model: str | None = None
@@ -471,7 +452,7 @@ class NewSession(_Body):
     """How long its KV is kept after its last use, seconds."""
 
 
-class SessionChange(_Body):
+class SessionChange(StrictBody):
     """Body of `POST /v1/sessions/{session_id}`."""
 
     pinned: bool | None = Field(None, description="Whether it stays in the store, over restarts too.")
@@ -482,21 +463,21 @@ class SessionChange(_Body):
     in DRAM for longer."""
 
 
-class Fork(_Body):
+class Fork(StrictBody):
     """Body of `POST /v1/sessions/{session_id}/fork`."""
 
     at: Annotated[int, Field(ge=0, lt=2**31)]
     """How many of its messages the fork begins with: as many as there were before one of its turns, or all of them."""
 
 
-class Discard(_Body):
+class Discard(StrictBody):
     """Body of `POST /v1/sessions/{session_id}/discard`."""
 
     start: Annotated[int, Field(ge=0, lt=2**31)]
     stop: Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class NewChunks(_Body):
+class NewChunks(StrictBody):
     """Body of `POST /v1/chunks`."""
 
     chunks: _Chunks

@@ -14,10 +14,11 @@ import itertools
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import fastapi
 from fastapi.responses import JSONResponse, Response
+from pydantic import Field
 
 from ca_jax.server.answering import (
     Answering,
@@ -30,7 +31,7 @@ from ca_jax.server.answering import (
     prompt_logprobs,
     reported,
 )
-from ca_jax.server.bodies import ChatRequest, CompletionRequest, LoadAdapter, UnloadAdapter
+from ca_jax.server.bodies import IGNORED, UNSERVED, ChatRequest, CompletionRequest, StrictBody
 from ca_jax.server.engine_loop import Feed, Part
 from ca_jax.server.errors import OBJECT, STREAMED, ApiError, responses
 from ca_jax.server.router import client_name
@@ -49,6 +50,27 @@ _LIST: dict[str, Any] = {"application/json": {"schema": {"type": "array", "items
 _SECONDS = ("ttft_s", "queued_s", "load_s", "load_stall_s", "prefill_s", "decode_s")  # Of the first answer's `Usage`.
 _COUNTS = ("dropped_tokens", "num_dropped", "repaired_tokens", "missed_chunks")
 _Body = dict[str, Any]
+
+
+_AdapterName = Annotated[str, Field(min_length=1, max_length=128, pattern="^\\S+$")]
+
+
+class LoadAdapter(StrictBody):
+    """Body of `POST /v1/load_lora_adapter`."""
+
+    lora_name: _AdapterName
+    """What to call it."""
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+    """A directory of the server, as PEFT writes it."""
+    load_inplace: Literal[False] | None = UNSERVED
+    is_3d_lora_weight: Literal[False] | None = UNSERVED
+
+
+class UnloadAdapter(StrictBody):
+    """Body of `POST /v1/unload_lora_adapter`."""
+
+    lora_name: _AdapterName
+    lora_int_id: int | None = IGNORED
 
 
 @ROUTES.get("/models", responses=responses(401, 503, content=OBJECT))
