@@ -84,7 +84,7 @@ class DirectReplica(EngineReplica):
             text = (
                 f"{REPLICA_HEADER} must be left out where HAProxy chooses the replica, or be {self.name}; got {named!r}"
             )
-            await ApiError(400, text, code="replica_not_chosen").response()(scope, receive, send)
+            await ApiError(400, text, code="replica_not_chosen").response(scope["path"])(scope, receive, send)
             return
         parts: list[bytes] = []
         keys: Keys | None = None

@@ -55,7 +55,7 @@ class Ingress:
         try:
             asked = await self._read(scope, receive)
         except ApiError as error:
-            await error.response()(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
             return
         if asked is None:
             return
@@ -80,7 +80,7 @@ class Ingress:
             text = "the replica that was asked is gone; another one answers the whole history"
             lost = ApiError(503, text, code="replica_lost", retry_after_s=1)
             lost.__cause__ = error
-            await lost.response()(scope, receive, send)
+            await lost.response(scope["path"])(scope, receive, send)
             return
         if not has_ended:  # So that the connection breaks, and the client sees that something is missing.
             raise RuntimeError("the replica broke its answer off")

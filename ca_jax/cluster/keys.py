@@ -3,7 +3,7 @@
     header   x-session-id                                    a name that clients and gateways give
     body     session_id, conversation                        the server's name of a conversation
     body     previous_response_id                            has that name in it
-    path     /v1/sessions/{id}, /v1/responses/{id}, /live?session_id={id}        the same
+    path     /v1/sessions/{id}, /v1/conversations/{id}, /v1/responses/{id}, /live?session_id={id}   the same
     body     first messages of the system and of the user    a history: all its turns begin alike
     body     how a plain prompt begins
 
@@ -24,7 +24,7 @@ import urllib.parse
 from collections.abc import Iterable
 from typing import Any
 
-from ca_jax.server.response_ids import key_and_name
+from ca_jax.server.response_items import key_and_name
 
 REPLICA_HEADER = "x-ca-jax-replica"
 """Of a request: the replica that must answer it, by its name. Of an answer: the one that did."""
@@ -32,7 +32,8 @@ REQUEST_ID = b"x-request-id"
 """Of an answer: Ray Serve says it there, and the server does."""
 
 _SESSION_HEADER = b"x-session-id"
-_SESSION_PATH = re.compile(r"/v1/sessions/([^/]+)(?:/.*)?")
+_SESSION_PATH = re.compile(r"/v1/(?:sessions|conversations)/([^/]+)(/.*)?")
+_BEGINNINGS = ("/v1/sessions", "/v1/conversations")  # Where a conversation is begun without a turn.
 _FORK_PATH = re.compile(r"/v1/sessions/[^/]+/fork")
 _RESPONSE_PATH = re.compile(r"/v1/responses/([^/]+)(?:/.*)?")
 # Paths whose bodies may have a key.
@@ -103,8 +104,8 @@ def _keys(
     names = (named.get(_SESSION_HEADER, ""), _name_in(path, query, fields))
     keys = tuple(dict.fromkeys(session_key(tenant, name) for name in names if name))
     if keys:
-        return Keys(keys[0], tenant, keys, is_bound=bool(names[1]) and path != "/v1/sessions")
-    if path == "/v1/sessions" and has_body:  # One that the server names. Its answer says how.
+        return Keys(keys[0], tenant, keys, is_bound=bool(names[1]) and path not in _BEGINNINGS)
+    if path in _BEGINNINGS and has_body:  # One that the server names. Its answer says how.
         return Keys(secrets.token_hex(8), tenant)
     return Keys(_key("begins", tenant, _beginning(path, fields)), tenant)
 
@@ -117,6 +118,11 @@ def session_key(tenant: str, name: str) -> str:
 def replica_key(name: str) -> str:
     """The key of a replica, which holds it."""
     return _key("replica", "", name)
+
+
+def ends_conversation(method: str, path: str) -> bool:
+    """Whether a request deletes a conversation, and not something in it."""
+    return method == "DELETE" and (found := _SESSION_PATH.fullmatch(path)) is not None and not found[2]
 
 
 def told_name(path: str, body: bytes) -> str | None:
@@ -133,7 +139,7 @@ def told_name(path: str, body: bytes) -> str | None:
         found = _TOLD_RESPONSE.search(body)
         name = _name_of(found[1].decode()) if found else None
     else:
-        begins = path == "/v1/sessions" or _FORK_PATH.fullmatch(path)
+        begins = path in _BEGINNINGS or _FORK_PATH.fullmatch(path)
         name = _fields(body).get("id") if begins else None
     return name if isinstance(name, str) else None
 

@@ -20,7 +20,7 @@ from starlette.types import Message
 
 from ca_jax.cluster.choice import Held, read_times, write_times
 from ca_jax.cluster.directories import Claim, claim
-from ca_jax.cluster.keys import REPLICA_HEADER, Keys, replica_key, session_key, told_name
+from ca_jax.cluster.keys import REPLICA_HEADER, Keys, ends_conversation, replica_key, session_key, told_name
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.errors import SessionClosedError, check
@@ -185,7 +185,7 @@ class EngineReplica:
         for message in messages:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], (REPLICA_HEADER.encode(), self.name.encode())]
-                if message["status"] < 400 and method == "DELETE":
+                if message["status"] < 400 and ends_conversation(method, path):
                     self._held.forget(keys.names)
                 elif message["status"] < 400:
                     self._held.use(keys.names or (keys.key,), None)

@@ -12,21 +12,16 @@ Not here: what drift is (`ca_jax.recompute.drift`), measuring it (`benchmarks.ev
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import rich.console
 from absl import flags
 
-from ca_jax.config import EngineConfig
-from ca_jax.launch.flags import ConfigFlags, define_dtype, define_model
+from ca_jax.launch import texts
+from ca_jax.launch.flags import ConfigFlags
 from ca_jax.launch.script import note, run
-from ca_jax.launch.terminal import progress_bars
-from ca_jax.launch.texts import read_ids
 from ca_jax.overflow.config import OverflowConfig
-from ca_jax.pretrained import load_model
 from ca_jax.recompute.drift import measure_drift
-from ca_jax.serving.core import enable_compile_cache
 
 FLAGS = flags.FLAGS
 _OVERFLOW = ConfigFlags(OverflowConfig(), only=("truncation_ratio", "keep_first_tokens"))
@@ -34,30 +29,17 @@ _OVERFLOW = ConfigFlags(OverflowConfig(), only=("truncation_ratio", "keep_first_
 
 def _define_flags() -> None:
     """Only where this is the program: scripts share names of flags."""
-    flags.DEFINE_string("data", None, "A text, .txt or .jsonl with a field text.", required=True)
-    flags.DEFINE_string("out", None, "File to write the drift to, .npz.", required=True)
-    define_model()
-    define_dtype()
+    texts.define_flags("drift", 10_000)
     flags.DEFINE_integer("window", 1024, "Most tokens of a context.")
-    flags.DEFINE_integer("max_tokens", 10_000, "Most tokens of the text.")
     _OVERFLOW.define()
 
 
 def main(_: Sequence[str]) -> None:
     """Runs from the command line."""
     overflow = _OVERFLOW.read()
-    enable_compile_cache(EngineConfig().compile_cache_dir)
-    with progress_bars() as progress:
-        model = load_model(FLAGS.model, dtype=FLAGS.dtype, progress=progress)
-        token_ids = read_ids(model, Path(FLAGS.data).expanduser(), FLAGS.max_tokens)
-        num_fed = 0
-
-        def tell(num_tokens: int) -> None:
-            nonlocal num_fed
-            num_fed += num_tokens
-            progress("tokens", num_fed, len(token_ids))
-
-        drift = measure_drift(model, token_ids, overflow, window=FLAGS.window, on_step=tell)
+    model, drift = texts.measured(
+        lambda model, ids, tell: measure_drift(model, ids, overflow, window=FLAGS.window, on_step=tell)
+    )
     drift.save(FLAGS.out)
     lengths = np.stack([np.linalg.norm(each.reshape(2, -1), axis=-1) for each in drift.values])
     moved = f"keys move by {lengths[:, 0].mean():.2f}, values by {lengths[:, 1].mean():.2f} in the mean over"

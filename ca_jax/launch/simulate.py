@@ -35,14 +35,11 @@ from ca_jax.launch.machine import describe_machine, describe_versions
 from ca_jax.launch.plots import plot_policies, require_matplotlib
 from ca_jax.launch.terminal import progress_bars
 from ca_jax.simulate import config as sim
-from ca_jax.simulate import plans, workload
+from ca_jax.simulate import workload
 from ca_jax.simulate.config import DEVICES, MODELS
-from ca_jax.simulate.fleet import TIERS, FleetConfig
-from ca_jax.simulate.objects import MIB
-from ca_jax.simulate.replicas import Fleet
-from ca_jax.simulate.restore import Restore, least_new_tokens
+from ca_jax.simulate.fleet import MIB, TIERS, FleetConfig, Restore, least_new_tokens
+from ca_jax.simulate.replicas import ROUTINGS, Fleet
 from ca_jax.simulate.results import PolicyResult
-from ca_jax.simulate.routing import ROUTINGS
 from ca_jax.simulate.server import POLICIES, compare_policies, working_set_bytes
 from ca_jax.simulate.traces.requests import (
     BadRows,
@@ -327,16 +324,16 @@ def simulate_trace(config: SimulateConfig, console: rich.console.Console, plot_d
     }
 
 
-def read_plans(config: SimulateConfig, window: int, bad_rows: BadRows) -> list[plans.SessionPlan]:
+def read_plans(config: SimulateConfig, window: int, bad_rows: BadRows) -> list[workload.SessionPlan]:
     """The recorded sessions that come to many replicas, again and again. Raises as `read_trace` does."""
     if config.trace_format == "sharegpt":
         overflow = sim.OverflowConfig(keep_first_tokens=0)
-        return [plans.plan_conversation(each, window, overflow) for each in config.lengths()]
+        return [workload.plan_conversation(each, window, overflow) for each in config.lengths()]
     wanted = "sharegpt or agent_sessions with num_replicas"
     check(
         config.trace_format == "agent_sessions" and config.path is not None, "trace_format", wanted, config.trace_format
     )
-    return plans.plan_requests(load_agent_sessions(config.path or "", bad_rows))
+    return workload.plan_requests(load_agent_sessions(config.path or "", bad_rows))
 
 
 def simulate_replicas(config: SimulateConfig, fleet: FleetConfig, console: rich.console.Console) -> dict[str, Any]:
@@ -352,7 +349,7 @@ def simulate_replicas(config: SimulateConfig, fleet: FleetConfig, console: rich.
     check(server.hbm_tokens >= largest, "num_devices", wanted, config.num_devices)
     rows = []
     for routing in dict.fromkeys(FLAGS.routing):
-        coming = plans.coming_sessions(
+        coming = workload.coming_sessions(
             sessions, arrival_rate=config.arrival_rate, think_s=config.think_time_s, seed=config.seed
         )
         simulated = Fleet(fleet, server, routing, config.seed)

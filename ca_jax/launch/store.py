@@ -26,17 +26,19 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import safetensors.numpy
 from absl import flags
 
-from ca_jax.errors import CaJaxError, check
+from ca_jax.errors import CaJaxError
 from ca_jax.launch import store_objects, store_report
 from ca_jax.launch.flags import out_path
 from ca_jax.launch.script import make_console, write_json
 from ca_jax.launch.script import run as run_script
 from ca_jax.launch.store_objects import ObjectsRequest
-from ca_jax.launch.store_report import CommandError, Facts, facts_of, row_facts
+from ca_jax.launch.store_report import Asked, CommandError, Facts, facts_of, row_facts
 from ca_jax.launch.terminal import progress_bars
 from ca_jax.pretrained import Progress
 from ca_jax.storage.catalog.records import DamagedRecordError
@@ -55,43 +57,29 @@ from ca_jax.storage.records import BlockIoError
 
 FLAGS = flags.FLAGS
 
-COMMANDS = ("list", "show", "verify", "gc", "export", "drop", "stats", "claim")
-"""What there is to do; the first one is the default."""
-
-_WITH_ID = {"show": True, "drop": True, "export": False}  # Command to whether it must be told which session.
-_OPTIONS_OF = {"output_dir": "export", **dict.fromkeys(("drop_namespaces", "dry_run", "verify_blocks"), "gc")}
 _LONG = ("verify", "export")  # Commands that report progress.
 _FIRST_TOKEN_IDS = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Request:
-    """What to do with which store; the flags' help says what the fields mean.
+class Request(Asked):
+    """What to do with which store. Raises as of `Asked`."""
 
-    Raises:
-      CommandError: an unknown command, a session too few or too many, an option of another command.
-    """
+    COMMANDS = ("list", "show", "verify", "gc", "export", "drop", "stats", "claim")
+    WITH_ID = MappingProxyType({"show": True, "drop": True, "export": False})
+    OPTIONS_OF = MappingProxyType(
+        {"output_dir": "export", **dict.fromkeys(("drop_namespaces", "dry_run", "verify_blocks"), "gc")}
+    )
 
     directory: Path
-    command: str = COMMANDS[0]
-    session: str | None = None  # Its id, its key, or the beginning of its key.
-    tenant: str | None = None
     url: str | None = None
     driver: str | None = None
     output_dir: Path | None = None
     drop_namespaces: tuple[str, ...] = ()
-    dry_run: bool = False
     verify_blocks: bool = False
 
     def __post_init__(self) -> None:
-        check(self.command in COMMANDS, "a command", f"one of {', '.join(COMMANDS)}", self.command, CommandError)
-        if _WITH_ID.get(self.command) and not self.session:
-            raise CommandError(f"{self.command} must be told a session's id or the beginning of its key, got none")
-        if self.session is not None and self.command not in _WITH_ID:
-            raise CommandError(f"{self.command} must be told no session, got {self.session!r}")
-        for field, command in _OPTIONS_OF.items():
-            if getattr(self, field) and command != self.command:
-                raise CommandError(f"{field} must come with {command}, got {self.command}")
+        super().__post_init__()
         for command, name, value in (("export", "output_dir", self.output_dir), ("claim", "ssd_url", self.url)):
             if self.command == command and value is None:
                 raise CommandError(f"{command} must be told {name}, got none")
@@ -243,7 +231,7 @@ def _claim(inspector: StoreInspector, _: Request, now_s: float, __: Progress) ->
     return {"taken": facts_of(take_over_blocks(inspector), now_s)}
 
 
-_ACTIONS = dict(zip(COMMANDS, (_list, _show, _verify, _gc, _export, _drop, _stats, _claim), strict=True))
+_ACTIONS = dict(zip(Request.COMMANDS, (_list, _show, _verify, _gc, _export, _drop, _stats, _claim), strict=True))
 
 
 def _define_flags() -> None:
@@ -282,29 +270,19 @@ def _request(arguments: Sequence[str]) -> Request | ObjectsRequest:
     for name in _OF_OBJECTS if given == ["ssd_dir"] else _OF_DIRECTORY:
         if FLAGS[name].present:
             raise CommandError(f"{name} must be left out with {given[0]}, got {FLAGS[name].value!r}")
-    command = arguments[0] if arguments else COMMANDS[0]
-    session = arguments[1] if len(arguments) > 1 else None
+    asked: dict[str, Any] = dict(zip(("command", "session"), arguments, strict=False))
+    asked |= {"tenant": FLAGS.tenant, "dry_run": FLAGS.dry_run}
     if given == ["objects_url"]:
-        numbers = {name: FLAGS[name].value for name in _OF_OBJECTS}
-        return ObjectsRequest(
-            url=FLAGS.objects_url,
-            command=command,
-            session=session,
-            tenant=FLAGS.tenant,
-            dry_run=FLAGS.dry_run,
-            **numbers,
-        )
+        asked |= {name: FLAGS[name].value for name in _OF_OBJECTS}
+        return ObjectsRequest(url=FLAGS.objects_url, **asked)
     return Request(
         directory=Path(FLAGS.ssd_dir).expanduser(),
-        command=command,
-        session=session,
-        tenant=FLAGS.tenant,
         url=FLAGS.ssd_url,
         driver=FLAGS.ssd_driver,
         output_dir=None if FLAGS.output_dir is None else Path(FLAGS.output_dir).expanduser(),
         drop_namespaces=tuple(FLAGS.drop_namespace),
-        dry_run=FLAGS.dry_run,
         verify_blocks=FLAGS.verify,
+        **asked,
     )
 
 

@@ -16,60 +16,42 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 
 import rich.table
 
 from ca_jax.errors import check
 from ca_jax.launch import store_report
-from ca_jax.launch.store_report import CommandError, Facts
+from ca_jax.launch.store_report import Asked, CommandError, Facts
 from ca_jax.pretrained import Progress
 from ca_jax.storage.config import GIB
 from ca_jax.storage.inspector import StoredNameError
 from ca_jax.storage.objects.collector import collect
 from ca_jax.storage.objects.store import ObjectStore
-from ca_jax.storage.objects.survey import PartDamage, Stored, survey, verify
-
-COMMANDS = ("list", "show", "verify", "gc")
-"""What there is to do; the first one is the default."""
+from ca_jax.storage.objects.survey import Stored, survey, verify
 
 _DEADLINE_S = 60.0  # Of a request: a listing of many objects is one.
 _GRACE_S = 600.0
-_SHORT = 12  # Characters of a fingerprint or key in a table.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ObjectsRequest:
-    """What to do with objects at which URL; the flags' help says what the fields mean.
+class ObjectsRequest(Asked):
+    """What to do with objects at which URL. Raises as of `Asked`; CommandError too where a number is out of range."""
 
-    Raises:
-      CommandError: an unknown command, a session too few or too many, an option of another command.
-    """
+    COMMANDS = ("list", "show", "verify", "gc")
+    WITH_ID = MappingProxyType({"show": True})
+    OPTIONS_OF = MappingProxyType(dict.fromkeys(("dry_run", "grace_s", "max_gib", "tenant_quota_gib"), "gc"))
+    WHERE = " with objects_url"
 
     url: str
-    command: str = COMMANDS[0]
-    session: str | None = None  # Its id, its key, or the beginning of its key.
-    tenant: str | None = None
-    dry_run: bool = False
     grace_s: float | None = None
     max_gib: float | None = None
     tenant_quota_gib: float | None = None
 
     def __post_init__(self) -> None:
-        check(
-            self.command in COMMANDS,
-            "a command with objects_url",
-            f"one of {', '.join(COMMANDS)}",
-            self.command,
-            CommandError,
-        )
-        if self.command == "show" and not self.session:
-            raise CommandError("show must be told a session's id or the beginning of its key, got none")
-        if self.session is not None and self.command != "show":
-            raise CommandError(f"{self.command} must be told no session, got {self.session!r}")
-        for name in ("dry_run", "grace_s", "max_gib", "tenant_quota_gib"):
+        super().__post_init__()
+        for name in ("grace_s", "max_gib", "tenant_quota_gib"):
             value = getattr(self, name)
-            if value is not None and value is not False and self.command != "gc":
-                raise CommandError(f"{name} must come with gc, got {self.command}")
             check(value is None or 0 <= value < math.inf, name, "a number >= 0", value, CommandError)
 
 
@@ -113,7 +95,7 @@ def _verify(objects: ObjectStore, request: ObjectsRequest, now_s: float, progres
         "num_objects": len(parts),
         "num_bytes": sum(verdict.num_bytes for verdict in verdicts),
         "damaged": [
-            {**_row(each.session, now_s), "damages": [_damage(damage) for damage in each.damages]}
+            {**_row(each.session, now_s), "damages": store_report.facts_of(each.damages, now_s)}
             for each in verdicts
             if not each.ok
         ],
@@ -140,7 +122,7 @@ def _gc(objects: ObjectStore, request: ObjectsRequest, now_s: float, _: Progress
 
 
 _ACTIONS: Mapping[str, Callable[[ObjectStore, ObjectsRequest, float, Progress], Facts]]
-_ACTIONS = dict(zip(COMMANDS, (_list, _show, _verify, _gc), strict=True))
+_ACTIONS = dict(zip(ObjectsRequest.COMMANDS, (_list, _show, _verify, _gc), strict=True))
 
 
 def _in_bytes(gib: float | None) -> int | None:
@@ -202,10 +184,6 @@ def _row(stored: Stored, now_s: float | None = None) -> Facts:
     return {**row, "found": stored.damage}
 
 
-def _damage(damage: PartDamage) -> Facts:
-    return {"name": damage.name, "reason": damage.reason, "found": damage.found}
-
-
 # As tables.
 
 
@@ -215,28 +193,18 @@ def shown(facts: Facts) -> Iterator[rich.table.Table | tuple[str, ...]]:
 
 
 def _show_list(facts: Facts) -> Iterator[rich.table.Table | tuple[str, ...]]:
-    columns = ("session", "tenant", ">tokens", ">size", "last used", "expires", "pinned", "state", "owner", "namespace")
-    rows = []
-    for each in facts["sessions"]:
-        *who, used, expires, pinned = store_report.session_cells(each)
-        ends = (each["state"], each["owner"][:_SHORT], each["namespace"][:_SHORT])
-        rows.append((*who, used, expires, pinned, *ends))
-    yield store_report.table(columns, rows)
+    cells = ("last used", "expires", "pinned", "state", "owner", "namespace")
+    yield store_report.sessions_table(facts["sessions"], *cells)
     yield (store_report.sums_line(facts["sessions"]),)
     yield from _show_unreadable(facts)
 
 
 def _show_session(facts: Facts) -> Iterator[rich.table.Table | tuple[str, ...]]:
     session = facts["session"]
-    _, _, tokens, size, used, expires, pinned = store_report.session_cells(session)
     rows = [
-        *((name, session[field]) for name, field in (("session", "session_id"), ("key", "key"), ("tenant", "tenant"))),
-        ("tokens", tokens),
-        ("size", f"{size} in {session['num_objects']:,} objects"),
-        ("last used", used),
-        ("expires", expires),
-        ("pinned", pinned),
-        ("state", session["state"]),
+        *store_report.session_rows(session, "session", "key", "tenant", "tokens"),
+        ("size", f"{store_report.size(session)} in {session['num_objects']:,} objects"),
+        *store_report.session_rows(session, "last used", "expires", "pinned", "state"),
         ("owner", f"{session['owner']}, the {session['epoch']:,}. one"),
         ("namespace", session["namespace"]),
     ]
@@ -279,7 +247,7 @@ def _show_gc(facts: Facts) -> Iterator[rich.table.Table | tuple[str, ...]]:
 
 def _show_unreadable(facts: Facts) -> Iterator[tuple[str, ...]]:
     for row in facts["damaged_rows"]:
-        yield f"manifest of {row['key'][:_SHORT]} cannot be read, and stays: {row['found']}", "red"
+        yield f"manifest of {row['key'][: store_report.SHORT]} cannot be read, and stays: {row['found']}", "red"
 
 
-_SHOWN = dict(zip(COMMANDS, (_show_list, _show_session, _show_verify, _show_gc), strict=True))
+_SHOWN = dict(zip(ObjectsRequest.COMMANDS, (_show_list, _show_session, _show_verify, _show_gc), strict=True))

@@ -8,14 +8,15 @@ Not here: finding it (`store`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import rich.console
 import rich.table
 from rich.filesize import decimal
 
-from ca_jax.errors import CaJaxError
+from ca_jax.errors import CaJaxError, check
 from ca_jax.launch.script import make_table, note
 from ca_jax.launch.terminal import describe_time
 from ca_jax.storage.catalog.records import Namespace
@@ -31,12 +32,45 @@ class CommandError(CaJaxError, ValueError):
     """A command that there is not, or that was told too little or too much."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What to do; the flags' help says what the fields mean.
+
+    Raises:
+      CommandError: an unknown command, a session too few or too many, an option of another command.
+    """
+
+    COMMANDS: ClassVar[tuple[str, ...]]
+    """What there is to do; the first one is the default."""
+    WITH_ID: ClassVar[Mapping[str, bool]]
+    """Command to whether it must be told which session."""
+    OPTIONS_OF: ClassVar[Mapping[str, str]]
+    """Field to the command that it is of."""
+    WHERE: ClassVar[str] = ""
+
+    command: str = "list"
+    session: str | None = None  # Its id, its key, or the beginning of its key.
+    tenant: str | None = None
+    dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        must = f"one of {', '.join(self.COMMANDS)}"
+        check(self.command in self.COMMANDS, f"a command{self.WHERE}", must, self.command, CommandError)
+        if self.WITH_ID.get(self.command) and not self.session:
+            raise CommandError(f"{self.command} must be told a session's id or the beginning of its key, got none")
+        if self.session is not None and self.command not in self.WITH_ID:
+            raise CommandError(f"{self.command} must be told no session, got {self.session!r}")
+        for field, command in self.OPTIONS_OF.items():
+            if getattr(self, field) not in (None, ()) and getattr(self, field) is not False and command != self.command:
+                raise CommandError(f"{field} must come with {command}, got {self.command}")
+
+
 _SUMS = ("num_sessions", "num_tokens", "num_blocks", "num_bytes")  # Of a namespace and of each tenant.
 _OF_RECORD = (
     *("session_id", "key", "tenant", "num_tokens", "num_blocks", "created_s", "last_used_s", "ttl_s", "expires_s"),
     *("pinned", "generation"),
 )
-_SHORT = 12  # Characters of a fingerprint or key in a table.
+SHORT = 12  # Characters of a fingerprint or key in a table.
 
 
 def facts_of(value: Any, now_s: float) -> Any:
@@ -104,11 +138,6 @@ def usage_facts(namespace: Namespace, listing: Listing, use: DiskUse | None, now
     }
 
 
-def print_facts(facts: Facts, console: rich.console.Console) -> None:
-    """Shows the facts of one command as tables and lines."""
-    print_parts(shown(facts), console)
-
-
 def shown(facts: Facts) -> Parts:
     """The facts of one command as tables and lines."""
     return _SHOWN[facts["command"]](facts)
@@ -125,12 +154,7 @@ def print_parts(parts: Parts, console: rich.console.Console) -> None:
 
 def _list(facts: Facts) -> Parts:
     sessions = facts["sessions"]
-    columns = ("session", "tenant", ">tokens", ">size", "created", "last used", "expires", "pinned", "state", "weights")
-    rows = []
-    for each in sessions:
-        times = (describe_time(each["created_s"]), describe_time(each["last_used_s"]), _expiry(each))
-        rows.append((*_stored(each), *times, _yes(each["pinned"]), each["state"], each["weights"][:_SHORT]))
-    yield table(columns, rows)
+    yield sessions_table(sessions, "created", "last used", "expires", "pinned", "state", "weights")
     yield (sums_line(sessions),)
     for row in facts["damaged_rows"]:
         yield f"damaged row of the catalog: {row['found']}", "red"
@@ -144,14 +168,12 @@ def _show(facts: Facts) -> Parts:
         f"{len(group['layers'])} layers x {group['num_kv_heads']} KV heads x {group['head_dim']}" for group in groups
     )
     rows = [
-        *((name, session[field]) for name, field in (("session", "session_id"), ("key", "key"), ("tenant", "tenant"))),
+        *session_rows(session, "session", "key", "tenant"),
         ("tokens", f"{session['num_tokens']:,}, after {session['num_dropped']:,} were dropped"),
         ("size", f"{size(session)} in {session['num_blocks']:,} blocks"),
-        ("created", describe_time(session["created_s"])),
+        *session_rows(session, "created"),
         ("last used", f"{describe_time(session['last_used_s'])}, saved {session['generation']} times"),
-        ("expires", _expiry(session)),
-        ("pinned", _yes(session["pinned"])),
-        ("state", session["state"]),
+        *session_rows(session, "expires", "pinned", "state"),
         ("weights", namespace["weights"]),
         ("layout", f"{shape}, {layout['dtype']}, blocks of {layout['block_tokens']} tokens"),
         ("blocks at", facts["blocks_at"]),
@@ -175,7 +197,7 @@ def _verify(facts: Facts) -> Parts:
                 rows.append((*who(each), *at, damage["reason"], damage["found"]))
         yield table(("session", "tenant", "key", ">block", ">id on disk", "damage", "found"), rows)
     for problem in problems:
-        of = "" if problem["key"] is None else f" (session {problem['key'][:_SHORT]})"
+        of = "" if problem["key"] is None else f" (session {problem['key'][:SHORT]})"
         yield f"catalog{of}: {problem['found']}", "red"
     found = f"{len(damaged):,} of {facts['num_sessions']:,} sessions damaged, {len(problems):,} other problems"
     of_all = f"{facts['num_blocks']:,} blocks, {size(facts)}"
@@ -191,7 +213,7 @@ def _gc(facts: Facts) -> Parts:
     for each in facts["namespaces"]:
         name, leftovers = each["namespace"] + (f", {would}dropped" if each["dropped"] else ""), each["num_leftovers"]
         counts = (f"{len(each['forgotten']):,}", f"{each['num_blocks']:,}", size(each))
-        namespaces.append((name, each["weights"][:_SHORT], *counts, "-" if leftovers is None else f"{leftovers:,}"))
+        namespaces.append((name, each["weights"][:SHORT], *counts, "-" if leftovers is None else f"{leftovers:,}"))
     yield table(("namespace", "weights", ">forgotten", ">blocks", ">freed", ">leftovers"), namespaces)
     if facts["files"]:
         yield (f"{would}deleted ({size(facts, 'num_file_bytes')}): {', '.join(facts['files'])}",)
@@ -204,9 +226,8 @@ def _gc(facts: Facts) -> Parts:
 
 
 def _export(facts: Facts) -> Parts:
-    rows = [(*_stored(each), each["file"]) for each in facts["exported"]]
-    if rows:
-        yield table(("session", "tenant", ">tokens", ">size", "file"), rows)
+    if facts["exported"]:
+        yield sessions_table(facts["exported"], "file")
     for each in facts["damaged"]:
         yield f"not exported: {each['found']}", "red"
     yield (f"{len(facts['exported']):,} sessions exported, {len(facts['damaged']):,} damaged",)
@@ -223,7 +244,7 @@ def _stats(facts: Facts) -> Parts:
     for each in facts["namespaces"]:
         disk = each["disk"]
         on_disk = ("-", "-") if disk is None else (f"{disk['num_files']:,}", size(disk))
-        name, weights = each["namespace"]["name"], each["namespace"]["weights"][:_SHORT]
+        name, weights = each["namespace"]["name"], each["namespace"]["weights"][:SHORT]
         rows.append((name, weights, "all", *_sums(each), *on_disk, f"{each['num_damaged_rows']:,}"))
         rows.extend(("", "", tenant["tenant"], *_sums(tenant), "", "", "") for tenant in each["tenants"])
     sums = (">sessions", ">tokens", ">blocks", ">size")
@@ -247,24 +268,22 @@ def table(columns: tuple[str, ...], rows: Iterable[Sequence[str]]) -> rich.table
     return make_table(columns, rows, ruled=False)
 
 
-def _yes(holds: bool) -> str:
-    return "yes" if holds else "no"
-
-
 def who(facts: Facts) -> tuple[str, str, str]:
     """Session, tenant and shortened key of what has a `key` and perhaps a `session`."""
     session = facts["session"]
     named = ("?", "?") if session is None else (session["session_id"], session["tenant"])
-    return (*named, facts["key"][:_SHORT])
+    return (*named, facts["key"][:SHORT])
 
 
-def _stored(session: Facts) -> tuple[str, str, str, str]:
-    return session["session_id"], session["tenant"], f"{session['num_tokens']:,}", size(session)
+def sessions_table(sessions: Sequence[Facts], *cells: str) -> rich.table.Table:
+    """Sessions, a row each: what they are called, how large they are, and other cells by name."""
+    columns = ("session", "tenant", ">tokens", ">size", *cells)
+    return table(columns, [[_CELLS[name.removeprefix(">")](each) for name in columns] for each in sessions])
 
 
-def session_cells(session: Facts) -> tuple[str, ...]:
-    """Session, tenant, tokens, size, last used, expires, pinned."""
-    return *_stored(session), describe_time(session["last_used_s"]), _expiry(session), _yes(session["pinned"])
+def session_rows(session: Facts, *cells: str) -> list[tuple[str, str]]:
+    """One session: cells by name, each a row."""
+    return [(name, _CELLS[name](session)) for name in cells]
 
 
 def sums_line(sessions: Sequence[Facts]) -> str:
@@ -288,3 +307,18 @@ def _expiry(session: Facts) -> str:
     if session["pinned"]:
         return "never, pinned"
     return f"{describe_time(session['expires_s'])}{', expired' if session['expired'] else ''}"
+
+
+_CELLS: Mapping[str, Callable[[Facts], str]] = {
+    "session": lambda session: session["session_id"],
+    **{name: operator.itemgetter(name) for name in ("key", "tenant", "state", "file")},
+    "tokens": lambda session: f"{session['num_tokens']:,}",
+    "size": size,
+    "created": lambda session: describe_time(session["created_s"]),
+    "last used": lambda session: describe_time(session["last_used_s"]),
+    "expires": _expiry,
+    "pinned": lambda session: "yes" if session["pinned"] else "no",
+    "weights": lambda session: session["weights"][:SHORT],
+    "owner": lambda session: session["owner"][:SHORT],
+    "namespace": lambda session: session["namespace"][:SHORT],
+}  # What tables say of a session.

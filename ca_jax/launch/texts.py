@@ -1,4 +1,4 @@
-"""Texts from files, as token ids; and the error of data that cannot be used.
+"""Texts from files, as token ids; what is measured of a model on one; and the error of data that cannot be used.
 
 Not here: the formats of benchmarks (`benchmarks.evaluate`).
 """
@@ -6,14 +6,23 @@ Not here: the formats of benchmarks (`benchmarks.evaluate`).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from absl import flags
+
+from ca_jax.config import EngineConfig
 from ca_jax.errors import CaJaxError
+from ca_jax.launch.flags import define_dtype, define_model
+from ca_jax.launch.terminal import progress_bars
 from ca_jax.models.tokenizer import Tokenizer
-from ca_jax.pretrained import LoadedModel
+from ca_jax.pretrained import LoadedModel, load_model
+from ca_jax.serving.core import enable_compile_cache
 
+flags.disclaim_key_flags()  # They are flags of the script that asks for them: its --help shows them.
+
+T = TypeVar("T")
 SUFFIXES = (".txt", ".jsonl")
 """Files that texts are read from."""
 
@@ -52,6 +61,37 @@ def read_ids(model: LoadedModel, path: Path, max_tokens: int) -> list[int]:
       EvaluationError: see `read_text`; the model has no tokenizer.
     """
     return tokenizer_of(model).encode(read_text(path))[:max_tokens]
+
+
+def define_flags(made: str, most_tokens: int) -> None:
+    """Defines the flags of a script that makes a file of a model and a text, and is to say what is `made`."""
+    flags.DEFINE_string("data", None, "A text, .txt or .jsonl with a field text.", required=True)
+    flags.DEFINE_string("out", None, f"File to write the {made} to, .npz.", required=True)
+    define_model()
+    define_dtype()
+    flags.DEFINE_integer("max_tokens", most_tokens, "Most tokens of the text.")
+
+
+def measured(measure: Callable[[LoadedModel, list[int], Callable[[int], None]], T]) -> tuple[LoadedModel, T]:
+    """The model of those flags, and what a function makes of it and of their text; it says how many tokens are done.
+
+    Raises:
+      EvaluationError: see `read_ids`.
+      Exception: as `load_model`, or whatever the function raises.
+    """
+    values = flags.FLAGS
+    enable_compile_cache(EngineConfig().compile_cache_dir)
+    with progress_bars() as progress:
+        model = load_model(values.model, dtype=values.dtype, progress=progress)
+        token_ids = read_ids(model, Path(values.data).expanduser(), values.max_tokens)
+        num_done = 0
+
+        def tell(num_tokens: int) -> None:
+            nonlocal num_done
+            num_done += num_tokens
+            progress("tokens", num_done, len(token_ids))
+
+        return model, measure(model, token_ids, tell)
 
 
 def tokenizer_of(model: LoadedModel) -> Tokenizer:

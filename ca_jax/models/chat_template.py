@@ -206,6 +206,7 @@ def _as_template(message: Message, reads_arguments: bool) -> dict[str, Any]:
 def _read(arguments: str) -> Any:
     try:
         found = json.loads(arguments)
+        json.dumps(found, ensure_ascii=False).encode()  # Escapes may spell half a character, which no prompt can have.
     except (ValueError, RecursionError):
         return arguments
     return found if isinstance(found, dict) else arguments

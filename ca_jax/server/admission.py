@@ -33,7 +33,8 @@ class Admission:
         self._config, self._num_slots, self._num_jobs = config, num_slots, num_jobs
         self.answers: collections.Counter[str] = collections.Counter()
         """Of each tenant, answers that are asked for."""
-        self._looking: collections.Counter[tuple[str, bool]] = collections.Counter()
+        self.lookups: collections.Counter[tuple[str, bool]] = collections.Counter()
+        """Of each tenant, requests for anything else; those that are streams apart."""
         self._num_coming = 0  # Jobs that were let in and that the engine's thread has not queued yet.
         self._told: list[float] = []  # When the clients that were told to come again will: a heap.
         self._seconds: collections.deque[float] = collections.deque(maxlen=_KEPT_TIMES)  # In a slot, by answer.
@@ -66,10 +67,10 @@ class Admission:
         Raises:
           ApiError: its tenant has too many (429).
         """
-        if self._looking[tenant.name, is_stream] >= self._config.max_lookups:
+        if self.lookups[tenant.name, is_stream] >= self._config.max_lookups:
             message = f"{self._config.max_lookups} such requests are being served already, and no more may"
             raise ApiError(429, f"the server is busy: {message}", code="rate_limit_exceeded", retry_after_s=1)
-        with _counted(self._looking, (tenant.name, is_stream), 1):
+        with _counted(self.lookups, (tenant.name, is_stream), 1):
             yield
 
     @contextlib.contextmanager

@@ -30,7 +30,6 @@ from fastapi.responses import JSONResponse, Response
 
 from ca_jax.engine import Engine
 from ca_jax.server import (
-    adapter_routes,
     conversation_routes,
     live,
     message_routes,
@@ -123,9 +122,10 @@ def make_app(
     )
     app.state.server = state
     apis = (openai_routes, response_routes, conversation_routes, message_routes, token_routes)
-    for module in (*apis, session_routes, adapter_routes, live):
+    for module in (*apis, session_routes, live):
         app.include_router(module.ROUTES)
-    app.include_router(_ROUTES)
+    for routes in (openai_routes.ADAPTER_ROUTES, _ROUTES):
+        app.include_router(routes)
     add_error_handlers(app, lambda status: state.service.metrics.refuse(status) if state.service else None)
     _describe(app, tenants.asks_for_keys)
     hosts = None if tenants.asks_for_keys and not config.allowed_hosts else config.allowed_hosts

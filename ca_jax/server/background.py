@@ -2,7 +2,7 @@
 
 Those that have ended are remembered a while for their events; the conversation keeps the response itself.
 
-Not here: what the events are (`response_events`), a response that is kept (`places`).
+Not here: what the events are (`response_items`), a response that is kept (`places`).
 """
 
 from __future__ import annotations

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
 
 from ca_jax.server.errors import invalid
-from ca_jax.server.tool_bodies import AllowedTools, CalledTool, NamedTool, ResponseFormat, Tool
+from ca_jax.server.tool_bodies import AllowedTools, CalledTool, JsonObject, NamedTool, ResponseFormat, Tool
 from ca_jax.server.tool_formats import AskedTools
 from ca_jax.turns.conversations import Message
 from ca_jax.turns.grammars import Grammar
@@ -42,11 +42,13 @@ UNSERVED: Any = Field(None, description="Not served.")
 _Timeout = Annotated[float | None, Field(gt=0, description="Most seconds that it may take.")]
 
 
-class _Body(pydantic.BaseModel):
+class StrictBody(pydantic.BaseModel):
+    """A body of a request: a field that is not known is an error, but of `OpenBody`."""
+
     model_config = _Strict
 
 
-class OpenBody(_Body):
+class OpenBody(StrictBody):
     """What clients of others' servers send: it may have fields that are not known here."""
 
     model_config = pydantic.ConfigDict(extra="allow")
@@ -113,35 +115,35 @@ class StreamOptions(OpenBody):
     """Each chunk, not the last one alone, says how many tokens it took so far; vLLM's."""
 
 
-class Sampling(OpenBody):
-    """What chats and completions share."""
+class Asked(OpenBody):
+    """What bodies of every API may say of an answer."""
 
     model: str
-    frequency_penalty: _Penalty | None = None
-    presence_penalty: _Penalty | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
-    seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], _OfTokens] | None = None
-    user: str | None = IGNORED
-
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     """Draw from the k likeliest tokens; 0 and -1: from all."""
+    ignore_eos: bool | None = Field(None, description="Go on past the model's own stop tokens.")
+    timeout_s: _Timeout = None
+    kv_retention_ttl_seconds: Annotated[float, Field(ge=0)] | None = None
+    """How long the conversation's KV is kept after its last use, as `ttl_s` of `POST /v1/sessions`."""
+    expected_resume_seconds: Annotated[float, Field(ge=0)] | None = None
+    """How long after the answer the conversation's next turn is expected: who is evicted goes by it."""
+
+
+class AskedOfOpenAI(Asked):
+    """Likewise, those of OpenAI's APIs."""
+
+    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    user: str | None = IGNORED
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Drop tokens less likely than this share of the likeliest."""
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     """Above 1 makes tokens seen so far less likely."""
-    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=64)] | None = None
-    ignore_eos: bool | None = Field(None, description="Go on past the model's own stop tokens.")
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     """Fewest tokens of an answer: it does not stop before."""
-    skip_special_tokens: bool | None = Field(None, description="False: special tokens that are drawn are text.")
-    no_stop_trim: Literal[False] | None = UNSERVED  # Routers write defaults of vLLM and SGLang into bodies.
-    return_hidden_states: Literal[False] | None = UNSERVED
     guided_json: dict[str, Any] | bool | str | None = None
     """A JSON schema that the answer must follow, or its text; like the others below vLLM's."""
     guided_regex: str | None = None
@@ -152,12 +154,21 @@ class Sampling(OpenBody):
     """A grammar in Lark's notation that the whole answer must match, what is thought and called included."""
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     """Requests of lower values go first."""
-    timeout_s: _Timeout = None
-    kv_retention_ttl_seconds: Annotated[float, Field(ge=0)] | None = None
-    """How long the conversation's KV is kept after its last use, as `ttl_s` of `POST /v1/sessions`."""
-    expected_resume_seconds: Annotated[float, Field(ge=0)] | None = None
-    """How long after the answer the conversation's next turn is expected: who is evicted goes by it."""
+
+
+class Sampling(AskedOfOpenAI):
+    """What chats and completions share."""
+
+    frequency_penalty: _Penalty | None = None
+    presence_penalty: _Penalty | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stream_options: StreamOptions | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], _OfTokens] | None = None
     max_tokens: _Tokens | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=64)] | None = None
+    skip_special_tokens: bool | None = Field(None, description="False: special tokens that are drawn are text.")
+    no_stop_trim: Literal[False] | None = UNSERVED  # Routers write defaults of vLLM and SGLang into bodies.
+    return_hidden_states: Literal[False] | None = UNSERVED
 
     @property
     def num_choices(self) -> int:
@@ -257,7 +268,7 @@ class ChatRequest(Sampling):
     """True: where messages in the middle of a known history were changed, dropped or added, use what is stored of those
     behind them too, some of it computed anew; that is not exact. By default all behind an edit is computed. The known
     history is that of `session_state`, or has the same first turn and the same last exchange."""
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+    chat_template_kwargs: Annotated[JsonObject, Field(max_length=64)] | None = None
     """Further variables of the chat template, `enable_thinking` say; vLLM's. With others a history is another one."""
     reasoning_effort: Annotated[str, Field(max_length=16)] | None = None
     """Likewise the variable of that name."""
@@ -342,6 +353,27 @@ class ChatRequest(Sampling):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
+def as_chat(fields: dict[str, Any], names: Mapping[str, str]) -> ChatRequest:
+    """The chat that a body of another API is.
+
+    Args:
+      fields: of the chat.
+      names: those of the body, where they are others there.
+
+    Raises:
+      ApiError: a field is wrong, or some do not go together.
+    """
+    try:
+        chat = ChatRequest.model_validate(fields)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        field = str(first["loc"][0]) if first["loc"] else ""
+        param = names.get(field, field) or None
+        raise invalid(param, f"{param or 'the body'}: {first['msg']}") from error
+    chat.check()
+    return chat
+
+
 class CompletionRequest(Sampling):
     """Body of `POST /v1/completions`."""
 
@@ -408,28 +440,7 @@ def _token_id(text: str) -> int:
     return int(text)
 
 
-_AdapterName = Annotated[str, Field(min_length=1, max_length=128, pattern="^\\S+$")]
-
-
-class LoadAdapter(_Body):
-    """Body of `POST /v1/load_lora_adapter`."""
-
-    lora_name: _AdapterName
-    """What to call it."""
-    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
-    """A directory of the server, as PEFT writes it."""
-    load_inplace: Literal[False] | None = UNSERVED
-    is_3d_lora_weight: Literal[False] | None = UNSERVED
-
-
-class UnloadAdapter(_Body):
-    """Body of `POST /v1/unload_lora_adapter`."""
-
-    lora_name: _AdapterName
-    lora_int_id: int | None = IGNORED
-
-
-class NewSession(_Body):
+class NewSession(StrictBody):
     """Body of `POST /v1/sessions`."""
 
     model: str | None = None
@@ -441,7 +452,7 @@ class NewSession(_Body):
     """How long its KV is kept after its last use, seconds."""
 
 
-class SessionChange(_Body):
+class SessionChange(StrictBody):
     """Body of `POST /v1/sessions/{session_id}`."""
 
     pinned: bool | None = Field(None, description="Whether it stays in the store, over restarts too.")
@@ -452,21 +463,21 @@ class SessionChange(_Body):
     in DRAM for longer."""
 
 
-class Fork(_Body):
+class Fork(StrictBody):
     """Body of `POST /v1/sessions/{session_id}/fork`."""
 
     at: Annotated[int, Field(ge=0, lt=2**31)]
     """How many of its messages the fork begins with: as many as there were before one of its turns, or all of them."""
 
 
-class Discard(_Body):
+class Discard(StrictBody):
     """Body of `POST /v1/sessions/{session_id}/discard`."""
 
     start: Annotated[int, Field(ge=0, lt=2**31)]
     stop: Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class NewChunks(_Body):
+class NewChunks(StrictBody):
     """Body of `POST /v1/chunks`."""
 
     chunks: _Chunks

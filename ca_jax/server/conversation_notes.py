@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import Any
 
 from ca_jax.turns.conversations import Conversation, Message
 
@@ -52,10 +51,22 @@ def with_waiting(conversation: Conversation, new: Sequence[Message]) -> list[Mes
     waiting, new = Notes.of(conversation).waiting, list(new)
     if not waiting or new[: len(waiting)] == waiting:
         return new
-    beside: dict[str, Any] = {name: message[name] for message in new for name in BESIDE if name in message}
-    num_first = next((number for number, message in enumerate(new) if message["role"] != "system"), 0)
-    bare = [{name: value for name, value in message.items() if name not in BESIDE} for message in new]
-    said = [*bare[:num_first], *waiting, *bare[num_first:]]
-    first = next((number for number, message in enumerate(said) if message["role"] != "system"), 0)
-    said[first] = {**said[first], **beside}
+    said = bare(new)
+    said[(first := first_said(said)) : first] = waiting
+    said[first_said(said)] |= beside(new)
     return said
+
+
+def beside(messages: Sequence[Message]) -> Message:
+    """What stands beside messages."""
+    return {name: message[name] for message in reversed(messages) for name in BESIDE if name in message}
+
+
+def bare(messages: Sequence[Message]) -> list[Message]:
+    """Messages without that."""
+    return [{name: value for name, value in message.items() if name not in BESIDE} for message in messages]
+
+
+def first_said(messages: Sequence[Message]) -> int:
+    """The number of the first message that is no system's; 0 where none is."""
+    return next((number for number, message in enumerate(messages) if message["role"] != "system"), 0)

@@ -24,7 +24,7 @@ from pydantic import Field
 from ca_jax.engine import Engine
 from ca_jax.errors import SessionBusyError
 from ca_jax.server.bodies import OpenBody
-from ca_jax.server.conversation_notes import BESIDE, Notes
+from ca_jax.server.conversation_notes import Notes, bare
 from ca_jax.server.errors import OBJECT, ApiError, invalid, responses
 from ca_jax.server.response_bodies import Item, Metadata, said_in
 from ca_jax.server.response_items import After, Limit, Order, items_of_message, page_of
@@ -67,7 +67,7 @@ async def create_conversation(body: NewConversation, service: TheService, tenant
     name = f"conv_{uuid.uuid4().hex}"
     notes = Notes(created_at=int(time.time()), metadata=body.metadata or {}, waiting=said_in(body.items or []))
 
-    def begin(engine: Engine) -> tuple[Session, None]:
+    def begin(engine: Engine, _: Texts) -> tuple[Session, None]:
         session = service.router.begin(tenant.domain, name)
         engine.truncate_stored(session, 0, notes.kept_with(session.conversation))
         return session, None
@@ -88,14 +88,13 @@ async def update_conversation(
 ) -> JSONResponse:
     """Gives a conversation other metadata."""
     change = lambda notes, _: dataclasses.replace(notes, metadata=body.metadata or {})  # noqa: E731
-    return JSONResponse(_object(conversation_id, await _change(service, tenant, conversation_id, change)))
+    return JSONResponse(_object(conversation_id, Notes.of(await _change(service, tenant, conversation_id, change))))
 
 
 @ROUTES.delete("/{conversation_id}", responses=responses(401, 404, 408, 429, 503, content=OBJECT))
 async def delete_conversation(conversation_id: str, service: TheService, tenant: TheTenant) -> JSONResponse:
     """Forgets a conversation, its responses and its KV, in every tier. A turn of it that runs is cancelled."""
-    texts = Texts()
-    await service.ask(tenant, lambda engine: service.router.delete(tenant.domain, conversation_id, texts))
+    await service.ask(tenant, lambda _, texts: service.router.delete(tenant.domain, conversation_id, texts))
     return JSONResponse({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
 
 
@@ -110,8 +109,7 @@ async def create_items(conversation_id: str, body: NewItems, service: TheService
             raise invalid("items", f"items that wait for a turn must be at most {_MOST_WAITING}, got {len(waiting)}")
         return dataclasses.replace(notes, waiting=waiting)
 
-    await _change(service, tenant, conversation_id, add)
-    conversation = await _look(service, tenant, conversation_id)
+    conversation = await _change(service, tenant, conversation_id, add)
     items = [item for _, items in _listed(conversation_id, conversation)[-len(new) :] for item in items]
     return JSONResponse(page_of(items, len(items), "asc", None))
 
@@ -155,13 +153,12 @@ async def delete_item(conversation_id: str, item_id: str, service: TheService, t
             raise ApiError(400, message, param="item_id", code="item_not_deletable")
         return dataclasses.replace(notes, waiting=notes.waiting[:number] + notes.waiting[number + 1 :])
 
-    notes = await _change(service, tenant, conversation_id, take_back)
-    return JSONResponse(_object(conversation_id, notes))
+    conversation = await _change(service, tenant, conversation_id, take_back)
+    return JSONResponse(_object(conversation_id, Notes.of(conversation)))
 
 
 async def _look(service: Service, tenant: Tenant, name: str) -> Conversation:
-    texts = Texts()
-    return await service.ask(tenant, lambda engine: _found(service, tenant, name, texts))
+    return await service.ask(tenant, lambda _, texts: _found(service, tenant, name, texts))
 
 
 def _found(service: Service, tenant: Tenant, name: str, texts: Texts) -> Conversation:
@@ -172,20 +169,20 @@ def _found(service: Service, tenant: Tenant, name: str, texts: Texts) -> Convers
     return conversation
 
 
-async def _change(service: Service, tenant: Tenant, name: str, change: Callable[[Notes, Conversation], Notes]) -> Notes:
-    """Changes what is kept with a conversation. Raises SessionBusyError while it answers."""
+async def _change(
+    service: Service, tenant: Tenant, name: str, change: Callable[[Notes, Conversation], Notes]
+) -> Conversation:
+    """Changes what is kept with a conversation, which it gives as it is then; SessionBusyError while it answers."""
 
-    texts = Texts()
-
-    def do(engine: Engine) -> Notes:
+    def do(engine: Engine, texts: Texts) -> Conversation:
         _found(service, tenant, name, texts)
         session = service.router.owned(tenant.domain, name, texts)
         if session.is_busy:
             raise SessionBusyError(f"conversation {name!r} still answers; it must have ended")
         conversation = session.conversation
-        notes = change(Notes.of(conversation), conversation)
-        engine.truncate_stored(session, len(conversation.token_ids), notes.kept_with(conversation))
-        return notes
+        changed = change(Notes.of(conversation), conversation).kept_with(conversation)
+        engine.truncate_stored(session, len(conversation.token_ids), changed)
+        return changed
 
     return await service.ask(tenant, do)
 
@@ -195,7 +192,7 @@ def _listed(name: str, conversation: Conversation) -> list[tuple[Message, list[_
     seen: collections.Counter[str] = collections.Counter()
     listed: list[tuple[Message, list[_Body]]] = []
     for message in [*conversation.messages, *Notes.of(conversation).waiting]:
-        said = json.dumps([name, {key: value for key, value in message.items() if key not in BESIDE}])
+        said = json.dumps([name, *bare([message])])
         own = hashlib.sha256(f"{seen[said]} {said}".encode()).hexdigest()[:24]
         seen[said] += 1
         listed.append((message, items_of_message(own, message)))

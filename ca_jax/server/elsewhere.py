@@ -47,6 +47,13 @@ def published(engine: Engine, tenant: str, chain: str, texts: Texts) -> Manifest
     return None if engine.elsewhere is None else texts.get(_AWAY, _published, engine, tenant, chain)
 
 
+def said_in(manifest: Manifest) -> Conversation | None:
+    """The conversation that was published; None where there is none, or one that this release cannot read."""
+    with contextlib.suppress(ValueError):
+        return None if manifest.conversation is None else Conversation.from_bytes(manifest.conversation)
+    return None
+
+
 def no_answer() -> ObjectsError:
     """The error where it cannot be found out what others have."""
     return ObjectsError("the store of shared sessions must answer in time, and did not")
@@ -64,8 +71,7 @@ def _theirs(engine: Engine, name: str, tenant: str) -> Theirs:
     with contextlib.suppress(ObjectsError):
         if engine.elsewhere is None or (found := engine.elsewhere.theirs(name, tenant)) is None:
             return Theirs()
-        said = None if found.conversation is None else Conversation.from_bytes(found.conversation)
-        return Theirs(owner=found.owner, conversation=said)
+        return Theirs(owner=found.owner, conversation=said_in(found))
     return Theirs(is_known=False)
 
 

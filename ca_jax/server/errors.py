@@ -21,7 +21,7 @@ from fastapi.responses import JSONResponse
 from starlette.routing import Match
 
 from ca_jax import errors
-from ca_jax.server.observed import note_error
+from ca_jax.server.observing import note_error
 from ca_jax.storage.catalog.file import CatalogLateError
 from ca_jax.storage.objects.store import ObjectsError
 
@@ -103,7 +103,7 @@ class ApiError(starlette.exceptions.HTTPException):
         kind = _TYPES.get(self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error")
         return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self, path: str = "") -> JSONResponse:
+    def response(self, path: str) -> JSONResponse:
         """The answer to a request of a path."""
         body = messages_error(self) if path.startswith(_MESSAGES) else self.body()
         return JSONResponse(body, self.status_code, self.headers)

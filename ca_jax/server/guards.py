@@ -43,7 +43,7 @@ class Guard:
         name, length = name_of(headers.get("host", "")), headers.get("content-length", "")
         if not (self._allowed is None or name in self._allowed or _is_address(name)):
             message = f"Host must be an address, localhost or one of --allowed_hosts, got {name!r}"
-            await ApiError(403, message, code="host_not_allowed").response()(scope, receive, send)
+            await ApiError(403, message, code="host_not_allowed").response(scope["path"])(scope, receive, send)
             return
         told_bytes, num_bytes = int(length) if length.isdecimal() else 0, 0
 

@@ -27,11 +27,13 @@ _MOST_TURNS = 20  # That are told.
 _KEPT_TURNS = 2000  # Of the hour, the last ones.
 
 
-class _View(pydantic.BaseModel):
+class View(pydantic.BaseModel):
+    """What a page shows."""
+
     model_config = pydantic.ConfigDict(frozen=True, use_attribute_docstrings=True)
 
 
-class LiveDone(_View):
+class LiveDone(View):
     """What was done so far, for everybody."""
 
     turns: int
@@ -48,7 +50,7 @@ class LiveDone(_View):
     """and those of them that were right."""
 
 
-class HistorySample(_View):
+class HistorySample(View):
     """One moment of the hour."""
 
     age_s: float
@@ -61,7 +63,7 @@ class HistorySample(_View):
     """Totals by then: rates are of two samples."""
 
 
-class HistoryTurn(_View):
+class HistoryTurn(View):
     """A turn that ended in the hour."""
 
     age_s: float
@@ -77,7 +79,7 @@ class HistoryTurn(_View):
     completion_tokens: int
 
 
-class LastHour(_View):
+class LastHour(View):
     """What was sampled in the last hour, oldest first, and the turns in it that took longest to their first token."""
 
     sample_s: float

@@ -32,9 +32,9 @@ from ca_jax.engine import Engine
 from ca_jax.errors import CaJaxError
 from ca_jax.kv.costs import Rates, TransferRate
 from ca_jax.server.errors import ApiError, responses
-from ca_jax.server.history import SAMPLE_S, LastHour, LiveDone
+from ca_jax.server.history import SAMPLE_S, LastHour, LiveDone, View
 from ca_jax.server.metrics import tiers_of
-from ca_jax.server.observed import phases
+from ca_jax.server.observing import phases
 from ca_jax.server.router import client_name, engine_name
 from ca_jax.server.service import Service
 from ca_jax.server.state import EventStream, KeyedRoute, ServerState, TheService, TheTenant, state_of
@@ -51,11 +51,7 @@ _Seconds = Annotated[float, pydantic.PlainSerializer(lambda seconds: round(secon
 _MAX_WAITING = 64  # Waiting jobs that are shown one by one: more cells than a row of them has room for.
 
 
-class _View(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(frozen=True, use_attribute_docstrings=True)
-
-
-class LiveTier(_View):
+class LiveTier(View):
     """One tier of the store: the bytes of its blocks, sessions in it, and what it has done so far."""
 
     name: str
@@ -68,7 +64,7 @@ class LiveTier(_View):
     """Loads that were completed, of KV that had been here."""
 
 
-class LiveMove(_View):
+class LiveMove(View):
     """One way on which KV moves, and how much it has so far."""
 
     name: str
@@ -79,7 +75,7 @@ class LiveMove(_View):
     """How fast, by measured times; None while that is not known, or not measured."""
 
 
-class _LiveJob(_View):
+class _LiveJob(View):
     session_id: str | None
     """Whose turn; None for another tenant's, or a chunk."""
     is_own: bool
@@ -107,7 +103,7 @@ class LiveWaiting(_LiveJob):
     """Whether its KV leaves DRAM behind all that no job waits for."""
 
 
-class LiveQueue(_View):
+class LiveQueue(View):
     """The job queue, and its two look-ahead windows, which may be longer than it."""
 
     num_waiting: int
@@ -117,7 +113,7 @@ class LiveQueue(_View):
     eviction_window_jobs: int
 
 
-class LiveSpan(_View):
+class LiveSpan(View):
     """A phase of a turn, in seconds since it was submitted."""
 
     name: str
@@ -131,7 +127,7 @@ class LiveSpan(_View):
     """Of a load, seconds in which compute waited for it."""
 
 
-class LiveTurn(_View):
+class LiveTurn(View):
     """The session's last turn: its tokens and times so far."""
 
     phase: str
@@ -151,7 +147,7 @@ class LiveTurn(_View):
     spans: list[LiveSpan]
 
 
-class LiveSession(_View):
+class LiveSession(View):
     """The conversation that was asked for, and its KV in each tier."""
 
     session_id: str
@@ -176,7 +172,7 @@ class LiveSession(_View):
     """Its last turn, since it was opened."""
 
 
-class LiveSnapshot(_View):
+class LiveSnapshot(View):
     """One moment."""
 
     at_s: float
@@ -348,7 +344,7 @@ async def _read(service: Service, tenant: Tenant, session_id: str | None) -> byt
     """
 
     async def ask() -> bytes:
-        snapshot = await service.ask(tenant, lambda engine: read_live(engine, tenant.domain, session_id))
+        snapshot = await service.ask(tenant, lambda engine, _: read_live(engine, tenant.domain, session_id))
         return snapshot.model_dump_json().encode()
 
     reading = service.shared((tenant.domain, session_id), ask, _MIN_INTERVAL_S)

@@ -7,25 +7,24 @@ Source: Anthropic's API reference (Messages: create, count tokens, streaming).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import fastapi
-import pydantic
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
-from ca_jax.server.answering import Answering
-from ca_jax.server.bodies import IGNORED, ChatRequest, OpenBody
+from ca_jax.server.answering import Answering, Block, BlockReader, Step, blocks_of, event, reported
+from ca_jax.server.bodies import IGNORED, Asked, ChatRequest, OpenBody, as_chat
 from ca_jax.server.engine_loop import Feed, Part
 from ca_jax.server.errors import OBJECT, STREAMED, MessagesErrorAnswer, invalid, messages_error, responses
-from ca_jax.server.reply_blocks import Block, BlockReader, Step
 from ca_jax.server.service import Service
 from ca_jax.server.state import OpenRoute, TheService, TheTenant, session_header
 from ca_jax.server.tenants import Tenant
-from ca_jax.server.told import event, reported
+from ca_jax.server.tool_bodies import JsonObject
 from ca_jax.server.tool_calls import read_reply
 from ca_jax.session import Job
 from ca_jax.turns.requests import FinishReason
@@ -59,7 +58,7 @@ class ToolUseBlock(OpenBody):
     type: Literal["tool_use"]
     id: Annotated[str, Field(max_length=256)]
     name: Annotated[str, Field(max_length=256)]
-    input: dict[str, Any]
+    input: JsonObject
     cache_control: dict[str, Any] | None = IGNORED
 
 
@@ -163,39 +162,25 @@ class Counted(OpenBody):
         told: list[_Body] = [{"role": "system", "content": system}] if system else []
         told += [each for message in self.messages for each in message.messages()]
         if functions := [tool.described() for tool in self.tools or () if tool.is_function]:
-            options |= {"tools": functions, **({} if self.tool_choice is None else self.tool_choice.as_chat())}
-        try:
-            return ChatRequest.model_validate({"model": self.model, "messages": told, **options})
-        except pydantic.ValidationError as error:
-            first = error.errors()[0]
-            param = str(first["loc"][0]) if first["loc"] else None
-            raise invalid(param, f"{param or 'the body'}: {first['msg']}") from error
+            options["tools"] = functions
+        options |= {} if self.tool_choice is None else self.tool_choice.as_chat()
+        return as_chat({"model": self.model, "messages": told, **options}, {})
 
 
-class MessagesRequest(Counted):
+class MessagesRequest(Counted, Asked):
     """Body of `POST /v1/messages`."""
 
     max_tokens: Annotated[int, Field(ge=1)]
     stop_sequences: Annotated[list[str], Field(max_length=16)] | None = None
-    stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     metadata: dict[str, Any] | None = IGNORED
     service_tier: str | None = IGNORED
-
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    ignore_eos: bool | None = None
-    timeout_s: Annotated[float, Field(gt=0)] | None = None
-    kv_retention_ttl_seconds: Annotated[float, Field(ge=0)] | None = None
-    expected_resume_seconds: Annotated[float, Field(ge=0)] | None = None
     reuse_edited: bool | None = None
 
     def answered(self) -> ChatRequest:
         """The same as a chat that is answered."""
-        same = ("max_tokens", "temperature", "top_p", "top_k", "seed", "ignore_eos", "timeout_s")
-        of_kv = ("kv_retention_ttl_seconds", "expected_resume_seconds", "reuse_edited")
-        options = {name: getattr(self, name) for name in (*same, *of_kv)}
+        same = {*Asked.model_fields, "max_tokens", "reuse_edited"} - {"model", "stream"}
+        options = {name: getattr(self, name) for name in same}
         return self.chat(**options, stop=self.stop_sequences, truncation="disabled")
 
 
@@ -256,13 +241,8 @@ class _Message:
     def _whole(self, feed: Feed, parts: Sequence[Part]) -> _Body:
         [job] = feed.jobs
         reply = read_reply(job)
-        content: list[_Body] = []
-        if reply.reasoning:
-            content.append({"type": "thinking", "thinking": reply.reasoning, "signature": ""})
-        if reply.content or not (reply.calls or content):
-            content.append({"type": "text", "text": reply.content, "citations": None})
-        for call in reply.calls:
-            content.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": _input(call.arguments)})
+        blocks = blocks_of(reply.message())
+        content = [_told(each) | ({"citations": None} if each.kind == "content" else {}) for each in blocks]
         return self._object(content, _usage(job), _stop(job, bool(reply.calls)))
 
     def _object(self, content: list[_Body], usage: _Body, stop: _Body) -> _Body:
@@ -301,19 +281,24 @@ def _of_block(step: Step, block: Block, text: str) -> str:
     if step == "text":
         kind, field = _DELTAS[block.kind]
         return _event("content_block_delta", index=block.number, delta={"type": kind, field: text})
-    begun: _Body = {"type": "text", "text": ""}
-    if block.kind == "reasoning":
-        begun = {"type": "thinking", "thinking": "", "signature": ""}
-    elif block.kind == "call":
-        begun = {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
+    begun = _told(dataclasses.replace(block, text="{}" if block.kind == "call" else ""))
     return _event("content_block_start", index=block.number, content_block=begun)
 
 
-def _input(arguments: str) -> Any:
+def _told(block: Block) -> _Body:
+    """A block as Anthropic has it."""
+    if block.kind == "call":
+        return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": as_input(block.text)}
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    return {"type": "text", "text": block.text}
+
+
+def as_input(arguments: str) -> Any:
     """The arguments of a call as an object, which they are where they had to be; else under a name of their own."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         found = json.loads(arguments)
-        if isinstance(found, dict):
+        if isinstance(found, dict) and json.dumps(found, allow_nan=False):
             return found
     return {"arguments": arguments}
 

@@ -1,9 +1,10 @@
-"""OpenAI's routes: chat completions, completions, models; their answers in OpenAI's shapes.
+"""OpenAI's routes: chat completions, completions, models; their answers in OpenAI's shapes. And vLLM's, which load and
+unload LoRA adapters: models that requests name.
 
 Not here: which conversation goes on, what is admitted (`service`, `router`), bodies of requests (`bodies`), clients
 that go away or do not read (`state`), computing log-probabilities (`ca_jax.device.sampling`).
 Source: OpenAI's API reference (CreateChatCompletionResponse, CreateChatCompletionStreamResponse,
-CreateCompletionResponse, ChatCompletionTokenLogprob).
+CreateCompletionResponse, ChatCompletionTokenLogprob); vLLM, `POST /v1/load_lora_adapter`, `/v1/unload_lora_adapter`.
 """
 
 from __future__ import annotations
@@ -13,20 +14,14 @@ import itertools
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import fastapi
 from fastapi.responses import JSONResponse, Response
+from pydantic import Field
 
-from ca_jax.server.answering import Answering
-from ca_jax.server.bodies import ChatRequest, CompletionRequest
-from ca_jax.server.engine_loop import Feed, Part
-from ca_jax.server.errors import OBJECT, STREAMED, responses
-from ca_jax.server.router import client_name
-from ca_jax.server.service import Service
-from ca_jax.server.state import OpenRoute, TheService, TheTenant, session_header
-from ca_jax.server.tenants import Tenant
-from ca_jax.server.told import (
+from ca_jax.server.answering import (
+    Answering,
     described,
     echoed,
     event,
@@ -36,16 +31,46 @@ from ca_jax.server.told import (
     prompt_logprobs,
     reported,
 )
+from ca_jax.server.bodies import IGNORED, UNSERVED, ChatRequest, CompletionRequest, StrictBody
+from ca_jax.server.engine_loop import Feed, Part
+from ca_jax.server.errors import OBJECT, STREAMED, ApiError, responses
+from ca_jax.server.router import client_name
+from ca_jax.server.service import Service
+from ca_jax.server.state import KeyedRoute, OpenRoute, TheService, TheTenant, session_header
+from ca_jax.server.tenants import Tenant
 from ca_jax.server.tool_calls import CallDelta, Reply, parser_of, read_reply
 from ca_jax.session import Job
 from ca_jax.turns.requests import FinishReason
 
 ROUTES = fastapi.APIRouter(prefix="/v1", tags=["openai"], route_class=OpenRoute)
+ADAPTER_ROUTES = fastapi.APIRouter(prefix="/v1", tags=["adapters"], route_class=KeyedRoute)
+_ADAPTER_ANSWERS = responses(400, 401, 403, 404, 408, 409, 413, 429, 503, content=OBJECT)
 _CREATED = int(time.time())
 _LIST: dict[str, Any] = {"application/json": {"schema": {"type": "array", "items": {"type": "object"}}}}
 _SECONDS = ("ttft_s", "queued_s", "load_s", "load_stall_s", "prefill_s", "decode_s")  # Of the first answer's `Usage`.
 _COUNTS = ("dropped_tokens", "num_dropped", "repaired_tokens", "missed_chunks")
 _Body = dict[str, Any]
+
+
+_AdapterName = Annotated[str, Field(min_length=1, max_length=128, pattern="^\\S+$")]
+
+
+class LoadAdapter(StrictBody):
+    """Body of `POST /v1/load_lora_adapter`."""
+
+    lora_name: _AdapterName
+    """What to call it."""
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+    """A directory of the server, as PEFT writes it."""
+    load_inplace: Literal[False] | None = UNSERVED
+    is_3d_lora_weight: Literal[False] | None = UNSERVED
+
+
+class UnloadAdapter(StrictBody):
+    """Body of `POST /v1/unload_lora_adapter`."""
+
+    lora_name: _AdapterName
+    lora_int_id: int | None = IGNORED
 
 
 @ROUTES.get("/models", responses=responses(401, 503, content=OBJECT))
@@ -72,6 +97,31 @@ def described_model(service: Service, adapter: str | None) -> _Body:
         "max_model_len": service.window,
         **parent,
     }
+
+
+@ADAPTER_ROUTES.post("/load_lora_adapter", responses=_ADAPTER_ANSWERS)
+async def load_adapter(body: LoadAdapter, service: TheService, tenant: TheTenant) -> JSONResponse:
+    """Loads an adapter from a directory of the server. Requests name it as `MODEL:ADAPTER` from then on."""
+    _check_allowed(service, tenant)
+    await service.load_adapter(tenant, body.lora_name, body.lora_path)
+    return JSONResponse(described_model(service, body.lora_name))
+
+
+@ADAPTER_ROUTES.post("/unload_lora_adapter", responses=_ADAPTER_ANSWERS)
+async def unload_adapter(body: UnloadAdapter, service: TheService, tenant: TheTenant) -> JSONResponse:
+    """Unloads an adapter that no answer and no open conversation uses."""
+    _check_allowed(service, tenant)
+    await service.unload_adapter(tenant, body.lora_name)
+    return JSONResponse({"id": service.model_of(body.lora_name), "object": "model", "deleted": True})
+
+
+def _check_allowed(service: Service, tenant: Tenant) -> None:
+    """Raises ApiError where no adapters are loaded, or not by a key of this tenant."""
+    if not service.max_adapters:
+        raise ApiError(404, "adapters are loaded by a server with --max_adapters above 0", code="adapters_off")
+    if not tenant.adapters:
+        message = "adapters must be loaded and unloaded with a key whose tenant may (adapters = true)"
+        raise ApiError(403, message, code="not_allowed")
 
 
 @ROUTES.post(
@@ -305,12 +355,7 @@ def _described_call(call: CallDelta) -> _Body:
 def _message(reply: Reply) -> _Body:
     """A whole answer as OpenAI's messages have it; `reasoning_content` is as others add it."""
     content = reply.content if reply.content or not reply.calls else None
-    message: _Body = {"role": "assistant", "content": content, "refusal": None}
-    if reply.reasoning:
-        message["reasoning_content"] = reply.reasoning
-    if reply.calls:
-        message["tool_calls"] = [call.as_openai() for call in reply.calls]
-    return message
+    return {**reply.message(), "content": content, "refusal": None}
 
 
 def _finish_reason(job: Job, has_calls: bool) -> str:

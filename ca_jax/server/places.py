@@ -12,7 +12,7 @@ takes its turn along, unless another stands on it, or the conversation is one th
 
 Belongs to the engine's thread.
 
-Not here: HTTP (`response_routes`), ids (`response_ids`), how a conversation goes on (`router`).
+Not here: HTTP (`response_routes`), ids (`response_items`), how a conversation goes on (`router`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from typing import Any
 
 from ca_jax.engine import Engine
 from ca_jax.errors import InvalidRequestError, SessionBusyError
-from ca_jax.server.conversation_notes import BESIDE
+from ca_jax.server.conversation_notes import bare, beside, first_said
 from ca_jax.server.errors import ApiError
-from ca_jax.server.response_ids import key_and_name
-from ca_jax.server.response_items import tools_of
+from ca_jax.server.response_items import key_and_name, tools_of
 from ca_jax.server.router import BY_NAME, Found, Router, engine_name
 from ca_jax.turns.conversations import Conversation, Message
 from ca_jax.turns.text import Texts
@@ -129,13 +128,12 @@ def find_behind(router: Router, tenant: str, response: str, asked: Asked, texts:
       UnknownAdapterError: the conversation's adapter is not loaded.
     """
     place, messages = look(router, tenant, response, texts, "previous_response_id"), asked.messages
-    begins = (place.instructions, place.adapter or None, _beside(place.messages))
-    is_same = begins == (asked.instructions, asked.adapter, _beside(messages))
+    begins = (place.instructions, place.adapter or None, beside(place.messages))
+    is_same = begins == (asked.instructions, asked.adapter, beside(messages))
     if is_same and all(message["role"] != "assistant" for message in messages):
-        return router.by_place(tenant, place.name, place.chain, _alone(messages), texts)
-    history = _alone([*instructed(asked.instructions), *place.said, *messages])
-    first = next((number for number, each in enumerate(history) if each["role"] != "system"), 0)
-    history[first] |= _beside(messages)
+        return router.by_place(tenant, place.name, place.chain, bare(messages), texts)
+    history = bare([*instructed(asked.instructions), *place.said, *messages])
+    history[first_said(history)] |= beside(messages)
     return router.by_history(tenant, history, texts, asked.adapter)
 
 
@@ -151,19 +149,6 @@ def find_named(router: Router, tenant: str, name: str, asked: Asked, texts: Text
             raise InvalidRequestError("instructions must be those that the conversation begins with, or left out")
         begins = []
     return router.by_id(tenant, name, [*begins, *asked.messages], texts, None, asked.adapter)
-
-
-def _beside(messages: Sequence[Message]) -> Message:
-    """What stands beside the first messages: tools, and variables of the template."""
-    return {name: next(each[name] for each in messages if name in each) for name in BESIDE if _has(messages, name)}
-
-
-def _has(messages: Sequence[Message], name: str) -> bool:
-    return any(name in message for message in messages)
-
-
-def _alone(messages: Sequence[Message]) -> list[Message]:
-    return [{name: value for name, value in message.items() if name not in BESIDE} for message in messages]
 
 
 def instructed(instructions: str | None) -> list[Message]:

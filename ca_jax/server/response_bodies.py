@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-import pydantic
 from pydantic import Field
 
-from ca_jax.server.bodies import IGNORED, UNSERVED, ChatMessage, ChatRequest, OpenBody, Sampling
+from ca_jax.server.bodies import IGNORED, UNSERVED, AskedOfOpenAI, ChatMessage, ChatRequest, OpenBody, Sampling, as_chat
 from ca_jax.server.errors import ApiError, invalid
 from ca_jax.turns.conversations import Message
 
@@ -170,10 +169,9 @@ class ConversationRef(OpenBody):
     id: Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class ResponseRequest(OpenBody):
+class ResponseRequest(AskedOfOpenAI):
     """Body of `POST /v1/responses`."""
 
-    model: str
     input: str | Annotated[list[Item], Field(min_length=1)]
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -182,13 +180,10 @@ class ResponseRequest(OpenBody):
     """The session to go on with, by the name that `POST /v1/sessions` gave it."""
     store: bool | None = None
     """False: nothing of the request is kept when it has ended, and its id names nothing."""
-    stream: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
     """disabled, the default: what does not fit the window is an error, context_length_exceeded; auto: the oldest tokens
     leave."""
     max_output_tokens: _Tokens | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     include: list[str] | None = None
     metadata: Metadata | None = None
@@ -203,28 +198,10 @@ class ResponseRequest(OpenBody):
     service_tier: Literal["auto", "default"] | None = None
     parallel_tool_calls: bool | None = None
     stream_options: dict[str, Any] | None = Field(None, description="Not looked at: events are not padded.")
-    user: str | None = IGNORED
     safety_identifier: str | None = IGNORED
     prompt_cache_key: str | None = IGNORED
     prompt_cache_retention: str | None = IGNORED
-
-    # As of chats.
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    guided_json: dict[str, Any] | bool | str | None = None
-    guided_regex: str | None = None
-    guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
-    guided_grammar: str | None = None
-    ignore_eos: bool | None = None
-    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
-    timeout_s: Annotated[float, Field(gt=0)] | None = None
-    kv_retention_ttl_seconds: Annotated[float, Field(ge=0)] | None = None
-    expected_resume_seconds: Annotated[float, Field(ge=0)] | None = None
 
     def check(self) -> None:
         """Raises ApiError where fields do not go together."""
@@ -273,11 +250,11 @@ class ResponseRequest(OpenBody):
             fields["response_format"] = self.text.format.as_chat()
         if functions := [tool.described() for tool in self.tools or () if tool.type == "function"]:
             fields |= {"tools": functions, "parallel_tool_calls": self.parallel_tool_calls}
-            fields["tool_choice"] = choice = self.tool_choice
-            if isinstance(choice, NamedFunction):
-                fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
-            elif isinstance(choice, AllowedFunctions):
-                fields["tool_choice"] = choice.as_chat()
+        fields["tool_choice"] = choice = self.tool_choice
+        if isinstance(choice, NamedFunction):
+            fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+        elif isinstance(choice, AllowedFunctions):
+            fields["tool_choice"] = choice.as_chat()
         system = [{"role": "system", "content": self.system}] if instructed and self.system is not None else []
         items = [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         fields |= {
@@ -289,13 +266,7 @@ class ResponseRequest(OpenBody):
             "truncation": self.truncation or "disabled",
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
         }
-        try:
-            return ChatRequest.model_validate(fields)
-        except pydantic.ValidationError as error:
-            first = error.errors()[0]
-            param = str(first["loc"][0]) if first["loc"] else None
-            param = {"messages": "input", "response_format": "text"}.get(param or "", param)
-            raise invalid(param, f"{param or 'the body'}: {first['msg']}") from error
+        return as_chat(fields, {"messages": "input", "response_format": "text"})
 
     def told(self) -> _Body:
         """What a response tells of its request, and what is kept of that: fields that say nothing are left out."""

@@ -1,22 +1,32 @@
-"""A response as OpenAI describes it: the object, its items, what is told and kept of it.
+"""A response as OpenAI describes it: its id, the object, its items, what is told and kept of it, its events.
 
-Not here: requests (`response_bodies`), events of a stream (`response_events`).
-Source: OpenAI's API reference (Response, OutputItem, ResponseItemList).
+An id has a key of its own, and the name of the conversation that the response is a turn of.
+
+Not here: requests (`response_bodies`, `response_routes`), what is found by an id (`places`).
+Source: OpenAI's API reference (Response, OutputItem, ResponseItemList, ResponseStreamEvent).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+import binascii
+import dataclasses
+import itertools
+import secrets
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import fastapi
 
+from ca_jax.server.answering import Block, Kind, Step, blocks_of
 from ca_jax.server.errors import ApiError
-from ca_jax.server.reply_blocks import Block, Kind
 from ca_jax.session import Job
 from ca_jax.turns.conversations import Message
 from ca_jax.turns.requests import FinishReason
 
+_PREFIX = "resp_"
+_KEY_BYTES = 12
+_EVENTS_OF = {"content": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
 _ID_OF: dict[Kind, str] = {"reasoning": "rs", "content": "msg", "call": "fc"}
 _Body = dict[str, Any]
 Limit = Annotated[int, fastapi.Query(ge=1, le=100, description="Most of them.")]
@@ -73,19 +83,6 @@ def item_of(key: str, block: Block, status: str, logprobs: list[_Body] | None = 
 def item_id(key: str, block: Block) -> str:
     """Of an item, of a response's key."""
     return f"{_ID_OF[block.kind]}_{key}_{block.number}"
-
-
-def blocks_of(message: Message) -> list[Block]:
-    """A whole answer as blocks."""
-    told: list[tuple[Kind, str, str, str]] = []
-    if "reasoning_content" in message:
-        told.append(("reasoning", message["reasoning_content"], "", ""))
-    calls = message.get("tool_calls", ())
-    if message["content"] or not (calls or told):
-        told.append(("content", message["content"], "", ""))
-    for call in calls:
-        told.append(("call", call["function"]["arguments"], call["id"], call["function"]["name"]))
-    return [Block(kind, number, call_id, name, text) for number, (kind, text, call_id, name) in enumerate(told)]
 
 
 def items_of(key: str, message: Message, status: str, logprobs: list[_Body] | None = None) -> list[_Body]:
@@ -169,3 +166,98 @@ def page_of(items: Sequence[_Body], limit: int, order: str, after: str | None) -
     page = list(items[start : start + limit])
     ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": "", "last_id": ""}
     return {"object": "list", "data": page, "has_more": start + limit < len(items), **ends}
+
+
+class ResponseEvents:
+    """Makes the events of one response, numbered in the order in which they are made.
+
+    Args:
+      key: the response's own part of its id.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+        self._numbers = itertools.count()
+
+    def event(self, kind: str, **fields: Any) -> _Body:
+        """The next one."""
+        return {"type": f"response.{kind}", "sequence_number": next(self._numbers), **fields}
+
+    def ended(self, response: _Body) -> _Body:
+        """The last one."""
+        status = response["status"]
+        return self.event(status if status in ("completed", "failed") else "incomplete", response=response)
+
+    def of_block(self, step: Step, block: Block, text: str, logprobs: Sequence[_Body] = ()) -> Iterator[_Body]:
+        """Those of what happens to a block of the answer.
+
+        Args:
+          step: what happens.
+          block: as far as it is there.
+          text: what is new of it.
+          logprobs: of the tokens of that; at its end, of all.
+        """
+        at: _Body = {"item_id": item_id(self._key, block), "output_index": block.number}
+        is_call, has_ended = block.kind == "call", step == "end"
+        if not is_call:
+            at["content_index"] = 0
+        kind = _EVENTS_OF[block.kind]
+        likely = {"logprobs": list(logprobs)} if block.kind == "content" else {}
+        part = (
+            output_text(block.text, list(logprobs) if has_ended else None)
+            if likely
+            else {"type": "reasoning_text", "text": block.text}
+        )
+        if step == "text":
+            yield self.event(f"{kind}.delta", **at, delta=text, **likely)
+            return
+        if has_ended:
+            done = {"arguments": block.text, "name": block.name} if is_call else {"text": block.text}
+            yield self.event(f"{kind}.done", **at, **done, **likely)
+            if not is_call:
+                yield self.event("content_part.done", **at, part=part)
+        item = item_of(self._key, block, "completed" if has_ended else "in_progress")
+        yield self.event(f"output_item.{'done' if has_ended else 'added'}", output_index=block.number, item=item)
+        if not has_ended and not is_call:
+            yield self.event("content_part.added", **at, part=part)
+
+
+def replayed(key: str, response: _Body, answer: Message) -> Iterator[_Body]:
+    """The events of a response that is kept: each block of its answer comes as one piece.
+
+    Args:
+      key: its own part of its id.
+      response: as it has ended.
+      answer: the message that it is.
+    """
+    events = ResponseEvents(key)
+    begun = {**response, "status": "in_progress", "output": [], "completed_at": None, "incomplete_details": None}
+    begun.pop("usage", None)
+    yield events.event("created", response=begun)
+    yield events.event("in_progress", response=begun)
+    for block in blocks_of(answer):
+        yield from events.of_block("begin", dataclasses.replace(block, text=""), "")
+        if block.text:
+            yield from events.of_block("text", block, block.text)
+        yield from events.of_block("end", block, "")
+    yield events.ended(response)
+
+
+def new_key() -> str:
+    """A response's own part of its id."""
+    return secrets.token_hex(_KEY_BYTES)
+
+
+def response_id(key: str, name: str) -> str:
+    """The id of a response of a conversation; of none that is kept where the name is empty."""
+    return f"{_PREFIX}{key}{base64.urlsafe_b64encode(name.encode()).decode().rstrip('=')}"
+
+
+def key_and_name(response: str) -> tuple[str, str]:
+    """A response's key, and the name of its conversation; both empty where it is no id that was given here."""
+    key, name = response[len(_PREFIX) :][: 2 * _KEY_BYTES], response[len(_PREFIX) + 2 * _KEY_BYTES :]
+    try:
+        found = base64.urlsafe_b64decode(name + "=" * (-len(name) % 4)).decode()
+    except (binascii.Error, ValueError):
+        return "", ""
+    return (key, found) if response_id(key, found) == response else ("", "")

@@ -16,21 +16,22 @@ import fastapi
 from fastapi.responses import JSONResponse, Response
 
 from ca_jax.server import places
-from ca_jax.server.answering import Answering
+from ca_jax.server.answering import Answering, BlockReader, described, event, reported
 from ca_jax.server.background import Run
 from ca_jax.server.engine_loop import Feed
 from ca_jax.server.errors import OBJECT, STREAMED, ApiError, invalid, responses
-from ca_jax.server.reply_blocks import BlockReader
 from ca_jax.server.response_bodies import ResponseRequest
-from ca_jax.server.response_events import ResponseEvents, replayed
-from ca_jax.server.response_ids import new_key, response_id
 from ca_jax.server.response_items import (
     After,
     Limit,
     Order,
+    ResponseEvents,
     input_items,
     items_of,
+    new_key,
     page_of,
+    replayed,
+    response_id,
     response_object,
     status_of,
     tools_of,
@@ -40,7 +41,6 @@ from ca_jax.server.router import Found, client_name
 from ca_jax.server.service import Service
 from ca_jax.server.state import EventStream, OpenRoute, TheService, TheTenant, session_header
 from ca_jax.server.tenants import Tenant
-from ca_jax.server.told import described, event, reported
 from ca_jax.server.tool_calls import read_reply
 from ca_jax.session import Job
 from ca_jax.turns.requests import FinishReason
@@ -87,7 +87,11 @@ async def get_response(
         answer = place.messages[-1]
         response = response_object(response_id, place.told, items_of(place.key, answer, place.told["status"]))
         events = _again(list(replayed(place.key, response, answer))[start:]) if run is None else run.follow(start)
-    return await _streamed(service, tenant, events) if stream else JSONResponse(response)
+    if not stream:
+        return JSONResponse(response)
+    async with contextlib.AsyncExitStack() as reading:
+        reading.enter_context(service.admission.looking(tenant, is_stream=True))
+        return _read_along(service, events, reading.pop_all())
 
 
 @ROUTES.post("/{response_id}/cancel", responses=responses(400, 401, 404, 408, 429, 503, content=OBJECT))
@@ -113,8 +117,8 @@ async def delete_response(response_id: str, service: TheService, tenant: TheTena
     """Forgets a response; its turn and its KV too, where nothing else stands on them."""
     run = _ended_run(service, tenant, response_id)
     if run is None or run.is_kept:
-        texts, domain = Texts(), tenant.domain
-        await service.ask(tenant, lambda engine: places.delete(service.router, engine, domain, response_id, texts))
+        router, domain = service.router, tenant.domain
+        await service.ask(tenant, lambda engine, texts: places.delete(router, engine, domain, response_id, texts))
     service.background.forget(tenant.domain, response_id)
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
@@ -146,16 +150,12 @@ def _ended_run(service: Service, tenant: Tenant, response_id: str, param: str | 
 
 
 async def _look(service: Service, tenant: Tenant, response_id: str) -> places.Place:
-    texts = Texts()
-    return await service.ask(tenant, lambda engine: places.look(service.router, tenant.domain, response_id, texts))
+    return await service.ask(tenant, lambda _, texts: places.look(service.router, tenant.domain, response_id, texts))
 
 
-async def _streamed(service: Service, tenant: Tenant, events: AsyncIterator[_Body]) -> Response:
-    """Events for a client that reads along, counted with what it looks at."""
-    async with contextlib.AsyncExitStack() as stack:
-        stack.enter_context(service.admission.looking(tenant, is_stream=True))
-        until_s = service.deadline(None).when()
-        return EventStream(_written(events), stack.pop_all(), until_s)
+def _read_along(service: Service, events: AsyncIterator[_Body], reading: contextlib.AsyncExitStack) -> Response:
+    """Events for a client that reads along, and has been let in for that."""
+    return EventStream(_written(events), reading, service.deadline(None).when())
 
 
 async def _again(events: Sequence[_Body]) -> AsyncIterator[_Body]:
@@ -186,6 +186,7 @@ class _Responding:
         self._key = new_key()
         self._told = {"created_at": int(time.time()), **body.told(), "tools": tools_of(self._chat.history())}
         self._ended: _Body | None = None  # What is told of the response that has ended, beside its text.
+        self._failed: _Body = {}  # The same of one that broke, or was late.
 
     async def response(self, request: fastapi.Request) -> Response:
         """The answer: whole, streamed, or in the background."""
@@ -208,11 +209,15 @@ class _Responding:
 
     async def _in_background(self, answering: Answering) -> Response:
         service, tenant = self._service, self._tenant
-        async with contextlib.AsyncExitStack() as stack:
+        async with contextlib.AsyncExitStack() as reading, contextlib.AsyncExitStack() as stack:
+            if self._body.stream:
+                reading.enter_context(service.admission.looking(tenant, is_stream=True))
             feed, until_s = await answering.begin(stack)
             run = Run(feed, self._begun(feed), lambda: self._ended is not None)
             service.background.begin(tenant.domain, self._id(feed), run, self._events(feed, until_s), stack.pop_all())
-        return await _streamed(service, tenant, run.follow()) if self._body.stream else JSONResponse(run.response)
+            if self._body.stream:
+                return _read_along(service, run.follow(), reading.pop_all())
+        return JSONResponse(run.response)
 
     def _find(self, texts: Texts) -> Found:
         """The conversation that the request names; on the engine's thread."""
@@ -229,7 +234,8 @@ class _Responding:
         return self._key, json.dumps(places.kept(self._ended, [*before, *job.messages]))
 
     def _end(self, job: Job, reason: FinishReason) -> _Body:
-        return {**self._told, **status_of(reason), "completed_at": int(time.time()), "usage": usage_of(job)}
+        ended = {"completed_at": int(time.time()), "usage": usage_of(job)}
+        return {**self._told, **status_of(reason), **ended, **self._failed}
 
     def _id(self, feed: Feed) -> str:
         session = feed.jobs[0].session
@@ -273,7 +279,8 @@ class _Responding:
             yield events.ended(self._object(feed))
         except Exception as error:
             broken = {"code": "server_error", "message": reported(error).detail}
-            yield events.event("failed", response={**begun, "status": "failed", "error": broken})
+            self._failed = {"status": "failed", "error": broken, "completed_at": None}  # Before its job is cancelled.
+            yield events.event("failed", response={**begun, **self._failed})
 
     def _logprobs(self, job: Job, start: int, stop: int | None) -> list[_Body]:
         """How likely the tokens `[start, stop)` were, where that is asked for."""

@@ -42,7 +42,7 @@ from ca_jax.errors import (
     UnknownSessionError,
 )
 from ca_jax.server import elsewhere
-from ca_jax.server.conversation_notes import BESIDE, with_waiting
+from ca_jax.server.conversation_notes import BESIDE, bare, with_waiting
 from ca_jax.server.elsewhere import Theirs
 from ca_jax.session import Job, Session
 from ca_jax.storage.catalog.file import CatalogLateError
@@ -203,12 +203,8 @@ class Router:
         num_tokens = next((num for each, num in session.conversation.states if each == chain), None)
         if num_tokens is None:
             raise unknown_session(session_id)
-        is_free = not session.is_busy and session.conversation.reached != BY_NAME
-        if num_tokens == len(session.token_ids) and is_free:
-            return Found(session, list(messages), _BY_HISTORY)
-        forked = self.sibling(session, num_tokens)
-        self.use(forked)
-        return Found(forked, list(messages), "")
+        behind = self._behind(session, num_tokens)
+        return Found(behind, list(messages), _BY_HISTORY if behind is session else "")
 
     def keep_for(self, session: Session, ttl_s: float) -> None:
         """Says how long a conversation's KV is kept after its last use, seconds."""
@@ -365,9 +361,10 @@ class Router:
     def _elsewhere(self, tenant: str, chain: str, texts: Texts) -> Session | None:
         """A fork of a conversation that another replica published where a history ends; None: none is known."""
         manifest = elsewhere.published(self._engine, tenant, chain, texts)
-        if self._engine.elsewhere is None or manifest is None or manifest.conversation is None:
+        said = None if manifest is None else elsewhere.said_in(manifest)
+        if self._engine.elsewhere is None or manifest is None or said is None:
             return None
-        num_tokens = self._tokens_at(Conversation.from_bytes(manifest.conversation), chain)
+        num_tokens = self._tokens_at(said, chain)
         if num_tokens is None:
             return None
         session = self._engine.elsewhere.fork(manifest, num_tokens, engine_name(tenant, uuid.uuid4().hex))
@@ -391,7 +388,10 @@ class Router:
         else:
             with contextlib.suppress(TenantError, CatalogLateError):
                 source = self._engine.stored.conversation(known, tenant=tenant)
-        if source is None or not (state or begins_alike(source, messages)):
+        if source is None:
+            return None
+        stood = any(chain == state for chain, _ in source.states)  # The name of an exchange is no place of it.
+        if not (stood or (state is None and begins_alike(source, messages))):
             return None
         size = message_chars(messages) + len(messages) * MESSAGE_CHARS
         return texts.get(size, edited, self._engine.model, source, known, messages, first)
@@ -407,8 +407,12 @@ class Router:
         num_tokens = self._tokens_at(conversation, chain)
         if num_tokens is None or (conversation.num_dropped and not may_drop):
             return None
-        is_free = not session.is_busy and conversation.reached != BY_NAME
-        if num_tokens == len(conversation.token_ids) and is_free:
+        return self._behind(session, num_tokens)
+
+    def _behind(self, session: Session, num_tokens: int) -> Session:
+        """A conversation behind its first tokens: itself where it stands there and is free, or else a fork."""
+        is_free = not session.is_busy and session.conversation.reached != BY_NAME
+        if num_tokens == len(session.token_ids) and is_free:
             return session
         forked = self.sibling(session, num_tokens)
         self.use(forked)
@@ -448,7 +452,7 @@ def _without_tools(session: Session, messages: Sequence[Message]) -> Sequence[Me
         begun = next((each[extra] for each in session.messages if extra in each), None)
         if any(each[extra] != begun for each in messages if extra in each):
             raise InvalidRequestError(f"{name} must be those that the session began with, or left out: got others")
-    return [{name: value for name, value in each.items() if name not in BESIDE} for each in messages]
+    return bare(messages)
 
 
 def _first_chain(engine: Engine, adapter: str | None) -> str:

@@ -22,13 +22,13 @@ from ca_jax.errors import InvalidRequestError
 from ca_jax.models.adapters import read_adapter
 from ca_jax.server.admission import Admission
 from ca_jax.server.background import Background
-from ca_jax.server.bodies import ChatRequest, CompletionRequest
+from ca_jax.server.bodies import Asked, ChatRequest, CompletionRequest
 from ca_jax.server.config import ServerConfig
 from ca_jax.server.engine_loop import EngineLoop, Feed
 from ca_jax.server.errors import ApiError, invalid
 from ca_jax.server.history import History
 from ca_jax.server.metrics import RequestMetrics
-from ca_jax.server.observed import OBSERVED
+from ca_jax.server.observing import OBSERVED
 from ca_jax.server.router import Found, Router, client_name
 from ca_jax.server.tenants import Tenant, Tenants
 from ca_jax.server.tool_formats import ReplyForm
@@ -135,7 +135,7 @@ class Service:
         sake, and go on from the store once it is loaded again.
         """
 
-        def unload(engine: Engine) -> None:
+        def unload(engine: Engine, _: Texts) -> None:
             held = [session for session in engine.sessions if session.adapter == name]
             if not any(session.is_busy for session in held):
                 self.router.let_go(held)
@@ -143,8 +143,8 @@ class Service:
 
         await self.ask(tenant, unload)
 
-    async def ask(self, tenant: Tenant, function: Callable[[Engine], T]) -> T:
-        """What a function of the engine gives, for a request of a tenant that is no answer.
+    async def ask(self, tenant: Tenant, function: Callable[[Engine, Texts], T]) -> T:
+        """What a function of the engine, and of the request's texts, gives, for a request that is no answer.
 
         It is called again where it raises `TextWork`, once that is done.
 
@@ -153,15 +153,16 @@ class Service:
           TimeoutError: the engine's thread did not come to it in time.
           Exception: whatever the function raises.
         """
+        texts = Texts()
         with self.admission.looking(tenant):
             async with self.deadline(None):
                 while True:
                     try:
-                        return await self.loop.call(function)
+                        return await self.loop.call(lambda engine: function(engine, texts))
                     except TextWork as work:
                         await self._work(work)
 
-    async def begin_with(self, tenant: Tenant, function: Callable[[Engine], tuple[Session, T]]) -> T:
+    async def begin_with(self, tenant: Tenant, function: Callable[[Engine, Texts], tuple[Session, T]]) -> T:
         """As `ask`, of a function that also gives the conversation that it begins or forks.
 
         Where conversations are published after each turn, replicas know it by now: for as long as their objects may
@@ -171,8 +172,8 @@ class Service:
           InvalidRequestError: another replica has begun one of that name meanwhile.
         """
 
-        def begin(engine: Engine) -> tuple[T, concurrent.futures.Future[Any] | None]:
-            session, told = function(engine)
+        def begin(engine: Engine, texts: Texts) -> tuple[T, concurrent.futures.Future[Any] | None]:
+            session, told = function(engine, texts)
             return told, None if engine.elsewhere is None else engine.elsewhere.publish(session)
 
         told, published = await self.ask(tenant, begin)
@@ -257,8 +258,6 @@ class Service:
                 self.router.let_go(begun)
                 siblings: list[Session] = []
             else:
-                if request.kv_retention_ttl_seconds is not None:
-                    self.router.keep_for(found.session, request.kv_retention_ttl_seconds)
                 held = len(found.session.token_ids)
                 siblings = [self.router.sibling(found.session, held) for _ in range(1, request.num_choices)]
                 sessions = [found.session, *siblings]
@@ -276,10 +275,8 @@ class Service:
                         reader=self.reply_form.reader(tools, f"{request_id} {choice}"),
                     )
                     jobs.append(job)
-                    if request.expected_resume_seconds is not None:
-                        engine.stored.expect_back(
-                            session.session_id, request.expected_resume_seconds, tenant=tenant.domain
-                        )
+                for session in () if request.store is False else sessions:
+                    self._keep_as_said(engine, session, request)
             if request.store is not False:
                 self.router.goes_on(found)
             for each in siblings:
@@ -331,9 +328,12 @@ class Service:
             with self._all_or_none(engine, jobs, sessions):
                 for index, ids in enumerate(tokenised):
                     sampling = request.sampling(index, _COMPLETION_TOKENS)
-                    ttl_s, priority = request.kv_retention_ttl_seconds, request.priority or 0
-                    sessions.append(self.router.begin(tenant.domain, adapter=adapter, ttl_s=ttl_s))
-                    jobs.append(sessions[-1].submit(ids, sampling=sampling, priority=priority, texts=texts))
+                    sessions.append(self.router.begin(tenant.domain, adapter=adapter))
+                    jobs.append(
+                        sessions[-1].submit(ids, sampling=sampling, priority=request.priority or 0, texts=texts)
+                    )
+                for session in sessions:
+                    self._keep_as_said(engine, session, request)
             return jobs
 
         try:
@@ -436,6 +436,13 @@ class Service:
                 engine.cancel(job)
             self.router.let_go(begun)
             raise
+
+    def _keep_as_said(self, engine: Engine, session: Session, request: Asked) -> None:
+        """How long KV of a session, a turn of which is queued, is kept, and when its next turn will come."""
+        if request.kv_retention_ttl_seconds is not None:
+            self.router.keep_for(session, request.kv_retention_ttl_seconds)
+        if request.expected_resume_seconds is not None:
+            engine.stored.expect_back(session.session_id, request.expected_resume_seconds, tenant=session.tenant)
 
     def _checked_chunks(self, chunks: Sequence[object], param: str) -> int:
         """How many chunks a request gives; raises ApiError where it may not give so many."""

@@ -96,7 +96,7 @@ async def list_sessions(
 ) -> SessionList:
     """Conversations of the caller's tenant: open ones, then stored ones, those that are newer first."""
 
-    def read(engine: Engine) -> tuple[list[ListedSession], bool]:
+    def read(engine: Engine, _: Texts) -> tuple[list[ListedSession], bool]:
         opened = {each.session_id: each for each in reversed(engine.sessions) if each.tenant == tenant.domain}
         behind = None if after is None else engine_name(tenant.domain, after)
         names = engine.stored.page(opened, limit + 1, after=behind, tenant=tenant.domain)
@@ -112,9 +112,8 @@ async def list_sessions(
 async def new_session(body: NewSession, service: TheService, tenant: TheTenant) -> ListedSession:
     """Begins a conversation of a name, with a system message, held with an adapter where its model names one."""
     adapter = None if body.model is None else service.adapter_of(body.model)
-    texts = Texts()
 
-    def begin(engine: Engine) -> tuple[Session, ListedSession]:
+    def begin(engine: Engine, texts: Texts) -> tuple[Session, ListedSession]:
         session = service.router.begin(
             tenant.domain, body.session_id, system=body.system, ttl_s=body.ttl_s, adapter=adapter, texts=texts
         )
@@ -127,16 +126,15 @@ async def new_session(body: NewSession, service: TheService, tenant: TheTenant) 
 @ROUTES.get("/sessions/{session_id}", **_SPARSE, responses=responses(401, 404, 408, 429, 503))
 async def show_session(session_id: str, service: TheService, tenant: TheTenant) -> ShownSession:
     """One conversation: its messages, and where its KV is."""
-    texts = Texts()
-    return await service.ask(tenant, lambda engine: _shown(service, engine, tenant, session_id, texts))
+    return await service.ask(tenant, lambda engine, texts: _shown(service, engine, tenant, session_id, texts))
 
 
 @ROUTES.post("/sessions/{session_id}", **_SPARSE, responses=responses(400, 401, 403, 404, 408, 413, 429, 503))
 async def change_session(session_id: str, body: SessionChange, service: TheService, tenant: TheTenant) -> ShownSession:
     """Pins a conversation in the store, unpins it, or says how long it is kept or when its next turn will come."""
-    name, texts = engine_name(tenant.domain, session_id), Texts()
+    name = engine_name(tenant.domain, session_id)
 
-    def change(engine: Engine) -> ShownSession:
+    def change(engine: Engine, texts: Texts) -> ShownSession:
         if engine.elsewhere is not None:
             service.router.owned(tenant.domain, session_id, texts)
         _shown(service, engine, tenant, session_id)
@@ -165,9 +163,7 @@ async def change_session(session_id: str, body: SessionChange, service: TheServi
 async def fork_session(session_id: str, body: Fork, service: TheService, tenant: TheTenant) -> ShownSession:
     """Begins another conversation with the first messages of one, which stays as it is; their KV is shared."""
 
-    texts = Texts()
-
-    def fork(engine: Engine) -> tuple[Session, ShownSession]:
+    def fork(engine: Engine, texts: Texts) -> tuple[Session, ShownSession]:
         session = service.router.owned(tenant.domain, session_id, texts)
         if session.is_busy:
             raise SessionBusyError(f"session {session_id!r} still answers; it must have ended before it is forked")
@@ -184,9 +180,7 @@ async def fork_session(session_id: str, body: Fork, service: TheService, tenant:
 async def discard_tokens(session_id: str, body: Discard, service: TheService, tenant: TheTenant) -> ShownSession:
     """Forgets tokens of a conversation, from `start` to before `stop`; the others stay as they are."""
 
-    texts = Texts()
-
-    def discard(engine: Engine) -> ShownSession:
+    def discard(engine: Engine, texts: Texts) -> ShownSession:
         session = service.router.owned(tenant.domain, session_id, texts)
         session.discard(range(body.start, min(body.stop, body.start + len(session.token_ids) + 1)))
         return _shown(service, engine, tenant, session_id)
@@ -197,8 +191,7 @@ async def discard_tokens(session_id: str, body: Discard, service: TheService, te
 @ROUTES.delete("/sessions/{session_id}", responses=responses(401, 404, 408, 429, 503, content=OBJECT))
 async def delete_session(session_id: str, service: TheService, tenant: TheTenant) -> JSONResponse:
     """Forgets a conversation and its KV, in every tier. A turn of it that runs is cancelled."""
-    texts = Texts()
-    await service.ask(tenant, lambda engine: service.router.delete(tenant.domain, session_id, texts))
+    await service.ask(tenant, lambda _, texts: service.router.delete(tenant.domain, session_id, texts))
     return JSONResponse({"id": session_id, "object": "session.deleted", "deleted": True})
 
 

@@ -23,7 +23,7 @@ from ca_jax.engine import Engine
 from ca_jax.server.bodies import OpenBody
 from ca_jax.server.config import ServerConfig
 from ca_jax.server.errors import ApiError
-from ca_jax.server.observed import note_tenant
+from ca_jax.server.observing import note_tenant
 from ca_jax.server.service import Service
 from ca_jax.server.tenants import Tenant, Tenants, authorization_of
 

@@ -15,11 +15,11 @@ from pydantic import Field
 
 from ca_jax.errors import InvalidRequestError
 from ca_jax.pretrained import check_token_ids
+from ca_jax.server.answering import token_text
 from ca_jax.server.bodies import UNSERVED, ChatMessage, ChatRequest, OpenBody
 from ca_jax.server.errors import OBJECT, ApiError, invalid, responses
 from ca_jax.server.service import Service
 from ca_jax.server.state import OpenRoute, TheService, TheTenant
-from ca_jax.server.told import token_text
 
 ROUTES = fastapi.APIRouter(tags=["tokens"], route_class=OpenRoute)
 _ANSWERS = responses(400, 401, 404, 408, 413, 429, 503, content=OBJECT)

@@ -8,14 +8,50 @@ Source: OpenAI's API reference (ChatCompletionTool, ChatCompletionNamedToolChoic
 
 from __future__ import annotations
 
+import contextlib
+import json
 from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
+from pydantic_core import PydanticCustomError
 
 from ca_jax.turns.grammars import Grammar
 
 _Name = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+_MOST_DEEP = 100  # Levels of an object: what recurses over it has room for each.
+_NOT_PLAIN = f"must be JSON that can be told again: finite numbers, whole characters, at most {_MOST_DEEP} levels deep"
+
+
+def _shallow(value: Any) -> Any:
+    level, num_levels = [value], 0
+    while level := [each for one in level for each in (one.values() if isinstance(one, dict) else one)]:
+        level, num_levels = [each for each in level if isinstance(each, dict | list)], num_levels + 1
+        if num_levels > _MOST_DEEP:
+            raise PydanticCustomError("json_value", _NOT_PLAIN)
+    return value
+
+
+def _plain(value: dict[str, Any]) -> dict[str, Any]:
+    _shallow(value)
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError as error:
+        raise PydanticCustomError("json_value", _NOT_PLAIN) from error
+    return value
+
+
+def _read_alike(arguments: str) -> str:
+    found = None
+    with contextlib.suppress(ValueError, RecursionError):  # What is no JSON is a text.
+        found = json.loads(arguments)
+    if isinstance(found, dict):
+        _shallow(found)
+    return arguments
+
+
+JsonObject = Annotated[dict[str, Any], pydantic.AfterValidator(_plain)]
+"""An object that a conversation keeps and answers tell."""
 
 
 class _Body(pydantic.BaseModel):
@@ -29,7 +65,7 @@ class Function(_Body):
 
     name: _Name
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     """The JSON schema of its arguments, an object; none: it takes any."""
     strict: bool | None = None
     """Whether arguments are as the schema says. Where one tool is strict all are, and where a call must come."""
@@ -76,7 +112,7 @@ class AllowedTools(_Body):
 
 class _Called(_Body):
     name: Annotated[str, Field(max_length=256)]
-    arguments: str = "{}"
+    arguments: Annotated[str, pydantic.AfterValidator(_read_alike)] = "{}"
 
 
 class CalledTool(_Body):

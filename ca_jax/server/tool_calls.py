@@ -22,6 +22,7 @@ from typing import Any
 from ca_jax.session import Job
 from ca_jax.turns.conversations import Message
 from ca_jax.turns.requests import FinishReason
+from ca_jax.turns.text import overlap
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,7 +119,7 @@ class Markers:
             start, _, marker = at
             found += [(False, pending[:start])] * bool(start) + [(True, marker)]
             pending = pending[start + len(marker) :]
-        keep = max((_overlap(pending, each) for each in self._markers), default=0)
+        keep = max((overlap(pending, each) for each in self._markers), default=0)
         self._held = pending[len(pending) - keep :]
         return found + [(False, pending[: len(pending) - keep])] * (len(pending) > keep)
 
@@ -126,11 +127,6 @@ class Markers:
         """What was held back, at the end."""
         rest, self._held = self._held, ""
         return rest
-
-
-def _overlap(text: str, marker: str) -> int:
-    """Length of the longest end of a text that begins a marker."""
-    return next((n for n in range(min(len(text), len(marker) - 1), 0, -1) if text.endswith(marker[:n])), 0)
 
 
 class ToolParser:
@@ -440,6 +436,6 @@ def _text_of(token: str) -> str:
     """The text that a string in JSON is; empty where it is none."""
     try:
         found = json.loads(token)
-    except ValueError:
+    except (ValueError, RecursionError):
         return ""
     return found if isinstance(found, str) else ""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from ca_jax.kv.costs import pipeline_s
 from ca_jax.simulate.clock import Clock, Link
 from ca_jax.simulate.config import ServerConfig
-from ca_jax.simulate.plans import PlannedTurn, SessionPlan
+from ca_jax.simulate.workload import PlannedTurn, SessionPlan
 
 _ALMOST = 1e-6  # Of a decode step.
 

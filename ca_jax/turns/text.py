@@ -108,13 +108,13 @@ class TextOutput:
             end, self.stopped_by = min(ends)
             shown, self._held = pending[:end], ""
         else:
-            keep = max((_overlap(pending, stop) for stop in self._stop), default=0)
+            keep = max((overlap(pending, stop) for stop in self._stop), default=0)
             shown, self._held = pending[: len(pending) - keep], pending[len(pending) - keep :]
         self.text += shown
         return shown
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that begins `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 

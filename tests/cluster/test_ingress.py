@@ -129,6 +129,24 @@ async def test_names_that_answers_tell_go_where_the_answer_came_from(model):
 
 
 @sk.on_loop
+async def test_a_conversation_stays_held_until_it_is_deleted_itself(model):
+    async def held():
+        return (await replica.record_routing_stats())["held"]
+
+    async with a_replica(model) as (replica, way, client):
+        _, _, begun = await client.post("/v1/conversations", {})
+        assert session_key("", begun["id"]) in await held(), "its answer has told the name"
+        asked = {"model": sk.MODEL, "input": "Hello.", "max_output_tokens": 4, "conversation": begun["id"]}
+        first, second = [(await client.post("/v1/responses", asked))[2] for _ in range(2)]
+        assert set(way.keys[1:]) == {way.keys[0]}
+        assert (await client.ask("DELETE", f"/v1/responses/{second['id']}"))[0] == 200
+        assert session_key("", begun["id"]) in await held(), "it is there without that response"
+        assert (await client.ask("GET", f"/v1/responses/{first['id']}"))[0] == 200
+        assert (await client.ask("DELETE", f"/v1/conversations/{begun['id']}"))[0] == 200
+        assert session_key("", begun["id"]) not in await held()
+
+
+@sk.on_loop
 async def test_a_body_is_read_for_known_keys_alone_and_within_its_bound(model):
     async with a_replica(model, tenants=KEYS, max_body_bytes=1000) as (_, way, client):
         pieces = [b" " * 400] * 4

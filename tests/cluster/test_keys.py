@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from ca_jax.cluster.keys import Keys, keys_of, replica_key, session_key, told_name
-from ca_jax.server.response_ids import new_key, response_id
+from ca_jax.server.response_items import new_key, response_id
 
 CHAT, COMPLETIONS, SESSIONS = "/v1/chat/completions", "/v1/completions", "/v1/sessions"
 RESPONSES = "/v1/responses"
@@ -33,6 +33,9 @@ def test_a_name_has_one_key_wherever_it_is_given():
         keys(SESSIONS, {"session_id": "mine"}).key,
         keys(f"{SESSIONS}/mine").key,
         keys(f"{SESSIONS}/mine/discard", {"start": 0, "stop": 1}).key,
+        keys("/v1/conversations/mine").key,
+        keys("/v1/conversations/mine/items", {"items": []}).key,
+        keys(RESPONSES, {"input": "hello", "conversation": {"id": "mine"}}).key,
         keys("/live", query=b"interval_s=1&session_id=mine").key,
         keys("/live/snapshot", query=b"session_id=mine").key,
     } == {key}
@@ -57,6 +60,8 @@ def test_a_header_goes_before_a_name_and_both_are_noted():
         (keys(body=said(("user", "hello"), session_id="mine"), x_session_id="theirs"), True),
         (keys(SESSIONS, {"session_id": "mine"}), False),
         (keys(f"{SESSIONS}/mine"), True),
+        (keys("/v1/conversations/mine"), True),
+        (keys("/v1/conversations", {}), False),
         (keys("/metrics", x_ca_jax_replica="replica-0-abcdef"), True),
         (keys("/metrics"), False),
     ],
@@ -89,6 +94,7 @@ def test_a_plain_prompt_goes_by_its_beginning():
 
 def test_sessions_that_the_server_names_are_spread_and_lists_are_of_one_replica():
     assert keys(SESSIONS, {}).key != keys(SESSIONS, {}).key
+    assert keys("/v1/conversations", {}).key != keys("/v1/conversations", {}).key
     assert keys(SESSIONS).key == keys("/v1/models").key != keys(SESSIONS, tenant="other").key
 
 

@@ -32,7 +32,7 @@ def ask(path: Path, command: str = "list", session: str | None = None, **options
     assert facts["command"] == command
     assert facts["directory"] == str(path / "store")
     output = io.StringIO()
-    store_report.print_facts(facts, rich.console.Console(file=output, width=200))
+    store_report.print_parts(store_report.shown(facts), rich.console.Console(file=output, width=200))
     return facts, output.getvalue()
 
 

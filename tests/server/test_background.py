@@ -68,6 +68,23 @@ def test_one_that_breaks_says_so_and_is_forgotten_when_it_is_deleted(client, che
     assert_unknown(client, broken.id)
 
 
+def test_one_that_is_not_there_in_time_has_failed_and_still_has_when_it_is_kept(client, check, server, stops_behind):
+    let_go = stops_behind(server.engine, 3)
+    late = {"timeout_s": 1.0, "ignore_eos": True}
+    broken = ended(client, respond(client, "how late", 100, background=True, extra_body=late))
+    assert (broken.status, broken.error.message) == ("failed", "the answer was not there in time")
+    let_go.set()
+    sk.wait_until_idle(server)
+    kept = client.responses.retrieve(broken.id)
+    check("Response", kept.to_dict())
+    assert (kept.status, kept.error) == (broken.status, broken.error)
+    assert list(client.responses.retrieve(broken.id, stream=True))[-1].type == "response.failed"
+    server.service.background.forget("", broken.id)
+    *_, last = client.responses.retrieve(broken.id, stream=True)
+    check("ResponseFailedEvent", last.to_dict())
+    assert last.response.to_dict() == kept.to_dict()
+
+
 def test_a_stream_is_read_on_from_where_it_broke_off(client, check, server, stops_behind):
     let_go = stops_behind(server.engine, 5)
     seen = []
@@ -104,6 +121,15 @@ def test_a_response_that_is_kept_is_told_again_as_events(client, check):
         client.responses.retrieve(first.id, starting_after=1)  # type: ignore[call-overload]
     with pytest.raises(openai.BadRequestError, match="store=false"):
         respond(client, "hello", background=True, store=False)
+
+
+def test_one_that_may_not_be_read_along_is_not_begun():
+    with sk.running(server={"max_lookups": 1}) as server, server.client(max_retries=0) as client:
+        with server.http() as http, http.stream("GET", "/live") as watched:
+            assert watched.status_code == 200
+            with pytest.raises(openai.RateLimitError):
+                respond(client, "hello", background=True, stream=True)
+        assert not server.engine.sessions
 
 
 def test_no_tenant_meets_what_runs_for_another():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import hashlib
 
 import openai
@@ -100,6 +101,15 @@ def test_conversations_outlive_the_process_and_are_their_tenants(said_by_engine,
         history = [user("hello"), assistant(first.output_text), user("so"), user("well")]
         assert second.output_text == said_by_engine(history)
         assert cached(second) == first.usage.total_tokens - 1
+
+
+def test_each_is_told_the_items_that_it_has_added(server, client):
+    held = client.conversations.create()
+    texts = [f"item {number}" for number in range(4)]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool, sk.held(server.service.loop):
+        adding = [pool.submit(client.conversations.items.create, held.id, items=[user(text)]) for text in texts]
+        sk.wait_for(lambda: server.service.admission.lookups.total() == 4)
+    assert [[item.content[0].text for item in each.result().data] for each in adding] == [[text] for text in texts]
 
 
 def test_what_is_bad_is_named(client):

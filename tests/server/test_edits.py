@@ -7,6 +7,7 @@ import openai
 import pytest
 
 from ca_jax import BlendConfig
+from ca_jax.edits import last_exchange
 from ca_jax.server.router import Router
 from ca_jax.storage.records import Residency
 from ca_jax.turns import text
@@ -70,6 +71,7 @@ def test_who_edits_the_beginning_must_say_what_was_there(rig):
     history, answers = rig.talk(SAID)
     assert rig.edit(history, place=0)[1] is None
     assert rig.edit(history, place=0, state="another")[1] is None
+    assert rig.edit(history, place=0, state=last_exchange(history))[1] is None, "who said the same can name that"
     _, borrowed, job = rig.edit(history, place=0, state=answers[-1].state)
     assert (borrowed.session_id, job.missed_chunks) == (answers[-1].name, 0)
     assert rig.edit(history, tenant="b", place=0, state=answers[-1].state)[1] is None

@@ -99,6 +99,11 @@ def test_how_long_kv_is_kept_is_said_with_a_request(server, client):
     named = {"session_id": second.session_id, "session_state": second.session_state}
     chat(client, [user("by name")], extra_body={**named, "kv_retention_ttl_seconds": 5})
     assert ttl_of(first.session_id) == 5
+    named["session_state"] = client.get(f"/sessions/{first.session_id}", cast_to=object)["session_state"]
+    refused = {**named, "kv_retention_ttl_seconds": 9, "truncation": "disabled"}
+    with pytest.raises(openai.BadRequestError, match="context window"):
+        chat(client, [user("too long " * 99)], extra_body=refused)
+    assert ttl_of(first.session_id) == 5, "a request that is refused changes nothing"
 
 
 def test_when_the_next_turn_comes_is_said_with_a_request_and_between_turns(server, client):
@@ -129,6 +134,12 @@ def test_when_the_next_turn_comes_is_said_with_a_request_and_between_turns(serve
     assert answered["status"] in ("completed", "incomplete")
     assert said["anthropic"] is not None
     assert said["a tool runs now"] - said["anthropic"] > 200
+    known = {each.session_id for each in server.engine.stored.list()}
+    client.completions.create(model=sk.MODEL, prompt=PROMPT, extra_body={"expected_resume_seconds": 100})
+    sk.wait_until_idle(server)
+    server.engine.wait_for_saves()
+    [plain] = (each for each in server.engine.stored.list() if each.session_id not in known)
+    assert plain.expected_s is not None, "another prompt may begin like it"
 
 
 def test_text_to_tokens_and_back(server, client):

@@ -114,6 +114,9 @@ def test_a_page_of_another_site_does_not_reach_a_server_without_keys(server, hos
             answer = http.get(path, headers={"Host": host})
             assert answer.status_code == status, path
             assert status == 200 or error_of(answer) == (403, "host_not_allowed", None)
+        told = http.post("/v1/messages", json={}, headers={"Host": host}).json()
+        kind = "permission_error" if status == 403 else "invalid_request_error"
+        assert (told["type"], told["error"]["type"]) == ("error", kind), "as its API tells it"
 
 
 def test_a_server_that_others_reach_without_a_key_warns_at_its_start(tmp_path):

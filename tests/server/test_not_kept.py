@@ -111,6 +111,7 @@ def test_it_is_answered_alike_and_nothing_of_it_is_kept(said_by_engine, server, 
         chat(client, [user(SECRET)], 480, store=False, extra_body={"ignore_eos": True})
         cut = chat(client, [*history, user(SECRET + "y" * 360)], store=False)
         assert cut.usage.ca_jax["dropped_tokens"] > 0
+        chat(client, [user(SECRET)], store=False, extra_body={"expected_resume_seconds": 30})
         kept.assert_nothing_more()
         again = chat(client, [user("go on")], extra_body=named)
         assert again.session_id == first.session_id, "it stands where it stood"

@@ -18,6 +18,7 @@ import pytest
 from ca_jax.storage.config import StoreConfig
 from ca_jax.storage.objects import parts
 from ca_jax.storage.objects.store import ObjectsError
+from ca_jax.turns import conversations
 from tests import engine_kit as kit
 from tests.server_kit import MODEL, Running, assistant, running, user, wait_for
 
@@ -203,6 +204,16 @@ def test_a_conversation_is_shown_and_changed_at_either_server(servers) -> None:
     assert len(there.items.list(begun.id).data) == len(said)
     here.delete(begun.id)
     wait_for(lambda: other.http().get(f"/v1/conversations/{begun.id}").status_code == 404, 10.0)
+
+
+def test_what_a_newer_release_has_published_is_not_known_here(servers) -> None:
+    one, other = servers
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(conversations, "_FORMAT", 99)
+        first = ask(one, [user(TEXTS[0])])
+    history = [user(TEXTS[0]), assistant(text_of(first)), user(TEXTS[1])]
+    assert [text_of(first), text_of(ask(other, history))] == serial(2)
+    assert other.http().get(f"/v1/sessions/{first.session_id}").status_code == 404
 
 
 def test_while_the_objects_do_not_answer_what_is_here_is_shown_and_nothing_is_called_unknown(servers) -> None:

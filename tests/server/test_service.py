@@ -117,16 +117,16 @@ async def test_prefills_of_chunks_count_in_the_queue(engine):
 async def test_lookups_and_streams_of_one_tenant_are_so_many_at_a_time(engine):
     async with serving(engine, max_lookups=2) as service:
         with held(service.loop):
-            asking = [asyncio.ensure_future(service.ask(A, lambda engine: 1)) for _ in range(2)]
+            asking = [asyncio.ensure_future(service.ask(A, lambda engine, _: 1)) for _ in range(2)]
             await asyncio.sleep(0)
             with busy() as told:
-                await service.ask(A, lambda engine: 1)
+                await service.ask(A, lambda engine, _: 1)
             assert told.value.retry_after_s == 1
-            asking.append(asyncio.ensure_future(service.ask(B, lambda engine: 1)))
+            asking.append(asyncio.ensure_future(service.ask(B, lambda engine, _: 1)))
             with service.admission.looking(A, is_stream=True), service.admission.looking(A, is_stream=True), busy():
                 service.admission.looking(A, is_stream=True).__enter__()
         assert await asyncio.gather(*asking) == [1, 1, 1]
-        assert await service.ask(A, lambda engine: 2) == 2
+        assert await service.ask(A, lambda engine, _: 2) == 2
 
 
 @on_loop
@@ -183,7 +183,7 @@ async def test_refusals_do_not_make_the_wait_look_short(engine):
 async def test_a_deadline_ends_what_waits_for_the_engine(engine):
     async with serving(engine, request_timeout_s=0.02) as service:
         with held(service.loop), pytest.raises(TimeoutError):
-            await service.ask(A, lambda engine: 1)
+            await service.ask(A, lambda engine, _: 1)
         with held(service.loop), pytest.raises(TimeoutError):
             async with service.deadline(3600), service.chat(A, chat()):
                 pass
@@ -204,7 +204,7 @@ async def test_of_several_answers_all_are_begun_or_none(engine):
                 await answer(service, A, request)
         await wait_until(lambda: service.admission.answers.total() == service.loop.num_jobs == 0)
         assert await answer(service, A, CompletionRequest(model=MODEL, prompt="plain", max_tokens=2))
-        await service.ask(A, lambda engine: None)
+        await service.ask(A, lambda engine, _: None)
         assert [session.session_id for session in engine.sessions] == kept, "of plain prompts nothing is kept"
 
 

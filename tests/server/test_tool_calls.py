@@ -271,3 +271,9 @@ def test_a_call_that_a_stop_string_cuts_is_none(case):
     """The answer ended as it was asked to, and the call did not."""
     family, options, text, *_ = CUT[case]
     assert read(ToolParser(family, **options), text.rstrip("}"), is_whole=True).calls == ()
+
+
+@pytest.mark.parametrize("key", ["name", "arguments", "id"])
+def test_what_is_nested_deeper_than_can_be_read_is_no_call(key):
+    text = f'<tool_call>{{"{key}": {"[" * 5000}{"]" * 5000}}}</tool_call>'
+    assert not read(ToolParser(Hermes), text, True).calls

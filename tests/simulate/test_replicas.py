@@ -11,15 +11,11 @@ import pytest
 from ca_jax.kv.costs import PrefillRate
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.simulate.config import DEVICES, MODELS, FittedCost, RooflineCost, ServerConfig, SimModel, StoreSizes
-from ca_jax.simulate.fleet import OBJECTS_WRITES, TIERS, FleetConfig
-from ca_jax.simulate.objects import MIB, ObjectsConfig
-from ca_jax.simulate.plans import Coming, coming_sessions, plan_conversation, plan_requests
-from ca_jax.simulate.replicas import Fleet
-from ca_jax.simulate.restore import Restore, least_new_tokens
-from ca_jax.simulate.routing import ROUTINGS, FleetView, HashRing
+from ca_jax.simulate.fleet import MIB, OBJECTS_WRITES, TIERS, FleetConfig, ObjectsConfig, Restore, least_new_tokens
+from ca_jax.simulate.replicas import ROUTINGS, Fleet, FleetView, HashRing
 from ca_jax.simulate.server import Server
 from ca_jax.simulate.traces.requests import Request
-from ca_jax.simulate.workload import poisson_sessions
+from ca_jax.simulate.workload import Coming, coming_sessions, plan_conversation, plan_requests, poisson_sessions
 
 MODEL = SimModel(
     name="m", num_params=1.0, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=250, window=1000, dtype_bytes=2
