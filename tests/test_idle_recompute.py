@@ -384,12 +384,16 @@ def test_what_was_computed_ahead_is_forgotten_at_once_with_what_is_stored(how, d
         assert num_stored(pair) == 0
 
 
-def test_nothing_is_computed_ahead_that_would_live_longer_than_its_conversation(drift):  # noqa: F811
+def test_what_is_computed_ahead_lives_no_longer_than_its_conversation(drift):  # noqa: F811
     overflow, values = repairing("default", drift)
     with ok.pair(overflow, values) as pair:
-        pair.session = pair.engine.session(ttl_s=60.0)
+        engine = pair.engine
+        pair.session = engine.session(ttl_s=60.0)
         nearly_full(pair)
-        assert pair.engine.metrics.idle_recomputes == 0
+        assert engine.metrics.idle_recomputes == 1
+        assert [info.ttl_s for info in engine.stored.list()] == [60.0, 60.0]
+        engine.stored.set_ttl(pair.session.session_id, 30.0)
+        assert [info.ttl_s for info in engine.stored.list()] == [30.0, 30.0]
 
 
 @pytest.mark.parametrize("how", ["closed", "let go of"])

@@ -88,8 +88,8 @@ class IdleRecompute:
     def _compute_ahead(self, session: Session, later: MutableMapping[str, Session]) -> bool:
         """Where there is room in DRAM that nobody else has a use for now."""
         token_ids = self._truncator.left_by_next(session)
-        is_asked_for = self._shares and session.ttl_s is None and len(token_ids) > 0
-        if not is_asked_for or not self._kv.store.has_free(session.tenant, len(token_ids)):
+        store = self._kv.store
+        if not self._shares or not token_ids or not store.has_free(session.tenant, len(token_ids)):
             return False
         if session.key not in self._ahead:
             try:
@@ -99,7 +99,10 @@ class IdleRecompute:
             self._ahead[session.key] = session, self._sessions.new(None, begun, session.tenant, keeps="kv")
         _, stored_as = self._ahead[session.key]
         self._kv.ahead[session.key] = stored_as.key
-        return self._run(session, stored_as, token_ids, "ahead", later)
+        has_run = self._run(session, stored_as, token_ids, "ahead", later)
+        [ttl_s] = [info.ttl_s for info in store.of_name(session.session_id) if info.key == session.key]
+        store.set_ttl(stored_as.key, ttl_s)
+        return has_run
 
     def _run(
         self, session: Session, stored_as: Session, token_ids: list[int], kind: str, later: MutableMapping[str, Session]

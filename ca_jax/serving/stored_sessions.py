@@ -130,7 +130,8 @@ class StoredSessions:
         """
         with self._lock:
             key = self._key(session_id, tenant)
-            self._kv.store.set_ttl(key, ttl_s)
+            for each in {key, self._kv.ahead.get(key, key)}:
+                self._kv.store.set_ttl(each, ttl_s)
             self._kv.conversations.set_ttl(key, ttl_s)
             self._describe(key)
 
