@@ -32,6 +32,7 @@ from absl import flags
 
 from ca_jax import backend
 from ca_jax.config import EngineConfig
+from ca_jax.device.adapters import array_bytes
 from ca_jax.device.buckets import history_buckets
 from ca_jax.engine import Engine
 from ca_jax.kv.layout import pool_bytes, pool_size, rest_layout, state_bytes, wanted_bytes
@@ -44,7 +45,7 @@ from ca_jax.server.app import make_app
 from ca_jax.server.config import ServerConfig
 from ca_jax.server.guards import is_loopback
 from ca_jax.server.tenants import Tenants
-from ca_jax.serving.core import DEFAULT_WINDOW_TOKENS, enable_compile_cache, layout_of
+from ca_jax.serving.core import DEFAULT_WINDOW_TOKENS, adapter_sizes, enable_compile_cache, layout_of
 from ca_jax.serving.drafts import draft_pool
 
 FLAGS = flags.FLAGS
@@ -123,7 +124,7 @@ def make_sized(model: str, config: EngineConfig, auto: Sequence[str], progress: 
             param_bytes=0,  # They are there.
             pool_bytes=sum(of(loaded.config, loaded.dtype, size, None) for of in (pool_bytes, state_bytes)),
         )
-        needed_bytes = sum(wanted.values())
+        needed_bytes = sum(wanted.values()) + array_bytes(loaded.config, adapter_sizes(config), loaded.dtype, None)
         if draft is not None:
             needed_bytes += pool_bytes(draft.config, draft.dtype, draft_pool(draft.config, config, window), None)
     store = sized(config.store, auto, needed_bytes, weights=loaded.fingerprint)

@@ -13,9 +13,11 @@ import pytest
 from absl import flags
 
 from ca_jax.config import EngineConfig
+from ca_jax.device.adapters import array_bytes
 from ca_jax.launch import doctor, serve, sizes
 from ca_jax.launch.flags import FlagError
 from ca_jax.launch.plan import make_plan
+from ca_jax.serving.core import adapter_sizes
 from ca_jax.storage.config import GIB, StoreConfig
 from tests import engine_kit as kit
 from tests.scripts_kit import run_script
@@ -189,5 +191,10 @@ def test_auto_makes_an_engine_of_the_size_that_was_found(monkeypatch, tmp_path):
     with serve.make_sized(str(tmp_path), small, ["dram_gib"]) as engine:
         assert 0.5 < engine.config.store.dram_gib < 0.8
         assert engine.store_stats().capacity_bytes <= engine.config.store.dram_bytes
+        found_gib, model = engine.config.store.dram_gib, engine.model
+    adapted = dataclasses.replace(small, max_adapters=64)
+    taken = array_bytes(model.config, adapter_sizes(adapted), model.dtype, None)
+    with serve.make_sized(str(tmp_path), adapted, ["dram_gib"]) as engine:
+        assert 0 < taken / GIB <= found_gib - engine.config.store.dram_gib < 1.5 * taken / GIB
     with pytest.raises(flags.IllegalFlagValueError, match="dram_gib"):
         values(["serve", "--dram_gib=automatic"])
