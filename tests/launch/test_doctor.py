@@ -192,9 +192,9 @@ def test_auto_makes_an_engine_of_the_size_that_was_found(monkeypatch, tmp_path):
         assert 0.5 < engine.config.store.dram_gib < 0.8
         assert engine.store_stats().capacity_bytes <= engine.config.store.dram_bytes
         found_gib, model = engine.config.store.dram_gib, engine.model
-    adapted = dataclasses.replace(small, max_adapters=64)
+    adapted = dataclasses.replace(small, max_adapters=512)
     taken = array_bytes(model.config, adapter_sizes(adapted), model.dtype, None)
     with serve.make_sized(str(tmp_path), adapted, ["dram_gib"]) as engine:
-        assert 0 < taken / GIB <= found_gib - engine.config.store.dram_gib < 1.5 * taken / GIB
+        assert 0.05 < 0.7 * taken / GIB < found_gib - engine.config.store.dram_gib < 1.2 * taken / GIB
     with pytest.raises(flags.IllegalFlagValueError, match="dram_gib"):
         values(["serve", "--dram_gib=automatic"])
