@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -165,3 +167,21 @@ def test_much_text_of_one_request_does_not_keep_others_from_being_answered(token
             tokenizer.gate.set()
         assert answers[0].status_code == 200, answers[0].text
         assert tokenizer.num_long == 1
+
+
+ENDING = """
+import atexit, threading
+atexit.register(lambda: print([each.name for each in threading.enumerate() if each.name.startswith("ca_jax")]))
+from ca_jax.storage.config import StoreConfig
+from tests import engine_kit as kit
+engine = kit.small_engine(store=StoreConfig(dram_gib=2.0, block_tokens=16))
+{end}
+"""
+
+
+@pytest.mark.parametrize("end", ["engine.close()", "", "del engine"], ids=["closed", "left open", "let go of"])
+def test_no_thread_of_an_engine_is_left_when_the_interpreter_ends(end):
+    """One that frees what is on the device by then aborts the process."""
+    done = subprocess.run([sys.executable, "-c", ENDING.format(end=end)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[]\n"

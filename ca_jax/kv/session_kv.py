@@ -14,6 +14,7 @@ import hashlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -41,6 +42,7 @@ from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.objects.store import ObjectStore
 from ca_jax.storage.records import Residency, StoreRuntime
 from ca_jax.storage.store import AttentionStore
+from ca_jax.telemetry.metrics import EngineMetrics
 from ca_jax.turns.conversations import Conversation
 
 _LOG = logging.getLogger(__name__)
@@ -128,7 +130,9 @@ class SessionKV:
         self.ahead: dict[str, str] = {}
         """By the key of a session, that of KV computed for its next cut, which is forgotten with its own."""
         self._closing = threading.Event()
-        self._toucher = threading.Thread(target=self._touch, name="ca_jax-first-touch", daemon=True)
+        # Not a method of this: a thread must not be the last that holds arrays of the device.
+        touch = partial(_touch, runtime.metrics, self._loader, self.store, self._closing)
+        self._toucher = threading.Thread(target=touch, name="ca_jax-first-touch", daemon=True)
         self._toucher.start()
 
     def wait_until_resident(self) -> None:
@@ -376,6 +380,7 @@ class SessionKV:
         self.conversations.close()
         self._saver.close()
         self._loader.close()
+        self._toucher.join()
         self.store.close()
 
     @staticmethod
@@ -478,6 +483,7 @@ class SessionKV:
                     max_tokens,
                 )
 
-    def _touch(self) -> None:
-        """Makes host memory resident in the background, so that no load or save pays for its first touch."""
-        self._metrics.first_touch_s = self._loader.touch() + self.store.touch(self._closing.is_set)
+
+def _touch(metrics: EngineMetrics, loader: LayerLoader, store: AttentionStore, closing: threading.Event) -> None:
+    """Makes host memory resident in the background, so that no load or save pays for its first touch."""
+    metrics.first_touch_s = loader.touch() + store.touch(closing.is_set)

@@ -270,7 +270,8 @@ def enable_compile_cache(directory: str | None) -> None:
 def keep_going(engine: weakref.ref[Any], wakeup: Wakeup) -> None:
     """Has a thread keep saves and tiers going while no thread runs the engine, for as long as it lives and is open.
 
-    Its threads end while the interpreter still stands.
+    Its threads end while the interpreter still stands: one that gives up the last hold of an array of the device later
+    aborts the process.
     """
 
     def keep() -> None:
@@ -284,9 +285,12 @@ def keep_going(engine: weakref.ref[Any], wakeup: Wakeup) -> None:
     def close() -> None:
         if (alive := engine()) is not None:
             alive.close()
+        wakeup.tell()
+        keeper.join()
 
+    keeper = threading.Thread(target=keep, name="ca_jax-keeper", daemon=True)
     before_pools_end(close)
-    threading.Thread(target=keep, name="ca_jax-keeper", daemon=True).start()
+    keeper.start()
 
 
 def _check_states(model: LoadedModel, config: EngineConfig, processes: Processes) -> None:
