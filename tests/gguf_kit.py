@@ -77,6 +77,7 @@ def write(
     types: Mapping[str, gguf.GGMLQuantizationType] | None = None,
     vocabulary: Mapping[str, Any] | None = None,
     architecture: str | None = None,
+    general_name: str | None = None,
     stacks_experts: bool = True,
 ) -> Path:
     """Converts a checkpoint.
@@ -89,6 +90,7 @@ def write(
       types: of tensors that are quantised; those of bytes are so already.
       vocabulary: the tokenizer's entries; None: `tiny.byte_tokenizer`'s, or as many of them as fit.
       architecture: the name that the file gives it; None: its own.
+      general_name: what the file calls the model; None: nothing.
       stacks_experts: whether experts are stacked, as converters have done since 2024.
     """
     config = json.loads((directory / "config.json").read_text())
@@ -104,6 +106,8 @@ def write(
         f"tokenizer.{'' if key == 'chat_template' else 'ggml.'}{key}": value for key, value in described.items()
     }
     writer = gguf.GGUFWriter(path, name)
+    if general_name is not None:
+        writer.add_name(general_name)
     add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
     for key, value in entries.items():
         if value is not None:

@@ -85,6 +85,7 @@ _BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 _GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 _LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "pixtral", "lfm2")
 _ADD_BOS = (*_LLAMA3, "tekken")  # Where the file does not say whether to.
+_PHI3_PLAIN = ("<unk>", "<s>", "<|endoftext|>")  # Added tokens of Phi-3 that take no white space with them.
 _TAKE_WHOLE = (*_ADD_BOS, "glm4")  # Text that is a token as a whole is that token, whatever merges make of it.
 
 
@@ -312,9 +313,18 @@ def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
             f"{file.path}: tokenizer model {model!r} is not served; it must be one of gpt2, llama, gemma4"
         )
     types = file.get("tokenizer.ggml.token_type") or []
+    takes_spaces = model == "llama" and _is_phi3(file)
+
+    def added(of_kind: int) -> list[tokenizers.AddedToken]:
+        found = [token for token, kind in zip(tokens, types, strict=False) if kind == of_kind]
+        return [
+            tokenizers.AddedToken(token, normalized=False, rstrip=takes_spaces and token not in _PHI3_PLAIN)
+            for token in found
+        ]
+
     # Control tokens are left out of decoded text, user-defined ones are text: both are found whole, before any split.
-    backend.add_special_tokens([_added(t) for t, kind in zip(tokens, types, strict=False) if kind == _CONTROL])
-    backend.add_tokens([_added(t) for t, kind in zip(tokens, types, strict=False) if kind == _USER_DEFINED])
+    backend.add_special_tokens(added(_CONTROL))
+    backend.add_tokens(added(_USER_DEFINED))
     if backend.get_vocab_size() != len(tokens):
         raise CheckpointError(
             f"{file.path}: there must be {len(tokens)} different tokens, got {backend.get_vocab_size()}"
@@ -337,8 +347,10 @@ def stop_token_ids(file: GgufFile, tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(sorted({i for i in ids if i is not None} | tokenizer.usual_stop_ids()))
 
 
-def _added(token: str) -> tokenizers.AddedToken:
-    return tokenizers.AddedToken(token, normalized=False)
+def _is_phi3(file: GgufFile) -> bool:
+    """Whether added tokens take the white space behind them. Files do not say so; llama.cpp goes by the name alone."""
+    name = str(file.get("general.name", "")).lower()
+    return file.get("general.architecture") == "phi3" or "phi-3" in name or "phi3" in name
 
 
 def _token_id(file: GgufFile, role: str, num_tokens: int) -> int | None:

@@ -167,6 +167,37 @@ def test_no_space_is_put_before_text_where_the_file_says_so():
     assert tokenizer.decode(tokenizer.encode(" ab")) == " ab"
 
 
+PHI3_TOKENS = {"<|endoftext|>": CONTROL, "<|user|>": CONTROL, "<|end|>": CONTROL, "<more>": USER_DEFINED}
+PHI3_TEXTS = (
+    "<|user|>\nab<|end|>\n<|user|>\n\n ab c",
+    "<|endoftext|> ab</s> ab<s> ab<more>  ab",
+    " ab <|end|>  <|end|>",
+    "été <more>\t\ncd\n",
+)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("phi3", "Phi-3 mini"), ("llama", "Phi3"), ("llama", "Another"), ("phi3", None)]
+)
+def test_tokens_of_phi3_take_the_space_behind_them_as_in_llama_cpp(tmp_path, family, name):
+    """Which goes by the model's name alone; an unnamed file of Phi-3 is read as the release's tokenizer has it."""
+    entries = sentencepiece().entries
+    vocabulary = {key.removeprefix("tokenizer.ggml."): value for key, value in entries.items()}
+    for key, more in (("tokens", [*PHI3_TOKENS]), ("token_type", [*PHI3_TOKENS.values()]), ("scores", [-1000.0] * 4)):
+        vocabulary[key] = vocabulary[key] + more
+    families_kit.make(family, tmp_path)
+    size, width = len(vocabulary["tokens"]), families_kit.CASES[family][1]["hidden_size"]
+    changes = {"vocabulary": vocabulary, "tensors": {"token_embd.weight": np.zeros((size, width), np.float32)}}
+    changes["tensors"]["output.weight"] = None
+    path, named = (
+        gguf_kit.write(tmp_path, tmp_path / f"{each}.gguf", general_name=each, **changes)
+        for each in (name, name or "Phi-3")
+    )
+    theirs, tokenizer = gguf_kit.LlamaCpp(named, size), load_checkpoint(str(path), destinations=unread).tokenizer
+    for text in PHI3_TEXTS:
+        assert tokenizer.encode(text) == theirs.tokens(text), repr(text)
+
+
 # Gemma 4
 
 GEMMA_MERGES = (("a", "b"), ("▁", "a"), ("▁a", "b"), ("▁", "▁"), ("\n", "\n"), ("\n\n", "\n"), ("1", "2"))
