@@ -78,6 +78,7 @@ def write(
     vocabulary: Mapping[str, Any] | None = None,
     architecture: str | None = None,
     general_name: str | None = None,
+    chat_template: list[dict[str, str]] | None = None,
     stacks_experts: bool = True,
 ) -> Path:
     """Converts a checkpoint.
@@ -91,6 +92,7 @@ def write(
       vocabulary: the tokenizer's entries; None: `tiny.byte_tokenizer`'s, or as many of them as fit.
       architecture: the name that the file gives it; None: its own.
       general_name: what the file calls the model; None: nothing.
+      chat_template: several by `name`; None: what the vocabulary says.
       stacks_experts: whether experts are stacked, as converters have done since 2024.
     """
     config = json.loads((directory / "config.json").read_text())
@@ -108,6 +110,8 @@ def write(
     writer = gguf.GGUFWriter(path, name)
     if general_name is not None:
         writer.add_name(general_name)
+    if chat_template is not None:
+        writer.add_chat_template(chat_template)
     add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
     for key, value in entries.items():
         if value is not None:

@@ -45,13 +45,17 @@ class ChatTemplate:
       source: the Jinja source.
       bos_token: text of the token that begins a sequence, for templates that write it themselves.
       eos_token: text of the token that ends a reply.
+      tool_source: the source for conversations with tools; None: the same.
 
     Raises:
-      CheckpointError: `source` is not a Jinja template.
+      CheckpointError: a source is not a Jinja template.
     """
 
-    def __init__(self, source: str, *, bos_token: str = "", eos_token: str = "") -> None:
+    def __init__(
+        self, source: str, *, bos_token: str = "", eos_token: str = "", tool_source: str | None = None
+    ) -> None:
         self.source = source
+        self.tool_source = source if tool_source is None else tool_source
         self.bos_token = bos_token
         self.eos_token = eos_token
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
@@ -61,7 +65,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         try:
-            self._template = environment.from_string(source)
+            self._template, self._tool_template = map(environment.from_string, (source, self.tool_source))
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(f"chat template is not valid Jinja: {error} (line {error.lineno})") from error
 
@@ -112,7 +116,8 @@ class ChatTemplate:
             if today is not None:
                 own["strftime_now"] = today.strftime
             told = [_as_template(message, reads_arguments) for message in messages]
-            return self._template.render({**asked, **own, "messages": told, "add_generation_prompt": begins_reply})
+            template = self._template if tools is None else self._tool_template
+            return template.render({**asked, **own, "messages": told, "add_generation_prompt": begins_reply})
 
         try:
             try:

@@ -331,13 +331,15 @@ def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
         )
     bos_id, eos_id = _token_id(file, "bos", len(tokens)), _token_id(file, "eos", len(tokens))
     bos, eos = ("" if token_id is None else tokens[token_id] for token_id in (bos_id, eos_id))
-    template = file.get("tokenizer.chat_template")
+    template, for_tools = file.get("tokenizer.chat_template"), file.get("tokenizer.chat_template.tool_use")
     return Tokenizer(
         backend,
         bos_id=bos_id,
         eos_id=eos_id,
         add_bos=bos_id is not None and file.get("tokenizer.ggml.add_bos_token", adds_bos),
-        chat_template=None if template is None else ChatTemplate(template, bos_token=bos, eos_token=eos),
+        chat_template=None
+        if template is None
+        else ChatTemplate(template, bos_token=bos, eos_token=eos, tool_source=for_tools),
     )
 
 

@@ -247,8 +247,10 @@ def _load_tokenizer(directory: Path, described: Mapping[str, Any]) -> Tokenizer 
     adds_bos = options.get("add_bos_token")
     if adds_bos is None:  # Then what it adds by itself is the truth.
         adds_bos = bos_id is not None and backend.encode("", add_special_tokens=True).ids[:1] == [bos_id]
-    source = _chat_template_source(directory, options)
-    template = None if source is None else ChatTemplate(source, bos_token=bos or "", eos_token=eos or "")
+    source, for_tools = _chat_template_sources(directory, options)
+    template = None
+    if source is not None:
+        template = ChatTemplate(source, bos_token=bos or "", eos_token=eos or "", tool_source=for_tools)
     add_bos = bool(adds_bos) and bos_id is not None
     return Tokenizer(backend, bos_id=bos_id, eos_id=eos_id, add_bos=add_bos, chat_template=template)
 
@@ -266,14 +268,16 @@ def _special_token(
     return token
 
 
-def _chat_template_source(directory: Path, options: Mapping[str, Any]) -> str | None:
-    path = directory / "chat_template.jinja"
-    if path.exists():
-        return path.read_text(encoding="utf-8")
+def _chat_template_sources(directory: Path, options: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """The chat template, and the one for conversations with tools where that is another."""
+    plain, for_tools = directory / "chat_template.jinja", directory / "additional_chat_templates" / "tool_use.jinja"
+    if plain.exists():
+        return plain.read_text(encoding="utf-8"), for_tools.read_text(encoding="utf-8") if for_tools.exists() else None
     template = options.get("chat_template")
     if isinstance(template, list):  # Several by name; "default" is for plain chat.
-        return {each["name"]: each["template"] for each in template}.get("default")
-    return template
+        by_name = {each["name"]: each["template"] for each in template}
+        return by_name.get("default"), by_name.get("tool_use")
+    return template, None
 
 
 def _stop_token_ids(directory: Path, described: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[int, ...]:

@@ -186,6 +186,26 @@ def test_the_default_of_several_templates_is_taken_unless_there_is_a_file(direct
     assert load_checkpoint(str(directory)).tokenizer.chat_template.first_turn([]) == "<|im_end|>!"
 
 
+@pytest.mark.parametrize("as_files", [False, True])
+def test_conversations_with_tools_have_the_template_that_transformers_takes(directory, as_files):
+    transformers = pytest.importorskip("transformers")
+    several = {
+        "default": "{{ messages[0].content }}",
+        "tool_use": "{{ tools[0].function.name }} {{ messages[0].content }}",
+    }
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(directory / "tokenizer.json"), chat_template=several
+    )
+    theirs.save_pretrained(directory, save_jinja_files=as_files)
+    if as_files:
+        assert (directory / "additional_chat_templates" / "tool_use.jinja").exists()
+    ours = load_checkpoint(str(directory)).tokenizer.chat_template
+    message, tool = {"role": "user", "content": "Hi"}, {"type": "function", "function": {"name": "clock"}}
+    for tools in (None, [tool]):
+        said = [message if tools is None else message | {"tools": tools}]
+        assert ours.first_turn(said) == theirs.apply_chat_template([message], tools=tools, tokenize=False)
+
+
 def test_whether_bos_is_added_is_what_the_tokenizer_does(directory):
     assert load_checkpoint(str(directory)).tokenizer.encode("a") == [ord("a")]
     path = directory / "tokenizer.json"

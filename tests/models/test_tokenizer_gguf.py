@@ -114,6 +114,16 @@ def test_ids_that_mean_none_are_none_and_the_template_knows_the_others():
     assert tokenizer.chat_template.first_turn([]) == "<|endoftext|>|<|im_end|>"
 
 
+def test_conversations_with_tools_have_the_template_that_the_file_has_for_them(tmp_path):
+    families_kit.make("llama", tmp_path)
+    several = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools[0] }}"}]
+    path = gguf_kit.write(tmp_path, tmp_path / "tools.gguf", chat_template=several)
+    template = load_checkpoint(str(path), destinations=unread).tokenizer.chat_template
+    message = {"role": "user", "content": "Hi"}
+    assert template.first_turn([message]) == "plain"
+    assert template.first_turn([message | {"tools": ["clock"]}]) == "clock"
+
+
 # SentencePiece
 
 
