@@ -34,7 +34,7 @@ from ca_jax.models.families import BY_GGUF_ARCHITECTURE, FAMILIES, require_serve
 from ca_jax.models.families.from_gguf import ROPE_FACTORS, GgufDescription
 from ca_jax.models.families.names import Fused, Names, half_split_rows
 from ca_jax.models.stored import StoredTensor
-from ca_jax.models.tokenizer import Tokenizer
+from ca_jax.models.tokenizer import Tokenizer, raise_unless_damaged
 from ca_jax.private import gguf_reader
 
 _EMBEDDING, _SHARE, _DECAY = "token_embd.weight", "ffn_gate_inp_shexp.weight", "ssm_a"
@@ -132,7 +132,7 @@ class GgufFile(gguf_reader.Reader):
             raise UnsupportedQuantizationError(f"{path}: {error}") from error
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error}") from error
-        except (ValueError, IndexError, KeyError, OverflowError, struct.error) as error:
+        except (ArithmeticError, IndexError, KeyError, RecursionError, ValueError, struct.error) as error:
             raise CheckpointError(f"{path}: not a whole GGUF file: {error}") from error
         if self.byte_order != "I":
             raise CheckpointError(f"{path}: a GGUF file must be little-endian, got a big-endian one")
@@ -199,7 +199,7 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
         raise UnsupportedArchitectureError(f"{where}: {architecture}: {error}") from error
     except KeyError as error:
         raise CheckpointError(f"{where}: metadata {architecture}.{error.args[0]} is missing") from error
-    except (TypeError, ValueError, IndexError, ArithmeticError) as error:
+    except (TypeError, ValueError, IndexError, ArithmeticError, AttributeError, MemoryError) as error:
         raise CheckpointError(f"{where}: its metadata describes no model: {error}") from error
 
 
@@ -424,5 +424,6 @@ def _merges_by_score(scores: Mapping[str, float]) -> list[tuple[str, str]]:
 def _bpe(file: GgufFile, tokens: Sequence[str], merges: list[Any], **options: Any) -> BPE:
     try:
         return BPE({token: i for i, token in enumerate(tokens)}, merges, **options)
-    except Exception as error:  # The library raises nothing narrower.
+    except BaseException as error:
+        raise_unless_damaged(error)
         raise CheckpointError(f"{file.path}: its merges and its vocabulary do not fit: {error}") from error

@@ -24,6 +24,7 @@ from ca_jax.errors import (
     UnknownModelError,
     UnsupportedArchitectureError,
     UnsupportedQuantizationError,
+    check,
 )
 from ca_jax.models import quantized, weights
 from ca_jax.models.chat_template import ChatTemplate
@@ -87,16 +88,19 @@ def config_from_hf(described: Mapping[str, Any]) -> ModelConfig:
     model_type = described.get("model_type")
     if model_type is None:
         raise CheckpointError("config.json: model_type is missing")
+    check(isinstance(model_type, str), "config.json: model_type", "a name", model_type, CheckpointError)
     if model_type in MULTIMODAL_TYPES:
         if "text_config" not in described:
             raise CheckpointError("config.json: text_config is missing")
+        text = described["text_config"]
+        check(isinstance(text, dict), "config.json: text_config", "an object", text, CheckpointError)
         quantization = described.get("quantization_config")
         of_both = {key: described[key] for key in ("tie_word_embeddings",) if key in described}
-        return config_from_hf({**of_both, **described["text_config"], "quantization_config": quantization})
+        return config_from_hf({**of_both, **text, "quantization_config": quantization})
     require_served(model_type, "config.json", BY_MODEL_TYPE.keys() | MULTIMODAL_TYPES)
     family = BY_MODEL_TYPE[model_type]
     architectures = described.get("architectures") or [family.architectures[0]]
-    if len(architectures) != 1 or architectures[0] not in family.architectures:
+    if architectures not in [[each] for each in family.architectures]:
         raise UnsupportedArchitectureError(
             f"config.json: the architecture must be {' or '.join(family.architectures)}, got {architectures}"
         )
@@ -107,7 +111,7 @@ def config_from_hf(described: Mapping[str, Any]) -> ModelConfig:
         raise
     except KeyError as error:
         raise CheckpointError(f"config.json: {error.args[0]} is missing") from error
-    except (TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(f"config.json describes no model: {error}") from error
 
 
@@ -296,7 +300,7 @@ def read_json(path: Path, optional: bool = False, error: type[CaJaxError] = Chec
         return {}
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as found:
+    except (OSError, RecursionError, ValueError) as found:
         raise error(f"{path}: cannot be read as JSON: {found}") from found
     if not isinstance(contents, dict):
         raise error(f"{path}: contents must be a JSON object, got {type(contents).__name__}")

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import struct
 
 import flax.traverse_util
 import gguf
@@ -151,6 +152,34 @@ DAMAGED, UNSERVED = CheckpointError, UnsupportedArchitectureError
 def test_what_makes_no_model_is_named(write, part, changes, error, message):
     with pytest.raises(error, match=re.escape(message)):
         load_checkpoint(str(write(**{part: changes})))
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "message"),
+    [
+        ("metadata", {"block_count": 2**31}, "block_count must be at most 10000, got 2147483648"),
+        ("metadata", {"attention.head_count": 2**31}, "its files describe no model"),
+        ("metadata", {"attention.head_count_kv": True}, "its files describe no model"),
+        ("vocabulary", {"pre": [1, 2]}, "its files describe no model"),
+        ("vocabulary", {"tokens": ["a", "b"], "merges": ["a b"]}, "its merges and its vocabulary do not fit"),
+        ("vocabulary", {"token_type": 1.5}, "its files describe no model"),
+        ("vocabulary", {"merges": [1]}, "its files describe no model"),
+        ("vocabulary", {"bos_token_id": "x"}, "its files describe no model"),
+        ("vocabulary", {"chat_template": 1}, "its files describe no model"),
+    ],
+)
+def test_metadata_of_other_types_and_sizes_is_refused(write, part, changes, message):
+    own = gguf_kit.byte_vocabulary() if part == "vocabulary" else {}
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(str(write(**{part: own | changes})), destinations=unread)
+
+
+def test_arrays_within_arrays_without_end_are_refused(tmp_path):
+    path = tmp_path / "deep.gguf"
+    head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"x" + struct.pack("<I", 9)
+    path.write_bytes(head + struct.pack("<IQ", 9, 1) * 5000 + struct.pack("<IQ", 4, 0) + bytes(64))
+    with pytest.raises(CheckpointError, match="not a whole GGUF file"):
+        load_checkpoint(str(path))
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.0001, 0.02, 0.999, 1.0])

@@ -115,6 +115,38 @@ def test_files_that_make_no_model_are_refused_by_name(directory, name, content, 
         load_checkpoint(str(directory))
 
 
+PANICS = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]]}}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", {"num_attention_heads": 0}, "config.json describes no model"),
+        ("config.json", {"num_hidden_layers": 10**12}, "num_hidden_layers must be at most 10000, got 1000000000000"),
+        ("config.json", {"rope_parameters": [1]}, "config.json describes no model"),
+        ("config.json", {"architectures": 1}, r"the architecture must be LlamaForCausalLM, got 1"),
+        ("config.json", {"model_type": ["llama"]}, r"model_type must be a name, got \['llama'\]"),
+        ("config.json", {"model_type": "gemma3", "text_config": "x"}, "text_config must be an object, got 'x'"),
+        ("config.json", {"eos_token_id": ["x", 2]}, "its files describe no model"),
+        ("config.json", "[" * 100_000, "cannot be read as JSON"),
+        ("generation_config.json", {"eos_token_id": {}}, "its files describe no model"),
+        ("model.safetensors.index.json", {"weight_map": ["x"]}, "its files describe no model"),
+        ("tokenizer_config.json", {"bos_token": 5}, "its files describe no model"),
+        ("tokenizer_config.json", {"chat_template": {"a": 1}}, "its files describe no model"),
+        ("tokenizer.json", json.dumps(PANICS), "cannot be read as a tokenizer"),
+        ("chat_template.jinja", "{{" + "(" * 5000, "its files describe no model"),
+    ],
+)
+def test_damaged_files_of_any_kind_are_refused(directory, name, content, message):
+    if isinstance(content, dict):
+        rewrite(directory / name, **content)
+    else:
+        (directory / name).write_text(content)
+    error = UnsupportedArchitectureError if "architecture must" in message else CheckpointError
+    with pytest.raises(error, match=message):
+        load_checkpoint(str(directory))
+
+
 # Weights
 
 
