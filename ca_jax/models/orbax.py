@@ -222,8 +222,8 @@ def _describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
     template = tokenizer.chat_template
     if template is None:
         return {**described, "chat_template": None}
-    names = ("source", "bos_token", "eos_token")
-    names += () if template.tool_source == template.source else ("tool_source",)
+    own = () if template.tool_source == template.source else ("tool_source",)
+    names = ("source", "bos_token", "eos_token", *own)
     fields = {name: getattr(template, name) for name in names}
     return {**described, "chat_template": fields}
 

@@ -1,5 +1,6 @@
 """Hugging Face directories: config.json, weights, tokenizer files, the hub, and what is refused."""
 
+import copy
 import json
 
 import huggingface_hub
@@ -17,6 +18,7 @@ from ca_jax.errors import (
 from ca_jax.models import huggingface
 from ca_jax.models.checkpoint import load_checkpoint
 from ca_jax.models.config import RopeConfig
+from ca_jax.models.rope import inverse_frequencies
 from ca_jax.testing import tiny
 
 from .test_checkpoint_gguf import assert_same_params
@@ -145,6 +147,48 @@ def test_damaged_files_of_any_kind_are_refused(directory, name, content, message
     error = UnsupportedArchitectureError if "architecture must" in message else CheckpointError
     with pytest.raises(error, match=message):
         load_checkpoint(str(directory))
+
+
+# What is left out, and where the length before stretching is said, against transformers
+
+LEFT_OUT = {
+    "mistral": ("sliding_window", "num_key_value_heads"),
+    "deepseek_v3": ("n_group", "topk_group", "routed_scaling_factor"),
+    "kimi_linear": ("routed_scaling_factor",),
+}
+
+
+@pytest.mark.parametrize("model_type", LEFT_OUT)
+def test_entries_that_are_left_out_are_as_transformers_has_them(model_type):
+    transformers = pytest.importorskip("transformers")
+    described = transformers.AutoConfig.for_model(model_type).to_dict()
+    less = {key: value for key, value in described.items() if key not in LEFT_OUT[model_type]}
+    assert huggingface.config_from_hf(less) == huggingface.config_from_hf(described)
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 2.0] * 4, "long_factor": [3.0, 4.0] * 4}
+STRETCHED = [
+    {"rope_scaling": {**LONGROPE, "factor": 8.0, "original_max_position_embeddings": 64}},
+    {"rope_scaling": {**LONGROPE, "original_max_position_embeddings": 64}},
+    {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 32},
+    {
+        "rope_scaling": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        "original_max_position_embeddings": 32,
+    },
+]
+
+
+@pytest.mark.parametrize("changes", STRETCHED)
+def test_rope_is_stretched_as_in_transformers(changes):
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    sizes = {"vocab_size": 9, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    described = {**sizes, "num_attention_heads": 4, "max_position_embeddings": 256, **changes}
+    ours = huggingface.config_from_hf({"model_type": "llama", **described}).rope
+    theirs = LlamaRotaryEmbedding(transformers.LlamaConfig(**copy.deepcopy(described)))
+    np.testing.assert_allclose(inverse_frequencies(ours, 16), theirs.inv_freq.numpy(), rtol=1e-5)
+    assert ours.attention_factor == pytest.approx(theirs.attention_scaling)
 
 
 # Weights
