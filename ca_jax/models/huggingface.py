@@ -254,7 +254,15 @@ def _load_tokenizer(directory: Path, described: Mapping[str, Any]) -> Tokenizer 
     source, for_tools = _chat_template_sources(directory, options)
     template = None
     if source is not None:
-        template = ChatTemplate(source, bos_token=bos or "", eos_token=eos or "", tool_source=for_tools)
+        roles = ("unk", "sep", "pad", "cls", "mask")
+        others = {f"{role}_token": _special_token(backend, options, {}, role) for role in roles}
+        template = ChatTemplate(
+            source,
+            bos_token=bos or "",
+            eos_token=eos or "",
+            tool_source=for_tools,
+            other_tokens={name: text for name, text in others.items() if text is not None},
+        )
     add_bos = bool(adds_bos) and bos_id is not None
     return Tokenizer(backend, bos_id=bos_id, eos_id=eos_id, add_bos=add_bos, chat_template=template)
 
@@ -262,11 +270,11 @@ def _load_tokenizer(directory: Path, described: Mapping[str, Any]) -> Tokenizer 
 def _special_token(
     backend: tokenizers.Tokenizer, options: Mapping[str, Any], described: Mapping[str, Any], role: str
 ) -> str | None:
-    """The text of the bos or eos token, from tokenizer_config.json or else config.json."""
+    """The text of a special token: what tokenizer_config.json says, also that there is none, or else config.json."""
     token = options.get(f"{role}_token")
     if isinstance(token, Mapping):
         token = token.get("content")
-    if token is None:
+    if f"{role}_token" not in options:
         token_id = described.get(f"{role}_token_id")
         token = backend.id_to_token(token_id) if isinstance(token_id, int) else None
     return token

@@ -223,7 +223,7 @@ def _describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
     if template is None:
         return {**described, "chat_template": None}
     own = () if template.tool_source == template.source else ("tool_source",)
-    names = ("source", "bos_token", "eos_token", *own)
+    names = ("source", "bos_token", "eos_token", *own, *(("other_tokens",) if template.other_tokens else ()))
     fields = {name: getattr(template, name) for name in names}
     return {**described, "chat_template": fields}
 

@@ -282,6 +282,27 @@ def test_conversations_with_tools_have_the_template_that_transformers_takes(dire
         assert ours.first_turn(said) == theirs.apply_chat_template([message], tools=tools, tokenize=False)
 
 
+TEMPLATES = {
+    "bos": "[{{ bos_token }}]",
+    "others": "{{ pad_token }}|{{ unk_token }}|{{ eos_token }}|{{ mask_token }}",
+    "json": "{{ messages[0] | tojson(True) }}{{ messages[0] | tojson(False, 2) }}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_templates_are_given_what_transformers_gives_them(directory, name):
+    transformers = pytest.importorskip("transformers")
+    pad = {"__type": "AddedToken", "content": "<|endoftext|>", "lstrip": False, "normalized": False, "rstrip": False}
+    tokens = {"bos_token": None, "eos_token": "<|im_end|>", "pad_token": pad, "unk_token": "a"}
+    options = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATES[name], **tokens}
+    (directory / "tokenizer_config.json").write_text(json.dumps(options))
+    rewrite(directory / "config.json", bos_token_id=tiny.END_OF_TEXT_ID)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+    messages = [{"role": "user", "content": "é"}]
+    wanted = theirs.apply_chat_template(messages, tokenize=False)
+    assert load_checkpoint(str(directory)).tokenizer.chat_template.first_turn(messages) == wanted
+
+
 def test_whether_bos_is_added_is_what_the_tokenizer_does(directory):
     assert load_checkpoint(str(directory)).tokenizer.encode("a") == [ord("a")]
     path = directory / "tokenizer.json"
