@@ -447,6 +447,12 @@ class LlamaCpp:
             found[each["id"]] = each["logprob"]
         return found
 
+    def ends_with(self, token_id: int) -> bool:
+        """Whether a reply is at its end where this token comes."""
+        asked = {"prompt": [0], "n_predict": 2, "temperature": 0.0, "logit_bias": [[token_id, 1000]]}
+        [choice] = self._server.handle_completions(asked)["choices"]
+        return bool(choice["finish_reason"] == "stop")
+
     def tokens(self, text: str) -> list[int]:
         """Of a text, with what begins it; control tokens spelled out in it are these tokens."""
         body = json.dumps({"content": text, "add_special": True, "parse_special": True}).encode()

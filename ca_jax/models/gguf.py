@@ -86,6 +86,7 @@ _GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 _LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "pixtral", "lfm2")
 _ADD_BOS = (*_LLAMA3, "tekken")  # Where the file does not say whether to.
 _PHI3_PLAIN = ("<unk>", "<s>", "<|endoftext|>")  # Added tokens of Phi-3 that take no white space with them.
+_ENDS = ("<|end|>", "<|eom_id|>", "<|endoftext|>", "</s>", "<eos>", "[EOS]")  # Besides the usual ones; llama.cpp's.
 _TAKE_WHOLE = (*_ADD_BOS, "glm4")  # Text that is a token as a whole is that token, whatever merges make of it.
 
 
@@ -344,8 +345,16 @@ def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
 
 
 def stop_token_ids(file: GgufFile, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Tokens that end a reply: those the metadata names, and the usual ones where they are control tokens."""
-    ids = {_token_id(file, role, tokenizer.vocab_size) for role in ("eos", "eot")}
+    """Tokens that end a reply: those the metadata names, and by their names control tokens that do.
+
+    Files name one or two, and rarely all that a model ends with.
+    """
+    ids = {_token_id(file, role, tokenizer.vocab_size) for role in ("eos", "eot", "eom")}
+    known = tokenizer.special_names
+    ends = {name for name in _ENDS if name in known}
+    if {"<|return|>", "<|call|>"} <= known:  # gpt-oss goes on behind this one.
+        ends.discard("<|end|>")
+    ids |= {tokenizer.token_id(name) for name in ends}
     return tuple(sorted({i for i in ids if i is not None} | tokenizer.usual_stop_ids()))
 
 

@@ -54,7 +54,7 @@ def test_weights_config_and_tokenizer_come_back(write, tied):
     loaded = load_checkpoint(str(write(config)), progress=lambda *call: calls.append(call))
     assert loaded.config == config
     assert_same_params(loaded.params, tiny.tiny_params(config))
-    assert (loaded.name, loaded.stop_token_ids) == ("tiny", (tiny.IM_END_ID,))
+    assert (loaded.name, loaded.stop_token_ids) == ("tiny", (tiny.END_OF_TEXT_ID, tiny.IM_END_ID))
     assert loaded.tokenizer.chat_template.source == tiny.CHATML_TEMPLATE
     arrays = leaves(loaded.params)
     for name, array in arrays.items():  # So that they are taken over without a copy.
@@ -217,5 +217,5 @@ def test_stories260k_is_the_same_model_as_gguf_and_as_hugging_face_and_writes_it
 def test_smollm2_is_the_preset():
     loaded = load_checkpoint("smollm2-135m-instruct", destinations=unread)
     assert loaded.config == PRESETS["smollm2-135m"]
-    assert (loaded.name, loaded.stop_token_ids) == ("smollm2-135m-instruct", (2,))
+    assert (loaded.name, loaded.stop_token_ids) == ("smollm2-135m-instruct", (0, 2)), "as llama.cpp"
     assert loaded.tokenizer.decode([2], skip_special_tokens=False) == "<|im_end|>"

@@ -11,6 +11,7 @@ from ca_jax.errors import CheckpointError, UnsupportedArchitectureError
 from ca_jax.models.checkpoint import PRESETS, load_checkpoint
 from ca_jax.models.gguf import stop_token_ids, tokenizer_from_gguf
 from ca_jax.models.weights import unread
+from ca_jax.testing import tiny
 from tests import families_kit, gguf_kit
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
@@ -97,7 +98,26 @@ def test_control_tokens_are_special_and_user_defined_ones_are_text():
     ids = tokenizer.encode("<|im_start|><think>")
     assert len(ids) == 2
     assert tokenizer.decode(ids) == "<think>"
-    assert stop_token_ids(metadata, tokenizer) == (7, 9, 0xFF), "those named and the usual ones"
+    usual = tiny.END_OF_TEXT_ID, tiny.IM_END_ID
+    assert stop_token_ids(metadata, tokenizer) == (7, 9, *sorted(usual)), "those named and the usual ones"
+
+
+NAMED = ("<|end|>", "<|eom_id|>", "<|eot_id|>", "</s>", "<end_of_turn>", "<eos>", "[EOS]", "<|user|>")
+
+
+@pytest.mark.parametrize("names", [NAMED, ("<|end|>", "<|return|>", "<|call|>"), ("<|end|>", "<|return|>")])
+def test_replies_end_with_the_tokens_that_they_end_with_in_llama_cpp(tmp_path, names):
+    vocabulary = gguf_kit.byte_vocabulary()
+    vocabulary["tokens"] += names
+    vocabulary["token_type"] += [CONTROL] * len(names)
+    families_kit.make("llama", tmp_path)
+    size, width = len(vocabulary["tokens"]), families_kit.CASES["llama"][1]["hidden_size"]
+    tensors = {"token_embd.weight": np.zeros((size, width), np.float32), "output.weight": None}
+    path = gguf_kit.write(tmp_path, tmp_path / "ends.gguf", vocabulary=vocabulary, tensors=tensors)
+    theirs, ours = gguf_kit.LlamaCpp(path, size), load_checkpoint(str(path), destinations=unread)
+    candidates = [vocabulary["tokens"].index(name) for name in (*names, "<|endoftext|>", "<|im_start|>", "<|im_end|>")]
+    ends = [token_id for token_id in candidates if theirs.ends_with(token_id)]
+    assert ours.stop_token_ids == tuple(sorted(ends))
 
 
 @pytest.mark.parametrize("pre", ["qwen2", "qwen35", "olmo"])
