@@ -80,6 +80,12 @@ _DEEPSEEK_SPLITS = (
     r"[\u0800-\u9fa5\uac00-\ud7ff]+",
     r"\p{N}+",
 )
+_DEFAULT_SPLITS = (  # Of files from before 2024's converters wrote a name.
+    r"[\p{P}$+<=>^~|]+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+    r"\p{N}+",
+    r"[0-9][0-9][0-9]",
+)
 _HAN_AND_KANA = r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 _BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 _GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -95,7 +101,8 @@ def _isolated(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 
 _SPLITS: dict[str, tuple[pre_tokenizers.PreTokenizer, ...]] = {
-    **dict.fromkeys(("default", "gpt-2", "olmo", "granite-docling"), (_GPT2,)),
+    "default": (*map(_isolated, _DEFAULT_SPLITS), _BYTES),
+    **dict.fromkeys(("gpt-2", "olmo", "granite-docling"), (_GPT2,)),
     **dict.fromkeys(("smollm", "refact", "command-r"), (pre_tokenizers.Digits(individual_digits=True), _GPT2)),
     "falcon": (pre_tokenizers.Punctuation("contiguous"), _GPT2, _isolated("[0-9][0-9][0-9]")),
     **dict.fromkeys((*_LLAMA3, "smaug-bpe", "dbrx", "glm4"), (_isolated(_LLAMA3_SPLIT), _BYTES)),

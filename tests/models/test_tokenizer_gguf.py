@@ -47,7 +47,7 @@ def byte_level(extra_merges=(), **changes):
     ("pre", "pieces"),
     [
         ("gpt-2", ["1234", "Ġ", "Ġ1", "2"]),
-        ("default", ["1234", "Ġ", "Ġ1", "2"]),
+        ("default", ["123", "4", "Ġ", "Ġ", "12"]),
         ("smollm", ["1", "2", "3", "4", "ĠĠ", "1", "2"]),
         ("llama-bpe", ["123", "4", "Ġ", "Ġ", "12"]),
         ("qwen2", ["1", "2", "3", "4", "Ġ", "Ġ", "1", "2"]),
@@ -60,6 +60,24 @@ def byte_level(extra_merges=(), **changes):
 def test_digits_and_spaces_are_split_as_the_pre_tokenizer_says(pre, pieces):
     tokenizer = tokenizer_from_gguf(byte_level(gguf_kit.DIGITS, pre=pre))
     assert [tokenizer.backend.id_to_token(i) for i in tokenizer.encode("1234  12", add_bos=False)] == pieces
+
+
+PARTS = [*" \n\raA1.!/é中٣😀\t$+", "  ", "12", "'s", "'S", "²"]
+
+
+def test_files_that_name_no_pre_tokenizer_split_as_in_llama_cpp(tmp_path):
+    spelled = "Ġ Ċ a A 1 . ' s / ! $".split()
+    vocabulary = byte_level([(left, right) for left in spelled for right in spelled]).entries
+    vocabulary = {key.removeprefix("tokenizer.ggml."): value for key, value in vocabulary.items()}
+    del vocabulary["pre"]
+    families_kit.make("llama", tmp_path)
+    size, width = len(vocabulary["tokens"]), families_kit.CASES["llama"][1]["hidden_size"]
+    tensors = {"token_embd.weight": np.zeros((size, width), np.float32), "output.weight": None}
+    path = gguf_kit.write(tmp_path, tmp_path / "unnamed.gguf", vocabulary=vocabulary, tensors=tensors)
+    theirs, tokenizer = gguf_kit.LlamaCpp(path, size), load_checkpoint(str(path), destinations=unread).tokenizer
+    rng = random.Random(0)
+    for text in ("".join(rng.choices(PARTS, k=rng.randint(1, 12))) for _ in range(200)):
+        assert tokenizer.encode(text) == theirs.tokens(text), repr(text)
 
 
 def test_kimi_splits_where_case_changes_and_around_han():
