@@ -96,7 +96,7 @@ def config_from_hf(described: Mapping[str, Any]) -> ModelConfig:
         check(isinstance(text, dict), "config.json: text_config", "an object", text, CheckpointError)
         quantization = described.get("quantization_config")
         of_both = {key: described[key] for key in ("tie_word_embeddings",) if key in described}
-        return config_from_hf({**of_both, **text, "quantization_config": quantization})
+        return config_from_hf({**text, **of_both, "quantization_config": quantization})
     require_served(model_type, "config.json", BY_MODEL_TYPE.keys() | MULTIMODAL_TYPES)
     family = BY_MODEL_TYPE[model_type]
     architectures = described.get("architectures") or [family.architectures[0]]
