@@ -77,6 +77,8 @@ def write(
     types: Mapping[str, gguf.GGMLQuantizationType] | None = None,
     vocabulary: Mapping[str, Any] | None = None,
     architecture: str | None = None,
+    general_name: str | None = None,
+    chat_template: list[dict[str, str]] | None = None,
     stacks_experts: bool = True,
 ) -> Path:
     """Converts a checkpoint.
@@ -89,6 +91,8 @@ def write(
       types: of tensors that are quantised; those of bytes are so already.
       vocabulary: the tokenizer's entries; None: `tiny.byte_tokenizer`'s, or as many of them as fit.
       architecture: the name that the file gives it; None: its own.
+      general_name: what the file calls the model; None: nothing.
+      chat_template: several by `name`; None: what the vocabulary says.
       stacks_experts: whether experts are stacked, as converters have done since 2024.
     """
     config = json.loads((directory / "config.json").read_text())
@@ -104,6 +108,10 @@ def write(
         f"tokenizer.{'' if key == 'chat_template' else 'ggml.'}{key}": value for key, value in described.items()
     }
     writer = gguf.GGUFWriter(path, name)
+    if general_name is not None:
+        writer.add_name(general_name)
+    if chat_template is not None:
+        writer.add_chat_template(chat_template)
     add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
     for key, value in entries.items():
         if value is not None:
@@ -438,6 +446,12 @@ class LlamaCpp:
         for each in step["top_logprobs"]:
             found[each["id"]] = each["logprob"]
         return found
+
+    def ends_with(self, token_id: int) -> bool:
+        """Whether a reply is at its end where this token comes."""
+        asked = {"prompt": [0], "n_predict": 2, "temperature": 0.0, "logit_bias": [[token_id, 1000]]}
+        [choice] = self._server.handle_completions(asked)["choices"]
+        return bool(choice["finish_reason"] == "stop")
 
     def tokens(self, text: str) -> list[int]:
         """Of a text, with what begins it; control tokens spelled out in it are these tokens."""

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import safetensors
 
-from ca_jax.errors import AdapterError, UnsupportedArchitectureError
+from ca_jax.errors import AdapterError, CaJaxError, UnsupportedArchitectureError
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.families import FAMILIES
 from ca_jax.models.huggingface import read_json, read_plain_tensors
@@ -142,7 +142,15 @@ def read_adapter(path: str | Path, name: str, config: ModelConfig) -> Adapter:
       AdapterError: a file is missing or damaged, or says what is not served (it names the field), or a tensor is
         missing, unknown, or of another model's shape.
     """
-    directory = Path(path)
+    try:
+        return _read_adapter(Path(path), name, config)
+    except CaJaxError:
+        raise
+    except (ArithmeticError, AttributeError, TypeError, ValueError, re.error) as error:
+        raise AdapterError(f"{path}: its files describe no adapter: {type(error).__name__}: {error}") from error
+
+
+def _read_adapter(directory: Path, name: str, config: ModelConfig) -> Adapter:
     described, tensors = _described(directory / CONFIG_FILE), _tensors(directory / WEIGHTS_FILE)
     places = _targeted(directory / CONFIG_FILE, described, places_of(config))
     may_lack = bool(described.get("exclude_modules"))

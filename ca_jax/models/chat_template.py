@@ -45,15 +45,27 @@ class ChatTemplate:
       source: the Jinja source.
       bos_token: text of the token that begins a sequence, for templates that write it themselves.
       eos_token: text of the token that ends a reply.
+      tool_source: the source for conversations with tools; None: the same.
+      other_tokens: text of other special tokens by the names that templates have for them: `pad_token`.
 
     Raises:
-      CheckpointError: `source` is not a Jinja template.
+      CheckpointError: a source is not a Jinja template.
     """
 
-    def __init__(self, source: str, *, bos_token: str = "", eos_token: str = "") -> None:
+    def __init__(
+        self,
+        source: str,
+        *,
+        bos_token: str = "",
+        eos_token: str = "",
+        tool_source: str | None = None,
+        other_tokens: Mapping[str, str] | None = None,
+    ) -> None:
         self.source = source
+        self.tool_source = source if tool_source is None else tool_source
         self.bos_token = bos_token
         self.eos_token = eos_token
+        self.other_tokens = dict(other_tokens or {})
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
         )
@@ -61,7 +73,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         try:
-            self._template = environment.from_string(source)
+            self._template, self._tool_template = map(environment.from_string, (source, self.tool_source))
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(f"chat template is not valid Jinja: {error} (line {error.lineno})") from error
 
@@ -108,11 +120,13 @@ class ChatTemplate:
         asked: Mapping[str, Any] = next((message["template"] for message in messages if "template" in message), {})
 
         def render(reads_arguments: bool) -> str:
-            own = {"bos_token": self.bos_token, "eos_token": self.eos_token, "tools": tools, "documents": None}
+            tokens = {**self.other_tokens, "bos_token": self.bos_token, "eos_token": self.eos_token}
+            own: dict[str, Any] = {**tokens, "tools": tools, "documents": None}
             if today is not None:
                 own["strftime_now"] = today.strftime
             told = [_as_template(message, reads_arguments) for message in messages]
-            return self._template.render({**asked, **own, "messages": told, "add_generation_prompt": begins_reply})
+            template = self._template if tools is None else self._tool_template
+            return template.render({**asked, **own, "messages": told, "add_generation_prompt": begins_reply})
 
         try:
             try:
@@ -212,8 +226,8 @@ def _read(arguments: str) -> Any:
     return found if isinstance(found, dict) else arguments
 
 
-def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:
-    """JSON as it is, without Jinja's escaping for HTML."""
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    """JSON as it is, without Jinja's escaping for HTML; arguments in the order of `transformers`, not of Jinja."""
     return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **options)
 
 

@@ -10,7 +10,7 @@ import importlib.util
 import re
 from pathlib import Path
 
-from ca_jax.errors import UnknownModelError
+from ca_jax.errors import CaJaxError, CheckpointError, UnknownModelError
 from ca_jax.models.weights import Checkpoint, Destinations, ProgressFn, Source, load, resolve_dtype, to_host
 
 __all__ = ["PRESETS", "Checkpoint", "Preset", "ProgressFn", "load_checkpoint"]
@@ -65,7 +65,13 @@ def load_checkpoint(
       ValueError: an unknown dtype.
     """
     numpy_dtype = resolve_dtype(dtype)
-    return load(_open(model), dtype=numpy_dtype, progress=progress, destinations=destinations)
+    try:
+        source = _open(model)
+    except (CaJaxError, ImportError):
+        raise
+    except Exception as error:  # Whatever readers make of what nobody has written as it should be.
+        raise CheckpointError(f"{model}: its files describe no model: {type(error).__name__}: {error}") from error
+    return load(source, dtype=numpy_dtype, progress=progress, destinations=destinations)
 
 
 def _open(model: str) -> Source:

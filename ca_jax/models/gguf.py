@@ -34,7 +34,7 @@ from ca_jax.models.families import BY_GGUF_ARCHITECTURE, FAMILIES, require_serve
 from ca_jax.models.families.from_gguf import ROPE_FACTORS, GgufDescription
 from ca_jax.models.families.names import Fused, Names, half_split_rows
 from ca_jax.models.stored import StoredTensor
-from ca_jax.models.tokenizer import Tokenizer
+from ca_jax.models.tokenizer import Tokenizer, raise_unless_damaged
 from ca_jax.private import gguf_reader
 
 _EMBEDDING, _SHARE, _DECAY = "token_embd.weight", "ffn_gate_inp_shexp.weight", "ssm_a"
@@ -80,11 +80,19 @@ _DEEPSEEK_SPLITS = (
     r"[\u0800-\u9fa5\uac00-\ud7ff]+",
     r"\p{N}+",
 )
+_DEFAULT_SPLITS = (  # Of files from before 2024's converters wrote a name.
+    r"[\p{P}$+<=>^~|]+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+    r"\p{N}+",
+    r"[0-9][0-9][0-9]",
+)
 _HAN_AND_KANA = r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 _BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 _GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 _LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "pixtral", "lfm2")
 _ADD_BOS = (*_LLAMA3, "tekken")  # Where the file does not say whether to.
+_PHI3_PLAIN = ("<unk>", "<s>", "<|endoftext|>")  # Added tokens of Phi-3 that take no white space with them.
+_ENDS = ("<|end|>", "<|eom_id|>", "<|endoftext|>", "</s>", "<eos>", "[EOS]")  # Besides the usual ones; llama.cpp's.
 _TAKE_WHOLE = (*_ADD_BOS, "glm4")  # Text that is a token as a whole is that token, whatever merges make of it.
 
 
@@ -93,7 +101,8 @@ def _isolated(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 
 _SPLITS: dict[str, tuple[pre_tokenizers.PreTokenizer, ...]] = {
-    **dict.fromkeys(("default", "gpt-2", "olmo", "granite-docling"), (_GPT2,)),
+    "default": (*map(_isolated, _DEFAULT_SPLITS), _BYTES),
+    **dict.fromkeys(("gpt-2", "olmo", "granite-docling"), (_GPT2,)),
     **dict.fromkeys(("smollm", "refact", "command-r"), (pre_tokenizers.Digits(individual_digits=True), _GPT2)),
     "falcon": (pre_tokenizers.Punctuation("contiguous"), _GPT2, _isolated("[0-9][0-9][0-9]")),
     **dict.fromkeys((*_LLAMA3, "smaug-bpe", "dbrx", "glm4"), (_isolated(_LLAMA3_SPLIT), _BYTES)),
@@ -131,7 +140,7 @@ class GgufFile(gguf_reader.Reader):
             raise UnsupportedQuantizationError(f"{path}: {error}") from error
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error}") from error
-        except (ValueError, IndexError, KeyError, OverflowError, struct.error) as error:
+        except (ArithmeticError, IndexError, KeyError, RecursionError, ValueError, struct.error) as error:
             raise CheckpointError(f"{path}: not a whole GGUF file: {error}") from error
         if self.byte_order != "I":
             raise CheckpointError(f"{path}: a GGUF file must be little-endian, got a big-endian one")
@@ -198,7 +207,7 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
         raise UnsupportedArchitectureError(f"{where}: {architecture}: {error}") from error
     except KeyError as error:
         raise CheckpointError(f"{where}: metadata {architecture}.{error.args[0]} is missing") from error
-    except (TypeError, ValueError, IndexError, ArithmeticError) as error:
+    except (TypeError, ValueError, IndexError, ArithmeticError, AttributeError, MemoryError) as error:
         raise CheckpointError(f"{where}: its metadata describes no model: {error}") from error
 
 
@@ -312,33 +321,54 @@ def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
             f"{file.path}: tokenizer model {model!r} is not served; it must be one of gpt2, llama, gemma4"
         )
     types = file.get("tokenizer.ggml.token_type") or []
+    takes_spaces = model == "llama" and _is_phi3(file)
+
+    def added(of_kind: int) -> list[tokenizers.AddedToken]:
+        found = [token for token, kind in zip(tokens, types, strict=False) if kind == of_kind]
+        return [
+            tokenizers.AddedToken(token, normalized=False, rstrip=takes_spaces and token not in _PHI3_PLAIN)
+            for token in found
+        ]
+
     # Control tokens are left out of decoded text, user-defined ones are text: both are found whole, before any split.
-    backend.add_special_tokens([_added(t) for t, kind in zip(tokens, types, strict=False) if kind == _CONTROL])
-    backend.add_tokens([_added(t) for t, kind in zip(tokens, types, strict=False) if kind == _USER_DEFINED])
+    backend.add_special_tokens(added(_CONTROL))
+    backend.add_tokens(added(_USER_DEFINED))
     if backend.get_vocab_size() != len(tokens):
         raise CheckpointError(
             f"{file.path}: there must be {len(tokens)} different tokens, got {backend.get_vocab_size()}"
         )
     bos_id, eos_id = _token_id(file, "bos", len(tokens)), _token_id(file, "eos", len(tokens))
     bos, eos = ("" if token_id is None else tokens[token_id] for token_id in (bos_id, eos_id))
-    template = file.get("tokenizer.chat_template")
+    template, for_tools = file.get("tokenizer.chat_template"), file.get("tokenizer.chat_template.tool_use")
     return Tokenizer(
         backend,
         bos_id=bos_id,
         eos_id=eos_id,
         add_bos=bos_id is not None and file.get("tokenizer.ggml.add_bos_token", adds_bos),
-        chat_template=None if template is None else ChatTemplate(template, bos_token=bos, eos_token=eos),
+        chat_template=None
+        if template is None
+        else ChatTemplate(template, bos_token=bos, eos_token=eos, tool_source=for_tools),
     )
 
 
 def stop_token_ids(file: GgufFile, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Tokens that end a reply: those the metadata names, and the usual ones where they are control tokens."""
-    ids = {_token_id(file, role, tokenizer.vocab_size) for role in ("eos", "eot")}
+    """Tokens that end a reply: those the metadata names, and by their names control tokens that do.
+
+    Files name one or two, and rarely all that a model ends with.
+    """
+    ids = {_token_id(file, role, tokenizer.vocab_size) for role in ("eos", "eot", "eom")}
+    known = tokenizer.special_names
+    ends = {name for name in _ENDS if name in known}
+    if {"<|return|>", "<|call|>"} <= known:  # gpt-oss goes on behind this one.
+        ends.discard("<|end|>")
+    ids |= {tokenizer.token_id(name) for name in ends}
     return tuple(sorted({i for i in ids if i is not None} | tokenizer.usual_stop_ids()))
 
 
-def _added(token: str) -> tokenizers.AddedToken:
-    return tokenizers.AddedToken(token, normalized=False)
+def _is_phi3(file: GgufFile) -> bool:
+    """Whether added tokens take the white space behind them. Files do not say so; llama.cpp goes by the name alone."""
+    name = str(file.get("general.name", "")).lower()
+    return file.get("general.architecture") == "phi3" or "phi-3" in name or "phi3" in name
 
 
 def _token_id(file: GgufFile, role: str, num_tokens: int) -> int | None:
@@ -410,5 +440,6 @@ def _merges_by_score(scores: Mapping[str, float]) -> list[tuple[str, str]]:
 def _bpe(file: GgufFile, tokens: Sequence[str], merges: list[Any], **options: Any) -> BPE:
     try:
         return BPE({token: i for i, token in enumerate(tokens)}, merges, **options)
-    except Exception as error:  # The library raises nothing narrower.
+    except BaseException as error:
+        raise_unless_damaged(error)
         raise CheckpointError(f"{file.path}: its merges and its vocabulary do not fit: {error}") from error

@@ -24,6 +24,7 @@ from ca_jax.errors import (
     UnknownModelError,
     UnsupportedArchitectureError,
     UnsupportedQuantizationError,
+    check,
 )
 from ca_jax.models import quantized, weights
 from ca_jax.models.chat_template import ChatTemplate
@@ -87,16 +88,19 @@ def config_from_hf(described: Mapping[str, Any]) -> ModelConfig:
     model_type = described.get("model_type")
     if model_type is None:
         raise CheckpointError("config.json: model_type is missing")
+    check(isinstance(model_type, str), "config.json: model_type", "a name", model_type, CheckpointError)
     if model_type in MULTIMODAL_TYPES:
         if "text_config" not in described:
             raise CheckpointError("config.json: text_config is missing")
+        text = described["text_config"]
+        check(isinstance(text, dict), "config.json: text_config", "an object", text, CheckpointError)
         quantization = described.get("quantization_config")
         of_both = {key: described[key] for key in ("tie_word_embeddings",) if key in described}
-        return config_from_hf({**of_both, **described["text_config"], "quantization_config": quantization})
+        return config_from_hf({**text, **of_both, "quantization_config": quantization})
     require_served(model_type, "config.json", BY_MODEL_TYPE.keys() | MULTIMODAL_TYPES)
     family = BY_MODEL_TYPE[model_type]
     architectures = described.get("architectures") or [family.architectures[0]]
-    if len(architectures) != 1 or architectures[0] not in family.architectures:
+    if architectures not in [[each] for each in family.architectures]:
         raise UnsupportedArchitectureError(
             f"config.json: the architecture must be {' or '.join(family.architectures)}, got {architectures}"
         )
@@ -107,7 +111,7 @@ def config_from_hf(described: Mapping[str, Any]) -> ModelConfig:
         raise
     except KeyError as error:
         raise CheckpointError(f"config.json: {error.args[0]} is missing") from error
-    except (TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(f"config.json describes no model: {error}") from error
 
 
@@ -247,8 +251,18 @@ def _load_tokenizer(directory: Path, described: Mapping[str, Any]) -> Tokenizer 
     adds_bos = options.get("add_bos_token")
     if adds_bos is None:  # Then what it adds by itself is the truth.
         adds_bos = bos_id is not None and backend.encode("", add_special_tokens=True).ids[:1] == [bos_id]
-    source = _chat_template_source(directory, options)
-    template = None if source is None else ChatTemplate(source, bos_token=bos or "", eos_token=eos or "")
+    source, for_tools = _chat_template_sources(directory, options)
+    template = None
+    if source is not None:
+        roles = ("unk", "sep", "pad", "cls", "mask")
+        others = {f"{role}_token": _special_token(backend, options, {}, role) for role in roles}
+        template = ChatTemplate(
+            source,
+            bos_token=bos or "",
+            eos_token=eos or "",
+            tool_source=for_tools,
+            other_tokens={name: text for name, text in others.items() if text is not None},
+        )
     add_bos = bool(adds_bos) and bos_id is not None
     return Tokenizer(backend, bos_id=bos_id, eos_id=eos_id, add_bos=add_bos, chat_template=template)
 
@@ -256,24 +270,26 @@ def _load_tokenizer(directory: Path, described: Mapping[str, Any]) -> Tokenizer 
 def _special_token(
     backend: tokenizers.Tokenizer, options: Mapping[str, Any], described: Mapping[str, Any], role: str
 ) -> str | None:
-    """The text of the bos or eos token, from tokenizer_config.json or else config.json."""
+    """The text of a special token: what tokenizer_config.json says, also that there is none, or else config.json."""
     token = options.get(f"{role}_token")
     if isinstance(token, Mapping):
         token = token.get("content")
-    if token is None:
+    if f"{role}_token" not in options:
         token_id = described.get(f"{role}_token_id")
         token = backend.id_to_token(token_id) if isinstance(token_id, int) else None
     return token
 
 
-def _chat_template_source(directory: Path, options: Mapping[str, Any]) -> str | None:
-    path = directory / "chat_template.jinja"
-    if path.exists():
-        return path.read_text(encoding="utf-8")
+def _chat_template_sources(directory: Path, options: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """The chat template, and the one for conversations with tools where that is another."""
+    plain, for_tools = directory / "chat_template.jinja", directory / "additional_chat_templates" / "tool_use.jinja"
+    if plain.exists():
+        return plain.read_text(encoding="utf-8"), for_tools.read_text(encoding="utf-8") if for_tools.exists() else None
     template = options.get("chat_template")
     if isinstance(template, list):  # Several by name; "default" is for plain chat.
-        return {each["name"]: each["template"] for each in template}.get("default")
-    return template
+        by_name = {each["name"]: each["template"] for each in template}
+        return by_name.get("default"), by_name.get("tool_use")
+    return template, None
 
 
 def _stop_token_ids(directory: Path, described: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[int, ...]:
@@ -292,7 +308,7 @@ def read_json(path: Path, optional: bool = False, error: type[CaJaxError] = Chec
         return {}
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as found:
+    except (OSError, RecursionError, ValueError) as found:
         raise error(f"{path}: cannot be read as JSON: {found}") from found
     if not isinstance(contents, dict):
         raise error(f"{path}: contents must be a JSON object, got {type(contents).__name__}")

@@ -222,7 +222,9 @@ def _describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
     template = tokenizer.chat_template
     if template is None:
         return {**described, "chat_template": None}
-    fields = {name: getattr(template, name) for name in ("source", "bos_token", "eos_token")}
+    own = () if template.tool_source == template.source else ("tool_source",)
+    names = ("source", "bos_token", "eos_token", *own, *(("other_tokens",) if template.other_tokens else ()))
+    fields = {name: getattr(template, name) for name in names}
     return {**described, "chat_template": fields}
 
 

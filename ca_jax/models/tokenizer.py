@@ -255,8 +255,15 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
     """
     try:
         return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:  # The library raises nothing narrower.
+    except BaseException as error:
+        raise_unless_damaged(error)
         raise CheckpointError(f"{path}: cannot be read as a tokenizer: {error}") from error
+
+
+def raise_unless_damaged(error: BaseException) -> None:
+    """Raises an error again that is not of what `tokenizers` was given: it raises Exception, or it panics."""
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
 
 
 class TokenStream:

@@ -97,7 +97,8 @@ class ReplyForm:
         self._tokenizer = tokenizer
         template = None if tokenizer is None else tokenizer.chat_template
         self._source = "" if template is None else template.source
-        self.family = None if tools == "none" else _family(self._source) if tools == "auto" else tools
+        with_tools = "" if template is None else template.tool_source
+        self.family = None if tools == "none" else _family(with_tools) if tools == "auto" else tools
         """Of its calls; None: it has none."""
         kind = _reasoning(self._source) if reasoning == "auto" else reasoning
         self._is_harmony = kind == "harmony"

@@ -126,6 +126,19 @@ def test_files_that_are_damaged_or_missing_are_named(tmp_path):
         read_adapter(tmp_path / "nowhere", "x", ak.CONFIG)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"rank_pattern": {"(": 4}}, {"alpha_pattern": {"*": 4}}, {"target_modules": [5]}, {"rank_pattern": {"q_proj": 0}}],
+)
+def test_a_config_that_describes_no_adapter_is_refused(tmp_path, changes):
+    tensors = ak.tensors_of(ak.FIRST)
+    if changes.get("rank_pattern") == {"q_proj": 0}:
+        tensors = {name: each[:0] if "q_proj.lora_A" in name else each for name, each in tensors.items()}
+        tensors = {name: each[:, :0] if "q_proj.lora_B" in name else each for name, each in tensors.items()}
+    with pytest.raises(AdapterError, match="its files describe no adapter"):
+        read(tmp_path, tensors=tensors, **changes)
+
+
 def test_weights_of_bfloat16_are_read(tmp_path):
     import ml_dtypes
 

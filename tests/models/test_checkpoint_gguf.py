@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import struct
 
 import flax.traverse_util
 import gguf
@@ -53,7 +54,7 @@ def test_weights_config_and_tokenizer_come_back(write, tied):
     loaded = load_checkpoint(str(write(config)), progress=lambda *call: calls.append(call))
     assert loaded.config == config
     assert_same_params(loaded.params, tiny.tiny_params(config))
-    assert (loaded.name, loaded.stop_token_ids) == ("tiny", (tiny.IM_END_ID,))
+    assert (loaded.name, loaded.stop_token_ids) == ("tiny", (tiny.END_OF_TEXT_ID, tiny.IM_END_ID))
     assert loaded.tokenizer.chat_template.source == tiny.CHATML_TEMPLATE
     arrays = leaves(loaded.params)
     for name, array in arrays.items():  # So that they are taken over without a copy.
@@ -153,6 +154,34 @@ def test_what_makes_no_model_is_named(write, part, changes, error, message):
         load_checkpoint(str(write(**{part: changes})))
 
 
+@pytest.mark.parametrize(
+    ("part", "changes", "message"),
+    [
+        ("metadata", {"block_count": 2**31}, "block_count must be at most 10000, got 2147483648"),
+        ("metadata", {"attention.head_count": 2**31}, "its files describe no model"),
+        ("metadata", {"attention.head_count_kv": True}, "its files describe no model"),
+        ("vocabulary", {"pre": [1, 2]}, "its files describe no model"),
+        ("vocabulary", {"tokens": ["a", "b"], "merges": ["a b"]}, "its merges and its vocabulary do not fit"),
+        ("vocabulary", {"token_type": 1.5}, "its files describe no model"),
+        ("vocabulary", {"merges": [1]}, "its files describe no model"),
+        ("vocabulary", {"bos_token_id": "x"}, "its files describe no model"),
+        ("vocabulary", {"chat_template": 1}, "its files describe no model"),
+    ],
+)
+def test_metadata_of_other_types_and_sizes_is_refused(write, part, changes, message):
+    own = gguf_kit.byte_vocabulary() if part == "vocabulary" else {}
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(str(write(**{part: own | changes})), destinations=unread)
+
+
+def test_arrays_within_arrays_without_end_are_refused(tmp_path):
+    path = tmp_path / "deep.gguf"
+    head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"x" + struct.pack("<I", 9)
+    path.write_bytes(head + struct.pack("<IQ", 9, 1) * 5000 + struct.pack("<IQ", 4, 0) + bytes(64))
+    with pytest.raises(CheckpointError, match="not a whole GGUF file"):
+        load_checkpoint(str(path))
+
+
 @pytest.mark.parametrize("kept", [0.0, 0.0001, 0.02, 0.999, 1.0])
 def test_a_truncated_file_is_refused_and_the_tensor_that_is_cut_named(write, kept):
     path = write()
@@ -188,5 +217,5 @@ def test_stories260k_is_the_same_model_as_gguf_and_as_hugging_face_and_writes_it
 def test_smollm2_is_the_preset():
     loaded = load_checkpoint("smollm2-135m-instruct", destinations=unread)
     assert loaded.config == PRESETS["smollm2-135m"]
-    assert (loaded.name, loaded.stop_token_ids) == ("smollm2-135m-instruct", (2,))
+    assert (loaded.name, loaded.stop_token_ids) == ("smollm2-135m-instruct", (0, 2)), "as llama.cpp"
     assert loaded.tokenizer.decode([2], skip_special_tokens=False) == "<|im_end|>"

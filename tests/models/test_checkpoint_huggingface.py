@@ -1,5 +1,6 @@
 """Hugging Face directories: config.json, weights, tokenizer files, the hub, and what is refused."""
 
+import copy
 import json
 
 import huggingface_hub
@@ -17,6 +18,7 @@ from ca_jax.errors import (
 from ca_jax.models import huggingface
 from ca_jax.models.checkpoint import load_checkpoint
 from ca_jax.models.config import RopeConfig
+from ca_jax.models.rope import inverse_frequencies
 from ca_jax.testing import tiny
 
 from .test_checkpoint_gguf import assert_same_params
@@ -115,6 +117,80 @@ def test_files_that_make_no_model_are_refused_by_name(directory, name, content, 
         load_checkpoint(str(directory))
 
 
+PANICS = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]]}}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", {"num_attention_heads": 0}, "config.json describes no model"),
+        ("config.json", {"num_hidden_layers": 10**12}, "num_hidden_layers must be at most 10000, got 1000000000000"),
+        ("config.json", {"rope_parameters": [1]}, "config.json describes no model"),
+        ("config.json", {"architectures": 1}, r"the architecture must be LlamaForCausalLM, got 1"),
+        ("config.json", {"model_type": ["llama"]}, r"model_type must be a name, got \['llama'\]"),
+        ("config.json", {"model_type": "gemma3", "text_config": "x"}, "text_config must be an object, got 'x'"),
+        ("config.json", {"eos_token_id": ["x", 2]}, "its files describe no model"),
+        ("config.json", "[" * 100_000, "cannot be read as JSON"),
+        ("generation_config.json", {"eos_token_id": {}}, "its files describe no model"),
+        ("model.safetensors.index.json", {"weight_map": ["x"]}, "its files describe no model"),
+        ("tokenizer_config.json", {"bos_token": 5}, "its files describe no model"),
+        ("tokenizer_config.json", {"chat_template": {"a": 1}}, "its files describe no model"),
+        ("tokenizer.json", json.dumps(PANICS), "cannot be read as a tokenizer"),
+        ("chat_template.jinja", "{{" + "(" * 5000, "its files describe no model"),
+    ],
+)
+def test_damaged_files_of_any_kind_are_refused(directory, name, content, message):
+    if isinstance(content, dict):
+        rewrite(directory / name, **content)
+    else:
+        (directory / name).write_text(content)
+    error = UnsupportedArchitectureError if "architecture must" in message else CheckpointError
+    with pytest.raises(error, match=message):
+        load_checkpoint(str(directory))
+
+
+# What is left out, and where the length before stretching is said, against transformers
+
+LEFT_OUT = {
+    "mistral": ("sliding_window", "num_key_value_heads"),
+    "deepseek_v3": ("n_group", "topk_group", "routed_scaling_factor"),
+    "kimi_linear": ("routed_scaling_factor",),
+}
+
+
+@pytest.mark.parametrize("model_type", LEFT_OUT)
+def test_entries_that_are_left_out_are_as_transformers_has_them(model_type):
+    transformers = pytest.importorskip("transformers")
+    described = transformers.AutoConfig.for_model(model_type).to_dict()
+    less = {key: value for key, value in described.items() if key not in LEFT_OUT[model_type]}
+    assert huggingface.config_from_hf(less) == huggingface.config_from_hf(described)
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 2.0] * 4, "long_factor": [3.0, 4.0] * 4}
+STRETCHED = [
+    {"rope_scaling": {**LONGROPE, "factor": 8.0, "original_max_position_embeddings": 64}},
+    {"rope_scaling": {**LONGROPE, "original_max_position_embeddings": 64}},
+    {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 32},
+    {
+        "rope_scaling": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        "original_max_position_embeddings": 32,
+    },
+]
+
+
+@pytest.mark.parametrize("changes", STRETCHED)
+def test_rope_is_stretched_as_in_transformers(changes):
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    sizes = {"vocab_size": 9, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    described = {**sizes, "num_attention_heads": 4, "max_position_embeddings": 256, **changes}
+    ours = huggingface.config_from_hf({"model_type": "llama", **described}).rope
+    theirs = LlamaRotaryEmbedding(transformers.LlamaConfig(**copy.deepcopy(described)))
+    np.testing.assert_allclose(inverse_frequencies(ours, 16), theirs.inv_freq.numpy(), rtol=1e-5)
+    assert ours.attention_factor == pytest.approx(theirs.attention_scaling)
+
+
 # Weights
 
 
@@ -184,6 +260,47 @@ def test_the_default_of_several_templates_is_taken_unless_there_is_a_file(direct
     assert load_checkpoint(str(directory)).tokenizer.chat_template.source == "plain"
     (directory / "chat_template.jinja").write_text("{{ eos_token }}!")
     assert load_checkpoint(str(directory)).tokenizer.chat_template.first_turn([]) == "<|im_end|>!"
+
+
+@pytest.mark.parametrize("as_files", [False, True])
+def test_conversations_with_tools_have_the_template_that_transformers_takes(directory, as_files):
+    transformers = pytest.importorskip("transformers")
+    several = {
+        "default": "{{ messages[0].content }}",
+        "tool_use": "{{ tools[0].function.name }} {{ messages[0].content }}",
+    }
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(directory / "tokenizer.json"), chat_template=several
+    )
+    theirs.save_pretrained(directory, save_jinja_files=as_files)
+    if as_files:
+        assert (directory / "additional_chat_templates" / "tool_use.jinja").exists()
+    ours = load_checkpoint(str(directory)).tokenizer.chat_template
+    message, tool = {"role": "user", "content": "Hi"}, {"type": "function", "function": {"name": "clock"}}
+    for tools in (None, [tool]):
+        said = [message if tools is None else message | {"tools": tools}]
+        assert ours.first_turn(said) == theirs.apply_chat_template([message], tools=tools, tokenize=False)
+
+
+TEMPLATES = {
+    "bos": "[{{ bos_token }}]",
+    "others": "{{ pad_token }}|{{ unk_token }}|{{ eos_token }}|{{ mask_token }}",
+    "json": "{{ messages[0] | tojson(True) }}{{ messages[0] | tojson(False, 2) }}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_templates_are_given_what_transformers_gives_them(directory, name):
+    transformers = pytest.importorskip("transformers")
+    pad = {"__type": "AddedToken", "content": "<|endoftext|>", "lstrip": False, "normalized": False, "rstrip": False}
+    tokens = {"bos_token": None, "eos_token": "<|im_end|>", "pad_token": pad, "unk_token": "a"}
+    options = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATES[name], **tokens}
+    (directory / "tokenizer_config.json").write_text(json.dumps(options))
+    rewrite(directory / "config.json", bos_token_id=tiny.END_OF_TEXT_ID)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+    messages = [{"role": "user", "content": "é"}]
+    wanted = theirs.apply_chat_template(messages, tokenize=False)
+    assert load_checkpoint(str(directory)).tokenizer.chat_template.first_turn(messages) == wanted
 
 
 def test_whether_bos_is_added_is_what_the_tokenizer_does(directory):

@@ -56,6 +56,17 @@ def test_a_converted_model_is_the_same_model(source, tmp_path, monkeypatch, dtyp
         assert load_checkpoint(str(tmp_path / "bare")).tokenizer is None
 
 
+def test_a_converted_model_keeps_its_template_for_tools_and_its_tokens(source, tmp_path):
+    (source / "chat_template.jinja").write_text("plain")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools[0] }}{{ pad_token }}")
+    options = json.loads((source / "tokenizer_config.json").read_text())
+    (source / "tokenizer_config.json").write_text(json.dumps(options | {"pad_token": "a"}))
+    convert(str(source), tmp_path / "converted", "float32")
+    template = load_checkpoint(str(tmp_path / "converted")).tokenizer.chat_template
+    assert template.first_turn([{"role": "user", "content": "Hi", "tools": ["clock"]}]) == "clocka"
+
+
 def test_an_output_directory_in_use_is_left_alone(source, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("mine")

@@ -132,6 +132,30 @@ def test_of_a_model_that_reads_images_the_text_model_is_served(tmp_path):
     np.testing.assert_allclose(model.logits(ids), expected, atol=LOGITS_ATOL["float32"], rtol=0)
 
 
+@pytest.mark.parametrize("ties", [False, True])
+def test_the_whole_model_says_whether_its_head_is_tied_and_not_its_text_model(tmp_path, ties):
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    text = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 300, "head_dim": 8}
+    sees = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=text | {"model_type": "gemma3_text", "tie_word_embeddings": not ties},
+        vision_config=sees | {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+        tie_word_embeddings=ties,
+    )
+    torch.manual_seed(0)
+    theirs = transformers.Gemma3ForConditionalGeneration(config).eval()
+    theirs.save_pretrained(tmp_path)
+    described = json.loads((tmp_path / "config.json").read_text())
+    described["text_config"]["tie_word_embeddings"] = not ties
+    (tmp_path / "config.json").write_text(json.dumps({**described, "tie_word_embeddings": ties}))
+    ids = [5, 17, 250, 3]
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).logits[0].numpy()
+    found = ca_jax.load_model(str(tmp_path), dtype="float32").logits(ids)
+    np.testing.assert_allclose(found, expected, atol=LOGITS_ATOL["float32"], rtol=0)
+
+
 GGUF_27B = {
     **{"context_length": 8192, "embedding_length": 4608, "block_count": 46, "feed_forward_length": 36864},
     **{"attention.head_count": 32, "attention.head_count_kv": 16, "attention.key_length": 128},

@@ -11,6 +11,7 @@ from ca_jax.errors import CheckpointError, UnsupportedArchitectureError
 from ca_jax.models.checkpoint import PRESETS, load_checkpoint
 from ca_jax.models.gguf import stop_token_ids, tokenizer_from_gguf
 from ca_jax.models.weights import unread
+from ca_jax.testing import tiny
 from tests import families_kit, gguf_kit
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
@@ -46,7 +47,7 @@ def byte_level(extra_merges=(), **changes):
     ("pre", "pieces"),
     [
         ("gpt-2", ["1234", "Ġ", "Ġ1", "2"]),
-        ("default", ["1234", "Ġ", "Ġ1", "2"]),
+        ("default", ["123", "4", "Ġ", "Ġ", "12"]),
         ("smollm", ["1", "2", "3", "4", "ĠĠ", "1", "2"]),
         ("llama-bpe", ["123", "4", "Ġ", "Ġ", "12"]),
         ("qwen2", ["1", "2", "3", "4", "Ġ", "Ġ", "1", "2"]),
@@ -59,6 +60,24 @@ def byte_level(extra_merges=(), **changes):
 def test_digits_and_spaces_are_split_as_the_pre_tokenizer_says(pre, pieces):
     tokenizer = tokenizer_from_gguf(byte_level(gguf_kit.DIGITS, pre=pre))
     assert [tokenizer.backend.id_to_token(i) for i in tokenizer.encode("1234  12", add_bos=False)] == pieces
+
+
+PARTS = [*" \n\raA1.!/é中٣😀\t$+", "  ", "12", "'s", "'S", "²"]
+
+
+def test_files_that_name_no_pre_tokenizer_split_as_in_llama_cpp(tmp_path):
+    spelled = [*"ĠĊaA1.'s/!$"]
+    vocabulary = byte_level([(left, right) for left in spelled for right in spelled]).entries
+    vocabulary = {key.removeprefix("tokenizer.ggml."): value for key, value in vocabulary.items()}
+    del vocabulary["pre"]
+    families_kit.make("llama", tmp_path)
+    size, width = len(vocabulary["tokens"]), families_kit.CASES["llama"][1]["hidden_size"]
+    tensors = {"token_embd.weight": np.zeros((size, width), np.float32), "output.weight": None}
+    path = gguf_kit.write(tmp_path, tmp_path / "unnamed.gguf", vocabulary=vocabulary, tensors=tensors)
+    theirs, tokenizer = gguf_kit.LlamaCpp(path, size), load_checkpoint(str(path), destinations=unread).tokenizer
+    rng = random.Random(0)
+    for text in ("".join(rng.choices(PARTS, k=rng.randint(1, 12))) for _ in range(200)):
+        assert tokenizer.encode(text) == theirs.tokens(text), repr(text)
 
 
 def test_kimi_splits_where_case_changes_and_around_han():
@@ -97,7 +116,26 @@ def test_control_tokens_are_special_and_user_defined_ones_are_text():
     ids = tokenizer.encode("<|im_start|><think>")
     assert len(ids) == 2
     assert tokenizer.decode(ids) == "<think>"
-    assert stop_token_ids(metadata, tokenizer) == (7, 9, 0xFF), "those named and the usual ones"
+    usual = tiny.END_OF_TEXT_ID, tiny.IM_END_ID
+    assert stop_token_ids(metadata, tokenizer) == (7, 9, *sorted(usual)), "those named and the usual ones"
+
+
+NAMED = ("<|end|>", "<|eom_id|>", "<|eot_id|>", "</s>", "<end_of_turn>", "<eos>", "[EOS]", "<|user|>")
+
+
+@pytest.mark.parametrize("names", [NAMED, ("<|end|>", "<|return|>", "<|call|>"), ("<|end|>", "<|return|>")])
+def test_replies_end_with_the_tokens_that_they_end_with_in_llama_cpp(tmp_path, names):
+    vocabulary = gguf_kit.byte_vocabulary()
+    vocabulary["tokens"] += names
+    vocabulary["token_type"] += [CONTROL] * len(names)
+    families_kit.make("llama", tmp_path)
+    size, width = len(vocabulary["tokens"]), families_kit.CASES["llama"][1]["hidden_size"]
+    tensors = {"token_embd.weight": np.zeros((size, width), np.float32), "output.weight": None}
+    path = gguf_kit.write(tmp_path, tmp_path / "ends.gguf", vocabulary=vocabulary, tensors=tensors)
+    theirs, ours = gguf_kit.LlamaCpp(path, size), load_checkpoint(str(path), destinations=unread)
+    candidates = [vocabulary["tokens"].index(name) for name in (*names, "<|endoftext|>", "<|im_start|>", "<|im_end|>")]
+    ends = [token_id for token_id in candidates if theirs.ends_with(token_id)]
+    assert ours.stop_token_ids == tuple(sorted(ends))
 
 
 @pytest.mark.parametrize("pre", ["qwen2", "qwen35", "olmo"])
@@ -112,6 +150,16 @@ def test_ids_that_mean_none_are_none_and_the_template_knows_the_others():
     assert (tokenizer.bos_id, tokenizer.add_bos, tokenizer.chat_template) == (None, False, None)
     tokenizer = tokenizer_from_gguf(byte_level(chat_template="{{ bos_token }}|{{ eos_token }}"))
     assert tokenizer.chat_template.first_turn([]) == "<|endoftext|>|<|im_end|>"
+
+
+def test_conversations_with_tools_have_the_template_that_the_file_has_for_them(tmp_path):
+    families_kit.make("llama", tmp_path)
+    several = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools[0] }}"}]
+    path = gguf_kit.write(tmp_path, tmp_path / "tools.gguf", chat_template=several)
+    template = load_checkpoint(str(path), destinations=unread).tokenizer.chat_template
+    message = {"role": "user", "content": "Hi"}
+    assert template.first_turn([message]) == "plain"
+    assert template.first_turn([message | {"tools": ["clock"]}]) == "clock"
 
 
 # SentencePiece
@@ -165,6 +213,37 @@ def test_no_space_is_put_before_text_where_the_file_says_so():
     ids = tokenizer.encode("ab", add_bos=False)
     assert [tokenizer.backend.id_to_token(i) for i in ids] == ["ab"]
     assert tokenizer.decode(tokenizer.encode(" ab")) == " ab"
+
+
+PHI3_TOKENS = {"<|endoftext|>": CONTROL, "<|user|>": CONTROL, "<|end|>": CONTROL, "<more>": USER_DEFINED}
+PHI3_TEXTS = (
+    "<|user|>\nab<|end|>\n<|user|>\n\n ab c",
+    "<|endoftext|> ab</s> ab<s> ab<more>  ab",
+    " ab <|end|>  <|end|>",
+    "été <more>\t\ncd\n",
+)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("phi3", "Phi-3 mini"), ("llama", "Phi3"), ("llama", "Another"), ("phi3", None)]
+)
+def test_tokens_of_phi3_take_the_space_behind_them_as_in_llama_cpp(tmp_path, family, name):
+    """Which goes by the model's name alone; an unnamed file of Phi-3 is read as the release's tokenizer has it."""
+    entries = sentencepiece().entries
+    vocabulary = {key.removeprefix("tokenizer.ggml."): value for key, value in entries.items()}
+    for key, more in (("tokens", [*PHI3_TOKENS]), ("token_type", [*PHI3_TOKENS.values()]), ("scores", [-1000.0] * 4)):
+        vocabulary[key] = vocabulary[key] + more
+    families_kit.make(family, tmp_path)
+    size, width = len(vocabulary["tokens"]), families_kit.CASES[family][1]["hidden_size"]
+    changes = {"vocabulary": vocabulary, "tensors": {"token_embd.weight": np.zeros((size, width), np.float32)}}
+    changes["tensors"]["output.weight"] = None
+    path, named = (
+        gguf_kit.write(tmp_path, tmp_path / f"{each}.gguf", general_name=each, **changes)
+        for each in (name, name or "Phi-3")
+    )
+    theirs, tokenizer = gguf_kit.LlamaCpp(named, size), load_checkpoint(str(path), destinations=unread).tokenizer
+    for text in PHI3_TEXTS:
+        assert tokenizer.encode(text) == theirs.tokens(text), repr(text)
 
 
 # Gemma 4

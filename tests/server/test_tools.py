@@ -350,6 +350,11 @@ def form_of(family, is_special):
     return tokenizer, form
 
 
+def test_calls_are_written_as_the_template_for_tools_says():
+    template = ChatTemplate("{{ messages[0].content }}", tool_source="{{ tools }}{#- " + SIGNS["hermes"] + " #}")
+    assert ReplyForm(Tokenizer(tiny.byte_tokenizer(), chat_template=template)).family == "hermes"
+
+
 def asked(choice, family, *, strict=True):
     functions = tuple(each["function"] | {"strict": strict} for each in TOOLS)
     return AskedTools(functions=functions, choice=choice, is_parallel=family != "harmony")

@@ -193,6 +193,7 @@ FAMILIES = (
         "DeepseekV3ForCausalLM",
         fields={"routing": "sigmoid", "choice_bias": True},
         drafts_behind=True,
+        hf_defaults={"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
         hf_fields=partial(latent_from_hf, num_dense=3),
         is_gguf=lambda entries: entries.get("expert_gating_func") == 2,
         **_GGUF,

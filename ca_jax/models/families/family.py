@@ -13,10 +13,13 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ca_jax.errors import check
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.families.from_gguf import GgufDescription, require_gguf, sizes_from_gguf
 from ca_jax.models.families.from_hf import require, sizes_from_hf
 from ca_jax.models.families.names import Names
+
+_MOST_LAYERS = 10_000  # What says more is damaged: something is made of each layer before any weight is looked for.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,11 +79,18 @@ class Family:
         """The config that the contents of a config.json describe; raises as the class says."""
         described = {**self.hf_defaults, **described}
         require(described, self.hf_required)
+        _check_layers("num_hidden_layers", described)
         sizes, own = sizes_from_hf(described, **self.hf_sizes), self.hf_fields(described)
         return ModelConfig(**{"architecture": self.name, **sizes, **self.fields, **own})
 
     def config_from_gguf(self, described: GgufDescription) -> ModelConfig:
         """The config that a GGUF file of this family describes; raises as the class says."""
         require_gguf(described, self.gguf_required)
+        _check_layers("block_count", described.entries)
         sizes, own = sizes_from_gguf(described, **self.gguf_sizes), self.gguf_fields(described)
         return ModelConfig(**{"architecture": self.name, **sizes, **self.fields, **own})
+
+
+def _check_layers(key: str, described: Mapping[str, Any]) -> None:
+    num_layers = described.get(key, 0)
+    check(num_layers <= _MOST_LAYERS, key, f"at most {_MOST_LAYERS}", num_layers)

@@ -157,14 +157,15 @@ def rope_from_hf(
             f"config.json: rope scaling {scaling!r} is not served; it must be one of {', '.join(_ROPE_TYPES)}"
         )
     max_positions = described.get("max_position_embeddings", 2048)
+    original = described.get("original_max_position_embeddings") or parameters.get("original_max_position_embeddings")
+    original = original or max_positions
     if scaling == "proportional":
         turning = int(parameters.get("partial_rotary_factor", 1.0) * head_dim // 2)
         factor = float(parameters.get("factor", 1.0))
         fields |= {"scaling": scaling, "factor": factor, "num_turning": turning, "rotary_dim": None}
     elif scaling == "longrope":
-        original = parameters.get("original_max_position_embeddings")
-        original = described.get("original_max_position_embeddings") or original or max_positions
-        factor, given = max_positions / original, parameters.get("attention_factor")
+        factor = float(parameters.get("factor") or max_positions / original)
+        given = parameters.get("attention_factor")
         stretched = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
         fields |= {
             **{"scaling": scaling, "factor": factor, "original_max_positions": original},
@@ -177,14 +178,14 @@ def rope_from_hf(
         fields |= {
             "low_freq_factor": float(parameters["low_freq_factor"]),
             "high_freq_factor": float(parameters["high_freq_factor"]),
-            "original_max_positions": parameters["original_max_position_embeddings"],
+            "original_max_positions": original,
         }
     elif scaling == "dynamic":
         fields["original_max_positions"] = max_positions
         max_positions = int(max_positions * fields["factor"])
     elif scaling == "yarn":
         fields |= {
-            "original_max_positions": parameters.get("original_max_position_embeddings") or max_positions,
+            "original_max_positions": original,
             "beta_fast": float(parameters.get("beta_fast") or 32),
             "beta_slow": float(parameters.get("beta_slow") or 1),
             "truncate": bool(parameters.get("truncate", True)),

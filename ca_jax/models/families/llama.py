@@ -120,7 +120,13 @@ FAMILIES = (
         "LlamaForCausalLM",
         hf_required={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     ),
-    _family("mistral", "MistralForCausalLM", hf_fields=_mistral_from_hf, gguf_fields=_mistral_from_gguf),
+    _family(
+        "mistral",
+        "MistralForCausalLM",
+        hf_defaults={"sliding_window": 4096, "num_key_value_heads": 8},
+        hf_fields=_mistral_from_hf,
+        gguf_fields=_mistral_from_gguf,
+    ),
     _family(
         "mixtral",
         "MixtralForCausalLM",

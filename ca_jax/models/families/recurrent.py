@@ -387,6 +387,7 @@ FAMILIES = (
         architectures=("KimiLinearForCausalLM",),
         fields={"routing": "sigmoid", "choice_bias": True},
         hf_names=lambda config: {**latent_names(config), **_KDA_NAMES},
+        hf_defaults={"routed_scaling_factor": 2.446},
         hf_required={
             **{"hidden_act": "silu", "attention_bias": False, "mla_use_nope": True},
             "moe_router_activation_func": "sigmoid",
