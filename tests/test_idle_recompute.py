@@ -365,7 +365,10 @@ def test_another_thread_waits_for_one_pass_of_it_alone(drift, monkeypatch):  # n
         assert passes[0] == passes[1], "the keeper is not counted"
 
 
-@pytest.mark.parametrize("how", ["closed", "dropped", "dropped behind the cut", "rewound to its beginning"])
+@pytest.mark.parametrize(
+    "how",
+    ["closed", "dropped", "dropped behind the cut", "rewound to its beginning", "rewound", "discarded", "to expire"],
+)
 def test_what_was_computed_ahead_is_forgotten_at_once_with_what_is_stored(how, drift):  # noqa: F811
     """Whoever has KV forgotten need not wait for idle time."""
     overflow, values = repairing("default", drift)
@@ -377,18 +380,53 @@ def test_what_was_computed_ahead_is_forgotten_at_once_with_what_is_stored(how, d
             assert num_stored(pair) == 2
         if how == "closed":
             pair.session.close()
-        elif how == "rewound to its beginning":
-            pair.session.rewind(0)
+        elif how.startswith("rewound"):
+            pair.session.rewind(0 if how == "rewound to its beginning" else 60)
+        elif how == "discarded":
+            pair.session.discard(np.arange(70, 90))
+        elif how == "to expire":
+            pair.engine.stored.set_ttl(pair.session.session_id, 60.0)
         else:
             pair.engine.stored.drop(pair.session.session_id)
-        assert num_stored(pair) == 0
+        assert num_stored(pair) == (how in ("rewound", "discarded", "to expire"))
 
 
-def test_nothing_is_computed_ahead_that_would_live_longer_than_its_conversation(drift):  # noqa: F811
+@pytest.mark.parametrize("how", ["left open", "let go of"])
+def test_what_was_computed_ahead_is_forgotten_with_its_conversation_after_a_restart_too(how, drift, tmp_path):  # noqa: F811
+    overflow, values = repairing("default", drift)
+    store = kit.ssd_store(tmp_path / "store")
+    with kit.small_engine(**ok.SMALL, overflow=overflow, store=store) as engine:
+        pair = ok.Pair(engine, engine.session(session_id="one"), None, values)
+        nearly_full(pair)
+        assert num_stored(pair) == 2
+        if how == "let go of":
+            engine.release(pair.session)
+    with kit.small_engine(**ok.SMALL, overflow=overflow, store=store) as engine:
+        session = engine.session(session_id="one")
+        assert len(session.token_ids) == 106
+        session.close()
+        assert not kit.store_in(engine).list()
+
+
+def test_a_conversation_that_finds_what_its_cut_leaves_stays_pinned(drift):  # noqa: F811
     overflow, values = repairing("default", drift)
     with ok.pair(overflow, values) as pair:
-        pair.session = pair.engine.session(ttl_s=60.0)
         nearly_full(pair)
+        pair.engine.stored.pin(pair.session.session_id)
+        as_if_computed(pair, 30)
+        assert pair.engine.stored.pinned() == {pair.session.session_id}
+
+
+@pytest.mark.parametrize("when", ["from the beginning", "later"])
+def test_nothing_is_computed_ahead_that_would_live_longer_than_its_conversation(when, drift):  # noqa: F811
+    overflow, values = repairing("default", drift)
+    with ok.pair(overflow, values) as pair:
+        pair.session = pair.engine.session(ttl_s=60.0 if when == "from the beginning" else None)
+        pair.turn(kit.prompt(90), 16)
+        if when == "later":
+            pair.engine.wait_for_saves()
+            pair.engine.stored.set_ttl(pair.session.session_id, 60.0)
+        idle_ahead(pair)
         assert pair.engine.metrics.idle_recomputes == 0
 
 

@@ -68,8 +68,7 @@ class IdleRecompute:
         spent |= {key for key, (session, _) in self._ahead.items() if not self._is_open(session)}
         for key in spent:
             self._ahead.pop(key, None)
-            if (stored_as := self._kv.ahead.pop(key, None)) is not None:
-                self._kv.drop(stored_as)
+            self._kv.drop_ahead(key)
         spent.clear()
 
     def _is_open(self, session: Session) -> bool:
@@ -96,7 +95,9 @@ class IdleRecompute:
                 begun = self._adapters.begin(adapter=session.adapter)
             except UnknownAdapterError:
                 return False
-            self._ahead[session.key] = session, self._sessions.new(None, begun, session.tenant, keeps="kv")
+            stored_as = self._sessions.new(None, begun, session.tenant, keeps="kv")
+            stored_as.key = self._kv.ahead_key(session.key)
+            self._ahead[session.key] = session, stored_as
         _, stored_as = self._ahead[session.key]
         self._kv.ahead[session.key] = stored_as.key
         return self._run(session, stored_as, token_ids, "ahead", later)

@@ -96,7 +96,12 @@ class OpenSessions:
             return session
         kept = self._kv.recall(session_id, tenant, session)
         if session is None:
-            return None if kept is None else self.open(session_id, kept, tenant, ttl_s)
+            if kept is None:
+                return None
+            session = self.open(session_id, kept, tenant, ttl_s)
+            if ttl_s is None:
+                session.ttl_s = self._kv.conversations.ttl_of(session.key, session_id)
+            return session
         if kept is not None:
             session.resume(kept)
             self._kv.conversations.note(session.key, session)
