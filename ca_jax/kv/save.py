@@ -297,7 +297,7 @@ class WriteBuffer:
         """
         known = (self._store.leave_dram(session.key), num_plain)
         num_plain = min((count for count in known if count is not None), default=None)
-        session.resume(session.conversation.with_kv_of(0).fused(num_fused))
+        session.resume(session.conversation.stored_anew(num_fused))
         return self.begin(TurnKV(session.key, owner_of(session), 0, session.conversation.kv_lineage, num_plain))
 
     def begin(self, turn: TurnKV) -> TurnSaver:
