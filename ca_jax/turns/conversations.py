@@ -124,8 +124,8 @@ class Conversation:
 
         Where that does not come to be kept, what was before is not taken for it.
         """
-        new = {"lineage": self.lineage + max(num_fused, 1), "generation": self.generation + 1}
-        return dataclasses.replace(self.with_kv_of(0), **new)
+        lineage = self.lineage + max(num_fused, 1)
+        return dataclasses.replace(self.with_kv_of(0), lineage=lineage, generation=self.generation + 1)
 
     def with_turn(
         self,
