@@ -302,7 +302,7 @@ class SessionKV:
           keeps_ahead: whether what was computed for its next cut stays: this is that cut.
         """
         key, num_slid = session.key, session.conversation.num_slid
-        self._let_go(key, keeps_ahead=keeps_ahead)
+        self._let_go(key, keeps_ahead=keeps_ahead or num_tokens == len(session.token_ids))
         self._to_slide.pop(key, None)
         num_stored = max(num_tokens - num_slid, 0)
         if num_slid and num_stored < (self._window or 0) - 1:

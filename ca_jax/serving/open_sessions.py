@@ -149,6 +149,8 @@ class OpenSessions:
 
     def truncate(self, session: Session, num_tokens: int, left: Conversation | None) -> None:
         """Forgets one's KV behind its first tokens; see `Engine.truncate_stored`."""
+        if session.job is not None and session.is_busy and (left is not None or session.job.started_s):
+            raise SessionBusyError(f"session {session.session_id!r} still answers; it must be idle for its KV to go")
         self._kv.truncate(session, num_tokens, left)
         if left is not None:
             session.resume(left)
