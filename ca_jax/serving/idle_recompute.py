@@ -40,6 +40,7 @@ class IdleRecompute:
         self._sessions, self._lock = sessions, lock
         self._truncator, self._turns, self._kv, self._adapters = core.truncator, core.turns, core.kv, core.adapters
         self._scheduler, self._batch = core.scheduler, core.batch
+        self._num_asked = 0  # Of the lock, when it was looked at last.
         self._ahead: dict[str, tuple[Session, Session]] = {}  # Of each key the session, and what is stored for its cut.
 
     @property
@@ -48,10 +49,16 @@ class IdleRecompute:
         return self._is_on and len(self._truncator.inexact) > 0
 
     def step(self) -> bool:
-        """Computes the next one, or begins to; whether there was one. Nothing may wait or run."""
+        """Computes the next one, or begins to; whether there was one. Nothing may wait or run.
+
+        Where somebody has asked for something since the last time, the next step may: that goes first.
+        """
         if not self._is_on:
             return False
         self._forget_spent()
+        is_wanted, self._num_asked = self._is_wanted, self._lock.num_asked
+        if is_wanted and (self._truncator.inexact or self._truncator.nearly_full):
+            return True
         found = self._truncator.inexact, self._truncator.nearly_full
         for sessions, compute in zip(found, (self._compute_anew, self._compute_ahead), strict=True):
             for key, session in tuple(sessions.items()):
@@ -61,6 +68,10 @@ class IdleRecompute:
                 if self._is_fit(session) and compute(session, sessions):
                     return True
         return False
+
+    @property
+    def _is_wanted(self) -> bool:
+        return self._lock.is_awaited or self._lock.num_asked != self._num_asked
 
     def _forget_spent(self) -> None:
         """Forgets what was computed ahead for a cut that has been, or for a session that is open no more."""
@@ -110,13 +121,12 @@ class IdleRecompute:
             job = self._turns.at_idle(stored_as, token_ids, kind)
         except (ContextWindowError, UnknownAdapterError):  # Its next turn says so.
             return False
-        num_asked = self._lock.num_asked
         self._scheduler.submit(job)
-        while not job.done and self._lock.num_asked == num_asked and self._batch.step():
+        while not job.done and not self._is_wanted and self._batch.step():
             pass
         if not job.done:
             self._batch.cancel(job)
-            if self._lock.num_asked != num_asked:  # Else there is no room for it now.
+            if self._is_wanted:  # Else there is no room for it now.
                 later[session.key] = session
         if job.error is not None:
             _LOG.warning("session %s could not be computed %s", session.session_id, kind, exc_info=job.error)
