@@ -184,12 +184,14 @@ class Engine:
         while True:
             try:
                 with self._open_now():
+                    session.check_ready()  # It may have been before its text was known.
                     job = self._turns.turn(session, request, known)
                     job.submitted_s = submitted_s
                     for chunk in self._turns.missing_chunks(job, session):
                         self._scheduler.submit(chunk)
                     self._kv.announce(job, session)
-                    return self._scheduler.submit(job)
+                    session.job = self._scheduler.submit(job)
+                    return job
             except TextWork as work:
                 if texts is not None:
                     raise
@@ -439,7 +441,7 @@ class Engine:
     def truncate_stored(self, session: Session, num_tokens: int, left: Conversation | None = None) -> None:
         """Forgets a conversation's KV behind its first `num_tokens` tokens, and takes it back to what is `left` of it.
 
-        None: all of it is left, and its next turn prefills what is forgotten. What is written to SSD is either state.
+        None: all is left, and its next turn prefills the rest. SSD has either state. Where one runs: SessionBusyError.
         """
         with self._open_now():
             self._sessions.truncate(session, num_tokens, left)

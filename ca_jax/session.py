@@ -409,14 +409,13 @@ class Session:
         Only `sampling` or `Engine.cancel` ends the job. With `texts` it may raise `TextWork`, as `Engine.submit_turn`
         says. `reader` says what of the answer's text is which part of its message.
         """
-        self._check_ready()
+        self.check_ready()
         last = new[-1] if len(new) else None
         if isinstance(last, Mapping) and last["role"] != "tool" and not last["content"].strip():
             raise EmptyMessageError("a message must have text in it, got a blank one")
         given = TurnRequest(new=new, params=sampling or SamplingParams(), context=context, truncation=truncation)
         asked = dataclasses.replace(given, priority=priority, reader=reader, note=note)
-        self.job = self._engine.submit_turn(self, asked, texts)
-        return self.job
+        return self._engine.submit_turn(self, asked, texts)
 
     def rewind(self, num_tokens: int) -> None:
         """Forgets the conversation and its KV behind the first `num_tokens` tokens; what remains is used as it stands.
@@ -428,7 +427,7 @@ class Session:
           SessionClosedError: the session is closed.
           SessionBusyError: a turn still runs.
         """
-        self._check_ready()
+        self.check_ready()
         if not 0 <= num_tokens <= len(self.token_ids):
             raise InvalidRequestError(f"tokens to keep must be 0..{len(self.token_ids)}, got {num_tokens}")
         self._engine.truncate_stored(self, num_tokens, self.conversation.take(num_tokens))
@@ -449,7 +448,7 @@ class Session:
 
         Source: token discarding lists, CachedAttention (Gao et al., USENIX ATC 2024), section 3.4.
         """
-        self._check_ready()
+        self.check_ready()
         self._engine.discard(self, check_discarded(tokens, len(self.token_ids)))
         return len(self.token_ids)
 
@@ -466,7 +465,8 @@ class Session:
             self._packed_ids = None
         self.conversation = conversation
 
-    def _check_ready(self) -> None:
+    def check_ready(self) -> None:
+        """Raises SessionClosedError or SessionBusyError where no turn of it may begin."""
         self._engine.end_abandoned()
         if self._closed:
             raise SessionClosedError(f"session {self.session_id!r} is closed")

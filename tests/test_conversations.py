@@ -191,7 +191,9 @@ def test_a_response_leaves_with_its_turn_unless_another_stands_on_it():
 def grown(conversation: Conversation, data) -> Conversation:
     """After something that may happen to a conversation."""
     num_tokens = len(conversation.token_ids)
-    change = data.draw(st.sampled_from(["turn", "turn", "turn", "slid", "fused", "repair", "cut", "take", "without"]))
+    change = data.draw(
+        st.sampled_from(["turn", "turn", "turn", "slid", "stored anew", "repair", "cut", "take", "without"])
+    )
     if change == "turn":
         ids = [*conversation.token_ids, *data.draw(st.lists(INT32, max_size=5))]
         user, answer = data.draw(st.text(max_size=5)), data.draw(st.text(max_size=5))
@@ -203,7 +205,7 @@ def grown(conversation: Conversation, data) -> Conversation:
     number = data.draw(st.integers(0, num_tokens))
     changes = {
         "slid": lambda: conversation.slid(number),
-        "fused": lambda: conversation.fused(number),
+        "stored anew": lambda: conversation.stored_anew(number),
         "repair": lambda: conversation.with_repair(number, drifts=True),
         "take": lambda: conversation.take(number),
         "without": lambda: conversation.without_response("a", takes_turn=bool(number % 2)),

@@ -390,6 +390,17 @@ def test_tables_of_the_same_tokens_may_be_padded_otherwise(asked, more):
         assert max(drafted) < min(model.config.vocab_size, other.config.vocab_size)
 
 
+def test_a_bias_of_a_token_that_its_table_has_no_row_for_does_not_break_it(asked):
+    model = kit.tiny_model()
+    last = model.config.vocab_size - 1
+    other = dataclasses.replace(kit.model_of(vocab_size=last), tokenizer=model.tokenizer)
+    params = SamplingParams(max_tokens=40, logit_bias={last: -5.0, 66: 1.0})
+    with kit.small_engine() as plain, with_model(other) as engine:
+        [expected], [found] = (each.generate([kit.prompt(30)], params) for each in (plain, engine))
+        assert found.token_ids == expected.token_ids
+        assert engine.metrics.model_draft_tokens > 20
+
+
 def test_another_vocabulary_is_refused():
     model = kit.tiny_model()
     small = kit.model_of(vocab_size=model.config.vocab_size - 1)

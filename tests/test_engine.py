@@ -6,6 +6,7 @@ Not here: conversations that come and go in any order and are given up anywhere 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import threading
@@ -284,3 +285,22 @@ def test_closing_the_engine_ends_all_jobs_and_refuses_new_ones():
                 call()
         running.close()
         engine.close()
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 5])
+def test_kv_that_a_turn_builds_on_is_not_forgotten_under_it(num_steps):
+    """Of one that only waits it may be: that computes all."""
+    with kit.small_engine() as engine:
+        session = engine.session()
+        kit.say(session, kit.prompt(60))
+        engine.wait_for_saves()
+        job, before = session.submit(kit.prompt(100, 1)), session.conversation
+        for _ in range(num_steps):
+            engine.step()
+        for num_tokens, left in ((0, None), (20, None), (20, before.take(20))):
+            may_be = not num_steps and left is None
+            with contextlib.nullcontext() if may_be else pytest.raises(SessionBusyError, match="must be idle"):
+                engine.truncate_stored(session, num_tokens, left)
+        collections.deque(engine.stream(job), maxlen=0)
+        kit.expect_right(session)
+        kit.check_turn(session, kit.prompt(9, 2))

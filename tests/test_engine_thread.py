@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from ca_jax.engine import Engine
+from ca_jax.errors import SessionBusyError, SessionClosedError
 from ca_jax.models.tokenizer import Tokenizer
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import LoadedModel
@@ -140,6 +141,29 @@ def test_much_text_of_one_caller_keeps_no_other_waiting_and_goes_where_its_conve
         assert session.job.prompt_ids == turn_ids(engine.model, [], [], LONG)
         kit.expect_right(session)
         assert tokenizer.num_long == 3, "once behind the first turn, once without it, once here"
+
+
+@pytest.mark.parametrize("how", ["closed", "let go of", "answers"])
+def test_much_text_does_not_go_to_a_conversation_that_takes_no_turn_by_then(how, tokenizer, model):
+    with kit.small_engine(model) as engine:
+        session, raised = engine.session(), list[Exception]()
+        kit.say(session, "Hi")
+
+        def send() -> None:
+            with pytest.raises((SessionClosedError, SessionBusyError)) as error:
+                session.submit(LONG)
+            raised.append(error.value)
+
+        with overlap_kit.in_thread(send):
+            assert tokenizer.come.wait(overlap_kit.PATIENCE_S)
+            if how == "answers":
+                job = session.submit("Hello")
+            else:
+                session.close() if how == "closed" else engine.release(session)
+            tokenizer.gate.set()
+        assert isinstance(raised[0], SessionBusyError if how == "answers" else SessionClosedError)
+        assert engine.num_jobs == (0, int(how == "answers"))
+        assert how != "answers" or session.job is job
 
 
 @pytest.mark.parametrize("ask", ["chat", "completion", "context", "chunks", "history"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import threading
@@ -14,6 +15,7 @@ from ca_jax.overflow.config import OverflowConfig
 from ca_jax.storage.records import Residency
 from tests import engine_kit as kit
 from tests import overflow_kit as ok
+from tests import overlap_kit
 from tests import server_kit as sk
 from tests.test_overflow_repair import REPAIRS, drift, repairing  # noqa: F401
 
@@ -349,10 +351,10 @@ def test_another_thread_waits_for_one_pass_of_it_alone(drift, monkeypatch):  # n
         keeper, asker = (threading.Thread(target=each) for each in (engine.keep, engine.stored.names))
 
         def run(parts, jobs=()):
-            passes.append(engine._lock.num_asked)
+            passes.append(engine._lock.is_awaited)
             (keeper if len(passes) == 1 else asker).start()
             if len(passes) == 2:
-                sk.wait_for(lambda: engine._lock.num_asked > passes[-1])
+                sk.wait_for(lambda: engine._lock.is_awaited)
             return run_pass(parts, jobs)
 
         with monkeypatch.context() as patch:
@@ -362,10 +364,35 @@ def test_another_thread_waits_for_one_pass_of_it_alone(drift, monkeypatch):  # n
         asker.join()
         assert engine.num_jobs == (0, 0)
         assert len(passes) == 2, "of three"
-        assert passes[0] == passes[1], "the keeper is not counted"
+        assert not any(passes), "the keeper is not counted"
 
 
-@pytest.mark.parametrize("how", ["closed", "dropped", "dropped behind the cut", "rewound to its beginning"])
+@pytest.mark.parametrize("who", ["a thread that waits", "a command of a server"])
+def test_who_has_asked_before_it_begins_goes_first(who, drift):  # noqa: F811
+    """Whoever steps the engine may have its lock again before another thread that waits for it."""
+    overflow, values = repairing("default", drift)
+    with ok.pair(overflow, values) as pair, contextlib.ExitStack() as asking:
+        engine, waits = pair.engine, who == "a thread that waits"
+        pair.turn(kit.prompt(90), 16)
+        engine.wait_for_saves()
+        with engine._lock:
+            if waits:
+                asking.enter_context(overlap_kit.in_thread(engine.stored.names))
+                sk.wait_for(lambda: engine._lock.is_awaited)
+            else:
+                engine.wake()
+            for num_steps in range(2):
+                assert engine.step()
+                assert engine.metrics.idle_recomputes == (num_steps == 1 and not waits)
+        asking.close()
+        idle_ahead(pair)
+        assert engine.metrics.idle_recomputes == 1
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["closed", "dropped", "dropped behind the cut", "rewound to its beginning", "rewound", "discarded", "to expire"],
+)
 def test_what_was_computed_ahead_is_forgotten_at_once_with_what_is_stored(how, drift):  # noqa: F811
     """Whoever has KV forgotten need not wait for idle time."""
     overflow, values = repairing("default", drift)
@@ -377,23 +404,54 @@ def test_what_was_computed_ahead_is_forgotten_at_once_with_what_is_stored(how, d
             assert num_stored(pair) == 2
         if how == "closed":
             pair.session.close()
-        elif how == "rewound to its beginning":
-            pair.session.rewind(0)
+        elif how.startswith("rewound"):
+            pair.session.rewind(0 if how == "rewound to its beginning" else 60)
+        elif how == "discarded":
+            pair.session.discard(np.arange(70, 90))
+        elif how == "to expire":
+            pair.engine.stored.set_ttl(pair.session.session_id, 60.0)
         else:
             pair.engine.stored.drop(pair.session.session_id)
-        assert num_stored(pair) == 0
+        assert num_stored(pair) == (how in ("rewound", "discarded", "to expire"))
 
 
-def test_what_is_computed_ahead_lives_no_longer_than_its_conversation(drift):  # noqa: F811
+@pytest.mark.parametrize("how", ["left open", "let go of"])
+def test_what_was_computed_ahead_is_forgotten_with_its_conversation_after_a_restart_too(how, drift, tmp_path):  # noqa: F811
+    overflow, values = repairing("default", drift)
+    store = kit.ssd_store(tmp_path / "store")
+    with kit.small_engine(**ok.SMALL, overflow=overflow, store=store) as engine:
+        pair = ok.Pair(engine, engine.session(session_id="one"), None, values)
+        nearly_full(pair)
+        assert num_stored(pair) == 2
+        if how == "let go of":
+            engine.release(pair.session)
+    with kit.small_engine(**ok.SMALL, overflow=overflow, store=store) as engine:
+        session = engine.session(session_id="one")
+        assert len(session.token_ids) == 106
+        session.close()
+        assert not kit.store_in(engine).list()
+
+
+def test_a_conversation_that_finds_what_its_cut_leaves_stays_pinned(drift):  # noqa: F811
     overflow, values = repairing("default", drift)
     with ok.pair(overflow, values) as pair:
-        engine = pair.engine
-        pair.session = engine.session(ttl_s=60.0)
         nearly_full(pair)
-        assert engine.metrics.idle_recomputes == 1
-        assert [info.ttl_s for info in engine.stored.list()] == [60.0, 60.0]
-        engine.stored.set_ttl(pair.session.session_id, 30.0)
-        assert [info.ttl_s for info in engine.stored.list()] == [30.0, 30.0]
+        pair.engine.stored.pin(pair.session.session_id)
+        as_if_computed(pair, 30)
+        assert pair.engine.stored.pinned() == {pair.session.session_id}
+
+
+@pytest.mark.parametrize("when", ["from the beginning", "later"])
+def test_nothing_is_computed_ahead_that_would_live_longer_than_its_conversation(when, drift):  # noqa: F811
+    overflow, values = repairing("default", drift)
+    with ok.pair(overflow, values) as pair:
+        pair.session = pair.engine.session(ttl_s=60.0 if when == "from the beginning" else None)
+        pair.turn(kit.prompt(90), 16)
+        if when == "later":
+            pair.engine.wait_for_saves()
+            pair.engine.stored.set_ttl(pair.session.session_id, 60.0)
+        idle_ahead(pair)
+        assert pair.engine.metrics.idle_recomputes == 0
 
 
 @pytest.mark.parametrize("how", ["closed", "let go of"])

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from ca_jax.kv.async_saver import AsyncSaver
 from ca_jax.kv.layer_loader import LayerLoad
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.recompute.drift import Drift
@@ -182,3 +183,38 @@ def test_a_repair_is_alone_in_its_pass_also_where_the_prompt_before_it_breaks(dr
         assert repaired.job.output_ids == pair.reference.say(kit.prompt(10), 8)
         assert repaired.job.repaired_tokens
         kit.expect_right(beside)
+
+
+@pytest.mark.parametrize("then", ["goes on", "is opened anew"])
+@pytest.mark.parametrize("when", ["in a turn", "at idle"])
+def test_what_is_repaired_and_cannot_be_saved_is_not_taken_from_what_ssd_has(when, then, drift, tmp_path, monkeypatch):
+    """That is from before the repair. The first 4 tokens have seen none that left, and are loaded."""
+
+    def fail(self: AsyncSaver, ticket: object, part: object) -> None:
+        raise OSError("no memory")
+
+    overflow, values = repairing("default", drift)
+    with ok.pair(overflow, values, store=kit.ssd_store(tmp_path / "store")) as pair:
+        engine = pair.engine
+        pair.turn(kit.prompt(100), 40)
+        engine.wait_for_saves()
+        with monkeypatch.context() as patch:
+            patch.setattr(AsyncSaver, "_write", fail)
+            if when == "in a turn":
+                pair.turn(kit.prompt(10, 1), 8)
+                assert pair.session.usage.repaired_tokens
+            else:
+                while engine.step():
+                    pass
+                assert engine.metrics.idle_recomputes == 1
+                pair.reference.num_to_repair = 0
+            engine.wait_for_saves()
+        assert engine.metrics.failed_saves
+        if then == "is opened anew":
+            name = pair.session.session_id
+            engine.release(pair.session)
+            pair.session = engine.session(session_id=name)
+        pair.reference.forget(4)
+        pair.turn(kit.prompt(10, 2), 8)
+        assert pair.session.usage.num_cached_tokens == 4
+        pair.expect_stored_kv()

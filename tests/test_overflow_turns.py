@@ -150,3 +150,37 @@ def test_no_draw_of_a_conversation_is_by_the_same_number_as_another(monkeypatch)
         assert engine.metrics.truncations > 2
         assert len(seen) >= 300
         assert sorted(seen) == [*range(60, 210), *range(270, 420)]
+
+
+@pytest.mark.parametrize("method", ["ca", "tt", "of"])
+@pytest.mark.parametrize("where", ["before a turn", "in an answer"])
+def test_how_long_a_conversation_is_kept_does_not_change_with_a_cut(where, method, tmp_path):
+    """Also where nothing of it is stored until what is left is computed, and where another process has said it."""
+    given = {**ok.SMALL, "overflow": ok.config(method=method), "store": kit.ssd_store(tmp_path / "store")}
+    for start in range(2):
+        with kit.small_engine(**given) as engine:
+            session = engine.session(session_id="one")
+            if not start:
+                kit.say(session, kit.prompt(90), 16)
+                engine.wait_for_saves()
+                engine.stored.pin("one")
+                engine.stored.set_ttl("one", 60.0)
+            new, max_tokens = (60, 8) if where == "before a turn" else (5, 60)
+            kit.say(session, kit.prompt(new, start), max_tokens)
+            engine.wait_for_saves()
+            assert engine.metrics.truncations > 0
+            assert engine.stored.pinned() == {"one"}
+            assert engine.stored.find("one").ttl_s == 60.0
+
+
+def test_a_conversation_that_ends_with_a_cut_leaves_no_pin_to_the_next_of_its_name():
+    with ok.pair(ok.config(method="tt")) as pair:
+        engine, name = pair.engine, pair.session.session_id
+        pair.turn(kit.prompt(90), 16)
+        engine.wait_for_saves()
+        engine.stored.pin(name)
+        engine.cancel(pair.session.submit(kit.prompt(30)))
+        pair.session.close()
+        kit.say(engine.session(session_id=name), kit.prompt(20))
+        engine.wait_for_saves()
+        assert not engine.stored.pinned()

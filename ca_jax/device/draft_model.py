@@ -181,7 +181,8 @@ class DraftModel:
                 number = min(set(range(self.num_rows)) - {each.number for each in self._rows.values()})
                 row = self._rows[job] = _Row(number, job.num_gone, first)
                 pool.begin(number, self.runner.window)
-                params = dataclasses.replace(job.params, logprobs=None)
+                biases = tuple((token, bias) for token, bias in job.params.logit_bias if self._is_said(token))
+                params = dataclasses.replace(job.params, logprobs=None, logit_bias=biases)
                 self.runner.sampler.set_slot(number, params, [])
             if not num_held:
                 row.first, row.num_gone = first, job.num_gone

@@ -159,6 +159,12 @@ class KeptConversations:
         if self._log is not None:
             self._log.remove(key)
 
+    def ttl_of(self, key: str, session_id: str) -> float | None:
+        """How long a stored conversation is kept after its last turn, seconds; None: as those that do not say."""
+        stored = (info.ttl_s for info in self._store.of_name(session_id) if info.key == key)
+        ttl_s = next(stored, None)
+        return None if ttl_s == self._ttl_s else ttl_s
+
     def set_ttl(self, key: str, ttl_s: float | None) -> None:
         """Says how long a conversation is kept after its last turn, seconds."""
         if self._log is not None:

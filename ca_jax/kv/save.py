@@ -273,6 +273,7 @@ class WriteBuffer:
         self._turns: dict[str, TurnSaver] = {}  # Of turns that run, or whose KV waits for room in the store.
         self._ending: dict[str, TurnSaver] = {}  # Of turns that ended, while what they submitted is being copied.
         self._awaiting: dict[str, list[Callable[[], object]]] = {}  # What is done once a session's KV is saved.
+        self._to_pin: set[str] = set()  # Of sessions that were pinned, and of which nothing is stored since.
 
     @property
     def num_bytes(self) -> int:
@@ -296,7 +297,7 @@ class WriteBuffer:
         """
         known = (self._store.leave_dram(session.key), num_plain)
         num_plain = min((count for count in known if count is not None), default=None)
-        session.resume(session.conversation.with_kv_of(0).fused(num_fused))
+        session.resume(session.conversation.stored_anew(num_fused))
         return self.begin(TurnKV(session.key, owner_of(session), 0, session.conversation.kv_lineage, num_plain))
 
     def begin(self, turn: TurnKV) -> TurnSaver:
@@ -336,12 +337,17 @@ class WriteBuffer:
         else:
             act()
 
+    def pin_saved(self, key: str) -> None:
+        """Pins a session, as `AttentionStore.set_pinned`, once something of it is stored again. Ends with `give_up`."""
+        self._to_pin.add(key)
+
     def give_up(self, key: str) -> None:
         """Gives up what of a session is not in the store yet, and what waits for it. No turn of it may run.
 
         Waits for no more than a copy under way.
         """
         self._awaiting.pop(key, None)
+        self._to_pin.discard(key)
         for saver in self._held:
             if saver.key == key:
                 self._give_up(saver)
@@ -386,6 +392,8 @@ class WriteBuffer:
                 if self._store.complete_save(result.ticket) and turn is not None:
                     turn.times.published_s = time.perf_counter()
                     turn.times.num_published += len(result.ticket.token_ids)
+                if saved in self._to_pin and self._store.set_pinned(saved, True):
+                    self._to_pin.discard(saved)
             else:
                 self._metrics.failed_saves += not isinstance(result.error, SaveAbandonedError)
                 if result.ticket.state is TicketState.OPEN:  # Else it is of a state of the session that was given up.

@@ -128,7 +128,7 @@ class SessionKV:
         # Of waiting jobs the key of the session, and of what they will load: what that begins with, and chunks.
         self._queued: dict[Job, tuple[str, tuple[str, ...]]] = {}
         self.ahead: dict[str, str] = {}
-        """By the key of a session, that of KV computed for its next cut, which is forgotten with its own."""
+        """By the key of a session, that of KV computed for its next cut, forgotten once any of the session's own is."""
         self._closing = threading.Event()
         # Not a method of this: a thread must not be the last that holds arrays of the device.
         touch = partial(_touch, runtime.metrics, self._loader, self.store, self._closing)
@@ -144,6 +144,10 @@ class SessionKV:
         of = f"adapter {variant} " if variant else ""
         name = f"{of}{len(tenant)}:{tenant}{session_id}"
         return hashlib.sha256(self._salt + name.encode("utf-8", "surrogatepass")).hexdigest()
+
+    def ahead_key(self, key: str) -> str:
+        """The key of KV computed for a session's next cut. A restart knows it, too: to forget what is on SSD."""
+        return hashlib.sha256(self._salt + f"ahead of {key}".encode()).hexdigest()
 
     def known_key(self, session_id: str, tenant: str) -> str:
         """The key of what is kept by a name, whichever adapter that is held with; of nothing that without one."""
@@ -290,20 +294,25 @@ class SessionKV:
 
     # What is stored.
 
-    def truncate(self, session: Session, num_tokens: int, left: Conversation | None = None) -> None:
+    def truncate(
+        self, session: Session, num_tokens: int, left: Conversation | None = None, *, keeps_ahead: bool = False
+    ) -> None:
         """Forgets a session's KV behind its first `num_tokens` tokens. No turn of it may run.
 
         On SSD it is kept with what is `left` of the conversation, both at once; None: with what it was kept with.
         Where KV is on its way to the store, that happens once it is there, and the session's next turn waits for it.
+
+        Args:
+          keeps_ahead: whether what was computed for its next cut stays: this is that cut.
         """
         key, num_slid = session.key, session.conversation.num_slid
-        self._let_go(key)
+        self._let_go(key, keeps_ahead=keeps_ahead or num_tokens == len(session.token_ids))
         self._to_slide.pop(key, None)
         num_stored = max(num_tokens - num_slid, 0)
         if num_slid and num_stored < (self._window or 0) - 1:
             num_stored = 0  # The next token looks back to what is not there.
         if not num_stored:
-            self.drop(key)
+            self.drop(key, keeps_ahead=keeps_ahead)
             return
         note = None if left is None else self.conversations.pack(key, left)
         self.histories.give_up_preloaded(key)
@@ -323,15 +332,13 @@ class SessionKV:
         note = self.conversations.pack(key, left) if session.is_kept else None
         self.write_buffer.when_saved(key, lambda: self.store.discard(key, stored, note=note))
 
-    def drop(self, key: str) -> None:
-        """Forgets all of a session, what is on its way to the store too. No turn of it may run."""
-        self._let_go(key)
+    def drop(self, key: str, *, keeps_ahead: bool = False) -> None:
+        """Forgets all of a session, what is on its way to the store too; as in `truncate`. No turn of it may run."""
+        self._let_go(key, keeps_ahead=keeps_ahead)
         self.histories.give_up_preloaded(key)
         self.write_buffer.give_up(key)
         self.store.drop(key)
         self.snapshots.drop(key)
-        if (ahead := self.ahead.pop(key, None)) is not None:
-            self.drop(ahead)
 
     def forget(self, key: str, *, is_noted: bool = True) -> None:
         """Forgets a session and its conversation, everywhere. No turn of it may run.
@@ -410,11 +417,19 @@ class SessionKV:
             restored=self.histories.restored,
         )
 
-    def _let_go(self, key: str) -> None:
+    def _let_go(self, key: str, *, keeps_ahead: bool = False) -> None:
         """Has nothing else hold a session's KV, which is about to change."""
         self.resident.drop(key)
         if self.shared is not None:
             self.shared.stop(key)
+        if not keeps_ahead:
+            self.drop_ahead(key)
+
+    def drop_ahead(self, key: str) -> None:
+        """Forgets what was computed for a session's next cut."""
+        ahead = self.ahead_key(key)
+        if self.ahead.pop(key, None) is not None or self.store.residency(ahead) is not Residency.ABSENT:
+            self.drop(ahead)
 
     def is_being_saved(self, key: str) -> bool:
         """Whether KV is on its way to the store that a turn builds on: a chunk's, or that of turns that have ended."""

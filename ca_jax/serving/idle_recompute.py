@@ -40,6 +40,7 @@ class IdleRecompute:
         self._sessions, self._lock = sessions, lock
         self._truncator, self._turns, self._kv, self._adapters = core.truncator, core.turns, core.kv, core.adapters
         self._scheduler, self._batch = core.scheduler, core.batch
+        self._num_asked = 0  # Of the lock, when it was looked at last.
         self._ahead: dict[str, tuple[Session, Session]] = {}  # Of each key the session, and what is stored for its cut.
 
     @property
@@ -48,10 +49,16 @@ class IdleRecompute:
         return self._is_on and len(self._truncator.inexact) > 0
 
     def step(self) -> bool:
-        """Computes the next one, or begins to; whether there was one. Nothing may wait or run."""
+        """Computes the next one, or begins to; whether there was one. Nothing may wait or run.
+
+        Where somebody has asked for something since the last time, the next step may: that goes first.
+        """
         if not self._is_on:
             return False
         self._forget_spent()
+        is_wanted, self._num_asked = self._is_wanted, self._lock.num_asked
+        if is_wanted and (self._truncator.inexact or self._truncator.nearly_full):
+            return True
         found = self._truncator.inexact, self._truncator.nearly_full
         for sessions, compute in zip(found, (self._compute_anew, self._compute_ahead), strict=True):
             for key, session in tuple(sessions.items()):
@@ -62,14 +69,17 @@ class IdleRecompute:
                     return True
         return False
 
+    @property
+    def _is_wanted(self) -> bool:
+        return self._lock.is_awaited or self._lock.num_asked != self._num_asked
+
     def _forget_spent(self) -> None:
         """Forgets what was computed ahead for a cut that has been, or for a session that is open no more."""
         spent = self._truncator.spent
         spent |= {key for key, (session, _) in self._ahead.items() if not self._is_open(session)}
         for key in spent:
             self._ahead.pop(key, None)
-            if (stored_as := self._kv.ahead.pop(key, None)) is not None:
-                self._kv.drop(stored_as)
+            self._kv.drop_ahead(key)
         spent.clear()
 
     def _is_open(self, session: Session) -> bool:
@@ -88,21 +98,20 @@ class IdleRecompute:
     def _compute_ahead(self, session: Session, later: MutableMapping[str, Session]) -> bool:
         """Where there is room in DRAM that nobody else has a use for now."""
         token_ids = self._truncator.left_by_next(session)
-        store = self._kv.store
-        if not self._shares or not token_ids or not store.has_free(session.tenant, len(token_ids)):
+        is_asked_for = self._shares and session.ttl_s is None and len(token_ids) > 0
+        if not is_asked_for or not self._kv.store.has_free(session.tenant, len(token_ids)):
             return False
         if session.key not in self._ahead:
             try:
                 begun = self._adapters.begin(adapter=session.adapter)
             except UnknownAdapterError:
                 return False
-            self._ahead[session.key] = session, self._sessions.new(None, begun, session.tenant, keeps="kv")
+            stored_as = self._sessions.new(None, begun, session.tenant, keeps="kv")
+            stored_as.key = self._kv.ahead_key(session.key)
+            self._ahead[session.key] = session, stored_as
         _, stored_as = self._ahead[session.key]
         self._kv.ahead[session.key] = stored_as.key
-        has_run = self._run(session, stored_as, token_ids, "ahead", later)
-        [ttl_s] = [info.ttl_s for info in store.of_name(session.session_id) if info.key == session.key]
-        store.set_ttl(stored_as.key, ttl_s)
-        return has_run
+        return self._run(session, stored_as, token_ids, "ahead", later)
 
     def _run(
         self, session: Session, stored_as: Session, token_ids: list[int], kind: str, later: MutableMapping[str, Session]
@@ -112,13 +121,12 @@ class IdleRecompute:
             job = self._turns.at_idle(stored_as, token_ids, kind)
         except (ContextWindowError, UnknownAdapterError):  # Its next turn says so.
             return False
-        num_asked = self._lock.num_asked
         self._scheduler.submit(job)
-        while not job.done and self._lock.num_asked == num_asked and self._batch.step():
+        while not job.done and not self._is_wanted and self._batch.step():
             pass
         if not job.done:
             self._batch.cancel(job)
-            if self._lock.num_asked != num_asked:  # Else there is no room for it now.
+            if self._is_wanted:  # Else there is no room for it now.
                 later[session.key] = session
         if job.error is not None:
             _LOG.warning("session %s could not be computed %s", session.session_id, kind, exc_info=job.error)

@@ -96,7 +96,12 @@ class OpenSessions:
             return session
         kept = self._kv.recall(session_id, tenant, session)
         if session is None:
-            return None if kept is None else self.open(session_id, kept, tenant, ttl_s)
+            if kept is None:
+                return None
+            session = self.open(session_id, kept, tenant, ttl_s)
+            if ttl_s is None:
+                session.ttl_s = self._kv.conversations.ttl_of(session.key, session_id)
+            return session
         if kept is not None:
             session.resume(kept)
             self._kv.conversations.note(session.key, session)
@@ -144,6 +149,8 @@ class OpenSessions:
 
     def truncate(self, session: Session, num_tokens: int, left: Conversation | None) -> None:
         """Forgets one's KV behind its first tokens; see `Engine.truncate_stored`."""
+        if session.job is not None and session.is_busy and (left is not None or session.job.started_s):
+            raise SessionBusyError(f"session {session.session_id!r} still answers; it must be idle for its KV to go")
         self._kv.truncate(session, num_tokens, left)
         if left is not None:
             session.resume(left)

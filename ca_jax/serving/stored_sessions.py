@@ -130,9 +130,13 @@ class StoredSessions:
         """
         with self._lock:
             key = self._key(session_id, tenant)
-            for each in {key, self._kv.ahead.get(key, key)}:
-                self._kv.store.set_ttl(each, ttl_s)
+            self._kv.store.set_ttl(key, ttl_s)
             self._kv.conversations.set_ttl(key, ttl_s)
+            if ttl_s is not None:
+                self._kv.drop_ahead(key)  # It would live longer.
+            for session in self._opened:
+                if session.key == key:
+                    session.ttl_s = ttl_s
             self._describe(key)
 
     def expect_back(self, session_id: str, seconds: float | None, *, tenant: str = "") -> None:

@@ -270,9 +270,10 @@ class Truncator:
             if method == "of":
                 stored = self._kv.store.residency(session.key)
                 self._metrics.invalidated_histories += stored is not Residency.ABSENT
-            ahead = self._kv.ahead.pop(session.key, None)  # It is still to be shared.
-            self._kv.truncate(session, 0)
-            self._kv.ahead |= {} if ahead is None else {session.key: ahead}
+            is_pinned = self._is_pinned(session)
+            self._kv.truncate(session, 0, keeps_ahead=True)  # It is still to be shared.
+            if is_pinned:
+                self._kv.write_buffer.pin_saved(session.key)
         session.resume(left)
         if recomputes:
             self._kv.remember(session)
@@ -315,6 +316,8 @@ class Truncator:
         self._metrics.invalidated_histories += overflow.method == "of"
         if saver is not None:
             forgotten = np.ones_like(discarded) if recomputes else discarded
+            if recomputes and self._is_pinned(session):
+                self._kv.write_buffer.pin_saved(saver.key)
             self._kv.store.discard(saver.key, forgotten, note=self._kv.conversations.pack(saver.key, left))
             saver.cut(forgotten, left.kv_lineage)
         session.resume(left)
@@ -332,6 +335,10 @@ class Truncator:
         self._count(discarded)
 
     # How.
+
+    def _is_pinned(self, session: Session) -> bool:
+        """Whether it stays pinned, although nothing of it is stored until what it leaves is computed."""
+        return session.is_noted and session.session_id in self._kv.store.names_pinned(session.tenant)
 
     def _num_leaving_from(self, job: Job) -> int:
         # The last token is in the context and not in its pages: it cannot leave.

@@ -35,21 +35,32 @@ class Wakeup:
 
 
 class CountedLock:
-    """A lock that one thread at a time has, which may take it again, and that counts how often it is asked for."""
+    """A lock that one thread at a time has, which may take it again, and that tells who has it that others want it."""
 
     def __init__(self) -> None:
         self.quietly = threading.RLock()
         """The same lock, for those that can wait as long as it takes: they are not counted."""
         self.num_asked = 0
-        """How often so far: once there are more, whoever holds it should not begin what takes long."""
+        """How often `ask` was called: once it is more, whoever holds it should not go on with what takes long."""
+        self._waiting: set[int] = set()  # Threads.
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a thread waits for it that is counted."""
+        return bool(self._waiting)
 
     def ask(self) -> None:
-        """Counts somebody who wants something of who holds it."""
+        """Counts somebody who wants something of who holds it, and does not wait for it."""
         self.num_asked += 1
 
     def __enter__(self) -> None:
-        self.ask()
-        self.quietly.acquire()
+        if self.quietly.acquire(blocking=False):
+            return
+        self._waiting.add(threading.get_ident())
+        try:
+            self.quietly.acquire()
+        finally:
+            self._waiting.discard(threading.get_ident())
 
     def __exit__(self, *_: object) -> None:
         self.quietly.release()

@@ -65,7 +65,8 @@ class Conversation:
     """Tokens that were dropped from it, since the context was full or by hand."""
     lineage: int = 0
     """A mark by which KV of two states is told apart: counts dropped tokens that had others behind them which stayed,
-    and tokens whose KV was blended. KV of another lineage has seen other tokens."""
+    tokens whose KV was blended, and times that all of it was stored anew. KV of another lineage has seen other tokens,
+    or is not repaired."""
     num_slid: int = 0
     """First tokens that no layer of the model looks back to any more: their KV is not kept."""
     attention: list[float] = dataclasses.field(default_factory=list)
@@ -118,9 +119,13 @@ class Conversation:
         """The same, of which only the KV behind its first `num_tokens` tokens is kept."""
         return dataclasses.replace(self, num_slid=num_tokens, generation=self.generation + 1)
 
-    def fused(self, num_tokens: int) -> Conversation:
-        """The same, so many more tokens of which have the KV of chunks."""
-        return dataclasses.replace(self, lineage=self.lineage + num_tokens)
+    def stored_anew(self, num_fused: int) -> Conversation:
+        """The same, all KV of which takes the place of what is kept; so many more tokens have the KV of chunks.
+
+        Where that does not come to be kept, what was before is not taken for it.
+        """
+        lineage = self.lineage + max(num_fused, 1)
+        return dataclasses.replace(self.with_kv_of(0), lineage=lineage, generation=self.generation + 1)
 
     def with_turn(
         self,
