@@ -136,13 +136,11 @@ def _next_turn_sample(engine: Engine, place: str, num_new: int, rng: np.random.G
         collections.deque(session.send_ids(ids(engine.window - _TOKENS_BEFORE), sampling=params), maxlen=0)
         if not session.num_dropped:
             raise BenchError("an answer must overflow, got no tokens dropped")
-    if "idle" in place:
-        engine.wait_for_saves()
-        while engine.step():
-            pass
-        engine.wait_for_saves()
     # An answer's last token was never computed: it would be now.
     take_back(engine, session, len(session.token_ids) - 1)
+    while "idle" in place and engine.step():
+        pass
+    engine.wait_for_saves()
     _, ttft_s = send_turn(engine, session, ids(num_new))
     usage = session.usage
     session.close()

@@ -14,7 +14,6 @@ import hashlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 
@@ -42,7 +41,6 @@ from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.objects.store import ObjectStore
 from ca_jax.storage.records import Residency, StoreRuntime
 from ca_jax.storage.store import AttentionStore
-from ca_jax.telemetry.metrics import EngineMetrics
 from ca_jax.turns.conversations import Conversation
 
 _LOG = logging.getLogger(__name__)
@@ -129,9 +127,12 @@ class SessionKV:
         self._queued: dict[Job, tuple[str, tuple[str, ...]]] = {}
         self.ahead: dict[str, str] = {}
         """By the key of a session, that of KV computed for its next cut, forgotten once any of the session's own is."""
-        self._closing = threading.Event()
-        # Not a method of this: a thread must not be the last that holds arrays of the device.
-        touch = partial(_touch, runtime.metrics, self._loader, self.store, self._closing)
+        self._closing = closing = threading.Event()
+        metrics, loader = runtime.metrics, self._loader
+
+        def touch() -> None:  # It does not hold this: no thread may be the last that has arrays of the device.
+            metrics.first_touch_s = loader.touch() + store.touch(closing.is_set)
+
         self._toucher = threading.Thread(target=touch, name="ca_jax-first-touch", daemon=True)
         self._toucher.start()
 
@@ -497,8 +498,3 @@ class SessionKV:
                     num_blocks * layout.block_tokens,
                     max_tokens,
                 )
-
-
-def _touch(metrics: EngineMetrics, loader: LayerLoader, store: AttentionStore, closing: threading.Event) -> None:
-    """Makes host memory resident in the background, so that no load or save pays for its first touch."""
-    metrics.first_touch_s = loader.touch() + store.touch(closing.is_set)
