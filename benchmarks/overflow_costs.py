@@ -127,7 +127,7 @@ def next_turn_rows(run: Run[OverflowBenchConfig], engines: Engines, rng: np.rand
 def _next_turn_sample(engine: Engine, place: str, num_new: int, rng: np.random.Generator) -> Sample:
     session, ids = engine.session(), partial(random_ids, rng, engine.model)
     if not place.startswith("answer"):
-        num_history = engine.window - num_new // 2
+        num_history = engine.window - num_new // 2 - (place == "idle, then prompt")
         if place == NOWHERE and (overflow := engine.config.overflow) is not None:
             num_history -= round(overflow.truncation_ratio * engine.window)
         send_turn(engine, session, ids(num_history))
@@ -136,11 +136,12 @@ def _next_turn_sample(engine: Engine, place: str, num_new: int, rng: np.random.G
         collections.deque(session.send_ids(ids(engine.window - _TOKENS_BEFORE), sampling=params), maxlen=0)
         if not session.num_dropped:
             raise BenchError("an answer must overflow, got no tokens dropped")
-    # An answer's last token was never computed: it would be now.
-    take_back(engine, session, len(session.token_ids) - 1)
     while "idle" in place and engine.step():
         pass
-    engine.wait_for_saves()
+    if place == "idle, then prompt":  # The last token is computed ahead with the others.
+        engine.wait_for_saves()
+    else:  # An answer's last token was never computed: it would be now.
+        take_back(engine, session, len(session.token_ids) - 1)
     _, ttft_s = send_turn(engine, session, ids(num_new))
     usage = session.usage
     session.close()
