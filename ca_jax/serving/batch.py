@@ -35,7 +35,7 @@ from ca_jax.session import Job
 from ca_jax.turns.conversations import padded
 from ca_jax.turns.requests import FinishReason
 
-_IDLE_TOKENS = 128  # Of a pass that nobody waits for, and for which others may have to wait.
+_IDLE_TOKENS = 64  # Of a pass that nobody waits for, and for which others may have to wait.
 
 
 class Batch:
