@@ -7,8 +7,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
+import jax
 import pytest
 
+from ca_jax.device.runner import Runner
 from ca_jax.engine import Engine
 from ca_jax.errors import SessionBusyError, SessionClosedError
 from ca_jax.models.tokenizer import Tokenizer
@@ -16,6 +18,7 @@ from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import LoadedModel
 from ca_jax.serving.prompts import turn_ids
 from ca_jax.session import Session
+from ca_jax.storage.config import StoreConfig
 from ca_jax.testing import tiny
 from ca_jax.turns import text as text_work
 from tests import engine_kit as kit
@@ -195,7 +198,10 @@ def test_much_text_of_one_request_does_not_keep_others_from_being_answered(token
 
 ENDING = """
 import atexit, threading
-atexit.register(lambda: print([each.name for each in threading.enumerate() if each.name.startswith("ca_jax")]))
+def left():  # What touches memory has nothing of the device, and may be cut short.
+    names = {each.name for each in threading.enumerate()} - {"ca_jax-first-touch"}
+    return sorted(name for name in names if name.startswith("ca_jax"))
+atexit.register(lambda: print(left()))
 from ca_jax.storage.config import StoreConfig
 from tests import engine_kit as kit
 engine = kit.small_engine(store=StoreConfig(dram_gib=2.0, block_tokens=16))
@@ -206,6 +212,18 @@ engine = kit.small_engine(store=StoreConfig(dram_gib=2.0, block_tokens=16))
 @pytest.mark.parametrize("end", ["engine.close()", "", "del engine"], ids=["closed", "left open", "let go of"])
 def test_no_thread_of_an_engine_is_left_when_the_interpreter_ends(end):
     """One that frees what is on the device by then aborts the process."""
-    done = subprocess.run([sys.executable, "-c", ENDING.format(end=end)], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", ENDING.replace("{end}", end)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[]\n"
+
+
+def test_what_touches_memory_holds_nothing_of_the_device():
+    """Its thread may be the last that has what it holds, after the engine was closed."""
+    with kit.small_engine(store=StoreConfig(dram_gib=2.0, block_tokens=16)) as engine:
+        held, seen = [cell.cell_contents for cell in engine._kv._toucher._target.__closure__], set[int]()
+        while held:
+            each = held.pop()
+            assert not isinstance(each, jax.Array | Runner)
+            if id(each) not in seen and type(each).__module__.startswith("ca_jax"):
+                seen.add(id(each))
+                held += vars(each).values() if hasattr(each, "__dict__") else []

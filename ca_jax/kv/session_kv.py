@@ -388,7 +388,6 @@ class SessionKV:
         self.conversations.close()
         self._saver.close()
         self._loader.close()
-        self._toucher.join()
         self.store.close()
 
     @staticmethod
