@@ -212,7 +212,9 @@ engine = kit.small_engine(store=StoreConfig(dram_gib=2.0, block_tokens=16))
 @pytest.mark.parametrize("end", ["engine.close()", "", "del engine"], ids=["closed", "left open", "let go of"])
 def test_no_thread_of_an_engine_is_left_when_the_interpreter_ends(end):
     """One that frees what is on the device by then aborts the process."""
-    done = subprocess.run([sys.executable, "-c", ENDING.replace("{end}", end)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING.replace("{end}", end)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[]\n"
 

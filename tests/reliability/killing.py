@@ -300,22 +300,22 @@ def _check_restart(
             or session.token_ids[: info.ssd_tokens] != kv_ids[info.key]
         }
         found = [  # Those that go on without an overflow, by which they would load less than is stored.
-            (session, info, len(session.token_ids))
+            (session, info, len(session.token_ids), session.conversation.lineage)
             for session, info in zip(sessions, infos.values(), strict=True)
             if len(session.token_ids) + _MAX_PROMPT_TOKENS + _ANSWER_TOKENS < kit.WINDOW
         ]
         prompts = [kit.prompt(int(n), seed=report.rounds) for n in random.integers(2, _MAX_PROMPT_TOKENS, len(found))]
-        kit.drain(*(s.send_ids(p, max_tokens=_ANSWER_TOKENS) for (s, _, _), p in zip(found, prompts, strict=True)))
-        for session, info, length in found:
+        kit.drain(*(s.send_ids(p, max_tokens=_ANSWER_TOKENS) for (s, *_), p in zip(found, prompts, strict=True)))
+        for session, info, length, lineage in found:
             assert session.usage is not None
             is_ahead = session.session_id in ahead
             if is_ahead:
-                assert session.conversation.lineage >= info.num_dropped, "a conversation from before its KV"
+                assert lineage >= info.num_dropped, "a conversation from before its KV"
                 # By chance the prompt may say again what was taken back, or what another conversation has there.
                 known = [
                     session.token_ids[:length],
                     *kv_ids.values(),
-                    *(other.token_ids for other, _, _ in found if other is not session),
+                    *(other.token_ids for other, *_ in found if other is not session),
                 ]
                 num_known = max(num_common(session.token_ids, ids) for ids in known)
                 assert session.usage.num_cached_tokens <= num_known, "KV of tokens that are gone"
@@ -324,7 +324,7 @@ def _check_restart(
                 assert length >= info.ssd_tokens, "KV of more tokens than the conversation has"
                 assert session.usage.cached_tokens == {"ssd": info.ssd_tokens}, f"{info}: {session.usage}"
             report.cut_sessions += session.num_dropped > 0
-            if not session.num_dropped or session.conversation.lineage > info.num_dropped:
+            if not session.num_dropped or lineage > info.num_dropped:
                 # The others go on behind KV that no one pass gives.
                 report.wrong_tokens += kit.num_wrong(session.token_ids, [kit.last_answer(session)])
             report.answers += 1
