@@ -454,6 +454,29 @@ def test_nothing_is_computed_ahead_that_would_live_longer_than_its_conversation(
         assert pair.engine.metrics.idle_recomputes == 0
 
 
+def test_what_was_computed_ahead_in_small_part_is_not_used(drift, monkeypatch):  # noqa: F811
+    """16 of 42 tokens: to repair takes fewer than to compute the others."""
+    overflow, values = repairing("default", drift)
+    monkeypatch.setattr("ca_jax.serving.batch._IDLE_TOKENS", 16)
+    with ok.pair(overflow, values) as pair:
+        pair.turn(kit.prompt(90), 16)
+        pair.engine.wait_for_saves()
+        run_pass = pair.engine._runner.run_pass
+
+        def run(parts, jobs=()):
+            pair.engine.wake()
+            return run_pass(parts, jobs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(pair.engine._runner, "run_pass", run)
+            assert pair.engine.step()
+        pair.engine.wait_for_saves()
+        assert num_stored(pair) == 2
+        pair.turn(kit.prompt(30, 7), 8)
+        assert pair.session.usage.repaired_tokens > 0
+        pair.expect_stored_kv()
+
+
 @pytest.mark.parametrize("how", ["closed", "let go of"])
 def test_what_was_computed_ahead_goes_with_its_conversation(how, drift):  # noqa: F811
     overflow, values = repairing("default", drift)

@@ -256,8 +256,8 @@ class OverflowConfig:
     """Share of the tokens that stay that `repair` computes anew, the anchors among them, in [0, 1]."""
     exact_when_idle: bool = True
     """Whether what stays is computed anew, as `tt` would have, once there is nothing else to do, or ahead of its cut
-    where less than a fourth of the window is left: by a server, or by whoever goes on calling `Engine.step`. Where
-    `repair` repairs nothing, nothing is; of one process alone."""
+    where less than a fourth of the window is left. A server does it, and so does a caller that keeps calling
+    `Engine.step`. Not with several processes, nor where `repair` repairs nothing."""
     drift: str | None = None
     """File of the model's drift (`ca_jax.recompute.drift`), which is added to what stays; None adds nothing."""
     whole_turns: bool = False

@@ -60,7 +60,7 @@ class EngineMetrics:
     repaired_tokens: int = 0
     """Tokens whose stored KV was computed anew in part, since others had left or stand before them."""
     idle_recomputes: int = 0
-    """Times all that stayed of a conversation was computed anew, while nothing else was to be done."""
+    """Times KV of a full context was computed, behind a cut or ahead of it, while nothing else was to be done."""
     invalidated_histories: int = 0
     """Stored histories lost to truncation, since their positions were in them (method `of`)."""
     blended_turns: int = 0

@@ -41,7 +41,7 @@ class CountedLock:
         self.quietly = threading.RLock()
         """The same lock, for those that can wait as long as it takes: they are not counted."""
         self.num_asked = 0
-        """How often `ask` was called: once it is more, whoever holds it should not go on with what takes long."""
+        """How often `ask` was called. Who holds the lock should end long work once it has grown."""
         self._waiting: set[int] = set()  # Threads.
 
     @property
